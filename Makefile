@@ -1,0 +1,47 @@
+# `make demo` and `make test` need nothing but python3: each makes .venv first if it has to.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format bench clean
+
+help:  ## say what can be made
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+install: $(STAMP)  ## make .venv and install Shardwise in it, with everything needed to work on it
+
+demo: $(STAMP)  ## run examples/demo.py
+	$(BIN)/python examples/demo.py
+
+# One thread each, so that test workers and the ranks they start do not fight for cores.
+test: export OMP_NUM_THREADS := 1
+test: $(STAMP)  ## run all tests
+	$(BIN)/python -m pytest -n 2
+
+check: $(STAMP)  ## check everything: format, lint, types, tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(MAKE) test
+
+format: $(STAMP)  ## format the code and fix what the linter can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## run benchmarks/overhead.py
+	$(BIN)/python benchmarks/overhead.py
+
+clean:  ## remove .venv and all caches
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Shardwise needs Python 3.11 or newer; try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+# torch goes first and by its exact version, so that nothing else decides which build of it is taken.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,90 @@
+"""Timing several calls fairly beside each other, and showing the numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+SLICE_SECONDS = 0.004
+
+Call = Callable[[], object]
+Row = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds per call."""
+
+    median: float
+    minimum: float
+
+    @staticmethod
+    def of(samples: list[float]) -> Timing:
+        return Timing(statistics.median(samples), min(samples))
+
+
+def race(calls: dict[str, Call], *, num_rounds: int) -> dict[str, Timing]:
+    """Times the calls in turns, each for an equal slice; every round starts with another one."""
+    sizes = {name: slice_size(call) for name, call in calls.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    gc.collect()
+    gc.freeze()  # collections then cost what the calls leave behind, not what torch's import did
+    try:
+        for _ in range(num_rounds):
+            for name in order:
+                samples[name].append(time_per_call(calls[name], sizes[name]))
+            order.append(order.pop(0))
+    finally:
+        gc.unfreeze()
+    return {name: Timing.of(s) for name, s in samples.items()}
+
+
+def slice_size(call: Call) -> int:
+    for _ in range(5):
+        call()
+    return max(1, round(SLICE_SECONDS / time_per_call(call, 5)))
+
+
+def time_per_call(call: Call, num_calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    return (time.perf_counter() - start) / num_calls
+
+
+def seconds(value: float) -> str:
+    """Three significant digits or so.
+
+    >>> seconds(0.0707), seconds(0.00486), seconds(0.00067158), seconds(8.42e-6)
+    ('70.7 ms', '4.86 ms', '672 us', '8.42 us')
+    """
+    number, unit = (value * 1e3, "ms") if value >= 1e-3 else (value * 1e6, "us")
+    digits = 2 if number < 10 else 1 if number < 100 else 0
+    return f"{number:.{digits}f} {unit}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    title: str
+    columns: tuple[str, ...]
+    rows: list[Row]
+
+    def print(self, console: Console) -> None:
+        table = RichTable(title=self.title, title_justify="left")
+        for column in self.columns:
+            table.add_column(column, justify="left" if column in ("measure", "system", "op") else "right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row, style={"MISS": "red", "pass": "green"}.get(row[-1]))
+        console.print(table)
+
+    def markdown(self) -> str:
+        lines = [self.columns, tuple("---" for _ in self.columns), *self.rows]
+        body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return f"## {self.title}\n\n{body}\n"

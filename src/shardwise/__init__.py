@@ -1,0 +1,43 @@
+"""Shardwise: write a single-device PyTorch program, run it on a mesh of devices."""
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise import debug, dispatch, errors, experimental, parallel
+from shardwise.comm import recording, simulate
+from shardwise.dispatch import cache_info, clear_cache, strict
+from shardwise.factories import empty, full, ones, rand, randn, zeros
+from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
+from shardwise.parallel import distribute_module
+from shardwise.tensor import DTensor, distribute_tensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "Layout",
+    "Mesh",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "cache_info",
+    "clear_cache",
+    "debug",
+    "dispatch",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "errors",
+    "experimental",
+    "full",
+    "init_device_mesh",
+    "ones",
+    "parallel",
+    "rand",
+    "randn",
+    "recording",
+    "simulate",
+    "strict",
+    "zeros",
+]

@@ -1,0 +1,40 @@
+"""The record of what was communicated: every port writes here, whoever listens reads it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.layout import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Comm:
+    """One collective, as one rank sees it: its kind, the mesh axes it ran over, the bytes this rank contributed."""
+
+    kind: str
+    axes: tuple[str, ...]
+    ranks: int
+    bytes: int
+    backward: bool
+
+
+# A plain list, not a ContextVar: on accelerators the backward pass, and the collectives in it, run on other threads.
+listeners: list[list[Comm]] = []
+
+
+def note(kind: str, mesh: Mesh, axes: tuple[int, ...], payload: Tensor | list[Tensor] | tuple[Tensor, ...]) -> None:
+    """Tell every listener about one collective."""
+    tensors = [payload] if isinstance(payload, Tensor) else payload
+    comm = Comm(
+        kind,
+        tuple(mesh.names[axis] for axis in axes),
+        math.prod(mesh.shape[axis] for axis in axes),
+        sum(t.numel() * t.element_size() for t in tensors),
+        torch._C._current_graph_task_id() != -1,
+    )
+    for listener in listeners:
+        listener.append(comm)

@@ -1,0 +1,355 @@
+"""Building: from a lowered call to the plan that runs it, as plainly as the case allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Ranked
+from shardwise.dispatch.lower import Lowered, LoweredCall, is_builtin, local_call
+from shardwise.dispatch.plan import Mover, Plan, direct, keep, localised, moved_first, wrap_fresh
+from shardwise.dispatch.randomness import RandomCall, is_random
+from shardwise.dispatch.trace import OPAQUE, flat_tensors, map_tensors
+from shardwise.layout import Layout
+from shardwise.redistribute import Move, run_path
+from shardwise.rules import Value, flat_values
+from shardwise.tensor import DTensor, localise
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+
+def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> Plan:
+    """The plan of a call: the function itself where nothing inside it has to change, else its ops one by one."""
+    input_moves = _whole_moves(function, lowered)
+    if input_moves is None:
+        return _steps(lowered, args, kwargs)
+    layouts = [lowered.layouts[value.index] for value in flat_values(lowered.trace.output)]
+    if len(lowered.mesh.held) == 1 and isinstance(lowered.trace.output, Value):
+        positions = _positions(args, kwargs)
+        if not any(input_moves):
+            return direct(function, layouts[0])
+        if positions is not None:
+            movers = [(at, Mover(moves)) for at, moves in zip(positions, input_moves, strict=True) if moves]
+            return moved_first(function, movers, layouts[0])
+    returned = [_argument_index(value, lowered) for value in flat_values(lowered.trace.output)]
+    return Whole(function, [Mover(moves) if moves else None for moves in input_moves], layouts, returned)
+
+
+def _positions(args: tuple, kwargs: dict[str, Any]) -> list[int] | None:
+    """The positions of the tensor arguments, if all of them stand at the top level of the positional arguments."""
+    if flat_tensors(kwargs) or any(isinstance(arg, (list, tuple)) and flat_tensors(arg) for arg in args):
+        return None
+    return [position for position, arg in enumerate(args) if isinstance(arg, Tensor)]
+
+
+def _argument_index(value: Value, lowered: Lowered) -> int | None:
+    """Which argument an output is, if it is one."""
+    for index, candidate in enumerate(lowered.trace.inputs):
+        if candidate is value:
+            return index
+    return None
+
+
+def _whole_moves(function: Callable, lowered: Lowered) -> list[tuple[Move, ...]] | None:
+    """The moves of each argument if the function can run whole; None if something inside it must change."""
+    if not (is_builtin(function) or function in OPAQUE):
+        return None
+    moves: dict[int, tuple[Move, ...]] = {}
+    inputs = {value.index for value in lowered.trace.inputs}
+    for call in lowered.calls:
+        if call.local is not None or is_random(call.call):
+            return None
+        for value, wanted in zip(call.call.inputs, call.moves, strict=True):
+            if value.index not in inputs:
+                if wanted:
+                    return None
+            elif moves.setdefault(value.index, wanted) != wanted:
+                return None
+    return [moves.get(value.index, ()) for value in lowered.trace.inputs]
+
+
+class Whole:
+    """The function itself on the shards, in full generality: nested arguments, several results, the simulator."""
+
+    __slots__ = ("function", "layouts", "movers", "returned")
+
+    def __init__(
+        self, function: Callable, movers: list[Mover | None], layouts: list[Layout], returned: list[int | None]
+    ) -> None:
+        self.function = function
+        self.movers = movers
+        self.layouts = layouts
+        self.returned = returned
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        out, originals, moved = self.run(args, kwargs)
+        with _disabled():
+            return self._wrapped(out, originals, moved)
+
+    def run(self, args: tuple, kwargs: dict[str, Any] | None) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """The local results, the arguments as they came, and what was moved for them."""
+        originals: list[Tensor] = []
+        moved: list[Tensor] = []
+        movers = iter(self.movers)
+
+        def localised_argument(x: Tensor) -> Tensor:
+            originals.append(x)
+            mover = next(movers)
+            y = mover(x) if mover is not None else x
+            if y is not x:
+                moved.append(y)
+            return localise(y) if y.__class__ is DTensor and "_peers" in y.__dict__ else y
+
+        with _disabled():
+            local_args = tuple(map_tensors(arg, localised_argument) for arg in args)
+            local_kwargs = map_tensors(kwargs, localised_argument) if kwargs else {}
+        if any("_peers" in x.__dict__ for x in originals):
+            return self.function(*local_args, **local_kwargs), originals, moved
+        with _disabled():
+            return self.function(*local_args, **local_kwargs), originals, moved
+
+    def _wrapped(self, out: Any, originals: list[Tensor], moved: list[Tensor]) -> Any:
+        results = iter(zip(self.layouts, self.returned, strict=True))
+
+        def wrap(x: Tensor) -> Tensor:
+            layout, argument = next(results)
+            if argument is not None and originals[argument].__class__ is DTensor:
+                if originals[argument] is x or type(x) is Ranked:
+                    return originals[argument]
+            if moved:
+                keep(x, moved)
+            return wrap_fresh(x, layout)
+
+        return map_tensors(out, wrap)
+
+
+# Step by step
+
+
+class MoveStep:
+    """Bring an interior value into another layout."""
+
+    __slots__ = ("moves", "source", "target")
+
+    def __init__(self, source: int, target: int, moves: tuple[Move, ...]) -> None:
+        self.source, self.target, self.moves = source, target, moves
+
+    def __call__(self, slots: list[Any], originals: Sequence[Tensor], moved: list[Tensor]) -> None:
+        slots[self.target] = run_path(slots[self.source], self.moves)
+
+
+class MoveArgument:
+    """Bring an argument into another layout, sharing the move with other uses of it."""
+
+    __slots__ = ("argument", "mover", "target")
+
+    def __init__(self, argument: int, target: int, moves: tuple[Move, ...]) -> None:
+        self.argument, self.target, self.mover = argument, target, Mover(moves)
+
+    def __call__(self, slots: list[Any], originals: Sequence[Tensor], moved: list[Tensor]) -> None:
+        x = originals[self.argument]
+        y = self.mover(x)
+        if y is x:
+            y = slots[self.argument]
+        else:
+            moved.append(y)
+        slots[self.target] = y
+
+
+class CallStep:
+    """Run a local function."""
+
+    __slots__ = ("args", "function", "kwargs", "targets")
+
+    def __init__(self, function: Callable, args: list[Any], kwargs: dict[str, Any], targets: list[int]) -> None:
+        self.function, self.args, self.kwargs, self.targets = function, args, kwargs, targets
+
+    def __call__(self, slots: list[Any], originals: Sequence[Tensor], moved: list[Tensor]) -> None:
+        args = [_fill(arg, slots) for arg in self.args]
+        kwargs = {name: _fill(arg, slots) for name, arg in self.kwargs.items()}
+        out = self.function(*args, **kwargs)
+        if isinstance(out, Tensor):
+            slots[self.targets[0]] = out
+        else:
+            for target, tensor in zip(self.targets, flat_tensors(out), strict=True):
+                slots[target] = tensor
+
+
+class Slot:
+    """Where an argument of a step is found."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _fill(template: Any, slots: list[Any]) -> Any:
+    if template.__class__ is Slot:
+        return slots[template.index]
+    if template.__class__ is list or template.__class__ is tuple:
+        return [_fill(item, slots) for item in template]
+    return template
+
+
+class Steps:
+    """A flat list of steps over numbered slots."""
+
+    __slots__ = ("num_slots", "output", "outputs", "plain", "returned", "simulated", "steps")
+
+    def __init__(self, lowered: Lowered) -> None:
+        trace = lowered.trace
+        self.steps: list[Any] = []
+        self.num_slots = len(trace.values) + len(trace.inputs)
+        self.simulated = len(lowered.mesh.held) > 1
+        self.output = trace.output
+        self.plain = self.simulated
+        self.outputs: dict[int, tuple[int, Layout]] = {}
+        self.returned: dict[int, int] = {}
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        originals = flat_tensors(args)
+        if kwargs:
+            originals += flat_tensors(kwargs)
+        slots: list[Any] = [None] * self.num_slots
+        moved: list[Tensor] = []
+        if self.plain:
+            slots[: len(originals)] = [localise(x) if x.__class__ is DTensor else x for x in originals]
+        else:
+            slots[: len(originals)] = originals
+        if self.simulated:
+            self._run(slots, originals, moved)
+        else:
+            with _disabled():
+                self._run(slots, originals, moved)
+        with _disabled():
+            return self._result(self.output, slots, originals, moved)
+
+    def _run(self, slots: list[Any], originals: list[Tensor], moved: list[Tensor]) -> None:
+        for step in self.steps:
+            step(slots, originals, moved)
+
+    def _result(self, template: Any, slots: list[Any], originals: list[Tensor], moved: list[Tensor]) -> Any:
+        if isinstance(template, Value):
+            argument = self.returned.get(template.index)
+            if argument is not None:
+                return originals[argument]
+            slot, layout = self.outputs[template.index]
+            out = slots[slot]
+            if moved:
+                keep(out, moved)
+            return wrap_fresh(out, layout)
+        if isinstance(template, list):
+            return [self._result(item, slots, originals, moved) for item in template]
+        if isinstance(template, tuple):
+            items = [self._result(item, slots, originals, moved) for item in template]
+            if type(template) is tuple:
+                return tuple(items)
+            return type(template)(*items) if hasattr(template, "_fields") else type(template)(items)
+        return template
+
+
+def _steps(lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> Plan:
+    trace = lowered.trace
+    plan = Steps(lowered)
+    num_arguments = len(trace.inputs)
+    slot_of: dict[int, int] = {}
+    for position, value in enumerate(trace.inputs):
+        slot_of.setdefault(value.index, position)
+    argument_of = dict(slot_of)
+    fresh = iter(range(num_arguments, 10**9))
+    for value, constant in trace.constants:
+        slot_of[value.index] = next(fresh)
+        plan.steps.append(_Constant(slot_of[value.index], constant))
+    placed: dict[tuple[int, tuple], int] = {}
+    for call in lowered.calls:
+        _add_call(plan, call, lowered, slot_of, argument_of, placed, fresh)
+    plan.num_slots = next(fresh)
+    for value in flat_values(trace.output):
+        if value.index in argument_of:
+            plan.returned[value.index] = argument_of[value.index]
+        else:
+            plan.outputs[value.index] = slot_of[value.index], lowered.layouts[value.index]
+    return _simplified(plan, lowered, args, kwargs)
+
+
+class _Constant:
+    """A tensor that the traced function brought along."""
+
+    __slots__ = ("slot", "tensor")
+
+    def __init__(self, slot: int, tensor: Tensor) -> None:
+        self.slot, self.tensor = slot, tensor
+
+    def __call__(self, slots: list[Any], originals: Sequence[Tensor], moved: list[Tensor]) -> None:
+        slots[self.slot] = self.tensor
+
+
+def _add_call(
+    plan: Steps,
+    lowered_call: LoweredCall,
+    lowered: Lowered,
+    slot_of: dict[int, int],
+    argument_of: dict[int, int],
+    placed: dict[tuple[int, tuple], int],
+    fresh: Any,
+) -> None:
+    call = lowered_call.call
+    here: dict[int, list[int]] = {}
+    for value, moves in zip(call.inputs, lowered_call.moves, strict=True):
+        slot = slot_of[value.index]
+        if moves:
+            key = (value.index, moves)
+            if key not in placed:
+                placed[key] = next(fresh)
+                if value.index in argument_of:
+                    plan.steps.append(MoveArgument(argument_of[value.index], placed[key], moves))
+                else:
+                    plan.steps.append(MoveStep(slot, placed[key], moves))
+            slot = placed[key]
+        here.setdefault(value.index, []).append(slot)
+    function, args, kwargs = local_call(lowered_call, lowered.mesh)
+    if not is_builtin(function):
+        plan.plain = True
+    if is_random(call):
+        function = RandomCall(function, lowered_call.layouts.outs[0] if call.outputs else lowered_call.layouts.ins[0])
+    args = [_slotted(arg, here) for arg in args]
+    kwargs = {name: _slotted(arg, here) for name, arg in kwargs.items()}
+    targets = []
+    for value in call.outputs:
+        if value.index not in slot_of:
+            slot_of[value.index] = next(fresh)
+        targets.append(slot_of[value.index])
+        for key in [key for key in placed if key[0] == value.index]:
+            del placed[key]  # written in place: moved copies are stale
+    plan.steps.append(CallStep(function, args, kwargs, targets))
+
+
+def _slotted(template: Any, here: dict[int, list[int]]) -> Any:
+    """A template with slots for values. A value that a call uses twice may have been moved twice, in order."""
+    if isinstance(template, Value):
+        slots = here[template.index]
+        return Slot(slots.pop(0) if len(slots) > 1 else slots[0])
+    if isinstance(template, (list, tuple)):
+        return [_slotted(item, here) for item in template]
+    return template
+
+
+def _simplified(plan: Steps, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> Plan:
+    """A single local call on the first argument needs no slots."""
+    if plan.simulated or plan.plain or len(plan.steps) != 1 or not isinstance(lowered.trace.output, Value):
+        return plan
+    (step,) = plan.steps
+    if not isinstance(step, CallStep) or step.kwargs or not plan.outputs or len(lowered.trace.inputs) != 1:
+        return plan
+    slots = [position for position, arg in enumerate(step.args) if isinstance(arg, Slot)]
+    if len(slots) != 1 or not args or not isinstance(args[0], Tensor) or any(_holds_slot(a) for a in step.args):
+        return plan
+    return localised(step.function, step.args, slots[0], next(iter(plan.outputs.values()))[1])
+
+
+def _holds_slot(template: Any) -> bool:
+    return isinstance(template, list) and any(isinstance(item, Slot) or _holds_slot(item) for item in template)

@@ -1,0 +1,118 @@
+"""Calls that no rule covers: gathered, run replicated, right all the same. They say so once; strict mode refuses."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.dispatch.modes import is_strict
+from shardwise.dispatch.plan import Mover, wrap_fresh
+from shardwise.dispatch.trace import flat_tensors, map_tensors
+from shardwise.errors import FallbackWarning, InPlaceError, StrictModeError
+from shardwise.layout import Layout, Mesh
+from shardwise.redistribute import plan_moves
+from shardwise.tensor import DTensor, localise
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_told: set[tuple] = set()
+
+
+def describe(name: str, args: tuple, kwargs: dict[str, Any]) -> str:
+    """A call as its user thinks of it: `aten.add(f32[8,4] S(0)@tp, …)`."""
+
+    def show(value: Any) -> str:
+        if isinstance(value, DTensor):
+            with _disabled():
+                dtype = str(value.dtype).removeprefix("torch.")
+            return f"{_SHORT.get(dtype, dtype)}{value._layout}"
+        if isinstance(value, Tensor):
+            return f"{_SHORT.get(str(value.dtype).removeprefix('torch.'), 'tensor')}[{','.join(map(str, value.shape))}]"
+        if isinstance(value, (list, tuple)):
+            shown = [show(item) for item in value[:4]] + (["…"] if len(value) > 4 else [])
+            return f"[{', '.join(shown)}]"
+        return repr(value)
+
+    parts = [show(arg) for arg in args] + [f"{name}={show(arg)}" for name, arg in kwargs.items()]
+    return f"{name}({', '.join(parts)})"
+
+
+_SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "i32"}
+
+
+def report(name: str, key: tuple, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Refuse in strict mode; otherwise warn, once per call and layouts, with the user's line."""
+    if is_strict():
+        raise StrictModeError(
+            f"strict mode: {describe(name, args, kwargs)} has no sharding rule and would gather its inputs. "
+            f"Redistribute them to Replicate() yourself, or leave strict mode"
+        )
+    if key in _told:
+        return
+    _told.add(key)
+    warnings.warn(
+        f"{describe(name, args, kwargs)} has no sharding rule: its inputs were gathered and it ran replicated",
+        FallbackWarning,
+        stacklevel=_user_level(),
+    )
+
+
+def _user_level() -> int:
+    """How far up the stack the user's own line is."""
+    level, frame = 1, sys._getframe(1)
+    while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back  # type: ignore[assignment]
+        level += 1
+    return level
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] in ("shardwise", "torch")
+
+
+class Gathered:
+    """A plan that gathers every argument and runs the function itself on plain tensors; the results are replicated."""
+
+    __slots__ = ("function", "mesh")
+
+    def __init__(self, function: Callable, mesh: Mesh) -> None:
+        self.function = function
+        self.mesh = mesh
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        kwargs = kwargs or {}
+        moved: list[Tensor] = []
+        name = getattr(self.function, "__name__", str(self.function))
+        originals = [x for x in flat_tensors((args, kwargs)) if isinstance(x, DTensor)]
+        if any(not x._layout.replicated for x in originals):
+            report(name, (self.function, *(x._layout for x in originals)), args, kwargs)
+            if _writes(name):
+                raise InPlaceError(
+                    f"{describe(name, args, kwargs)} writes to a tensor that is not replicated, and has no sharding rule. "
+                    f"Nothing was changed; redistribute the tensor to Replicate() first"
+                )
+
+        def gather(x: Tensor) -> Tensor:
+            if x.__class__ is not DTensor:
+                return x
+            moves = plan_moves(x._layout, Layout(self.mesh, x._layout.shape))
+            with _disabled():
+                whole = Mover(moves)(x) if moves else x
+            moved.append(whole)
+            return localise(whole) if whole.__class__ is DTensor else whole
+
+        local_args, local_kwargs = map_tensors(args, gather), map_tensors(kwargs, gather)
+        out = self.function(*local_args, **local_kwargs)
+        with _disabled():
+            return map_tensors(out, self._wrap)
+
+    def _wrap(self, x: Tensor) -> Tensor:
+        return wrap_fresh(x, Layout(self.mesh, tuple(x.shape)))
+
+
+def _writes(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"

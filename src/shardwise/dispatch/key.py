@@ -1,0 +1,74 @@
+"""Keys: what of a call its plan depends on, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.dispatch.modes import replicates_implicitly
+from shardwise.errors import MixedTensorError
+from shardwise.tensor import DTensor
+
+
+class Uncacheable(Exception):
+    """An argument that cannot be part of a key: the call is planned each time."""
+
+
+def key_of(value: Any) -> Any:
+    """The part of a key that one argument makes: layouts of DTensors, floats by type, everything else by value."""
+    cls = value.__class__
+    if cls is DTensor:
+        return value._layout
+    if cls is float:
+        return float
+    if cls is int or value is None or cls is str:
+        return value
+    if cls is bool:
+        return (bool, value)
+    if cls is list or cls is tuple or cls is torch.Size:
+        return tuple([key_of(item) for item in value])
+    if cls is slice:
+        return (slice, key_of(value.start), key_of(value.stop), key_of(value.step))
+    if isinstance(value, Tensor):
+        return _plain_tensor(value)
+    if cls is dict:
+        return tuple((name, key_of(item)) for name, item in value.items())
+    if cls is complex:
+        return complex
+    try:
+        hash(value)
+    except TypeError:
+        raise Uncacheable from None
+    return (cls, value)
+
+
+def _plain_tensor(value: Tensor) -> Any:
+    shape = tuple(value.shape)
+    if shape and not replicates_implicitly():
+        raise MixedTensorError(
+            f"a plain tensor of shape {list(shape)} meets DTensors in one call, and how it lies on the mesh is unknown. "
+            f"Make it a DTensor with shardwise.distribute_tensor(tensor, mesh, placements), or, if every rank holds the "
+            f"same values, run the call inside shardwise.experimental.implicit_replication()"
+        )
+    return (Tensor, shape)
+
+
+def variant_key(args: tuple, kwargs: dict[str, Any] | None) -> tuple:
+    """What some plans depend on beyond the key: the dtypes of tensors, and the values of floats."""
+    found: list[Any] = []
+    _collect(args, found)
+    if kwargs:
+        _collect(tuple(kwargs.values()), found)
+    return tuple(found)
+
+
+def _collect(values: Any, found: list[Any]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value.dtype)
+        elif value.__class__ is float or value.__class__ is complex:
+            found.append(value)
+        elif value.__class__ is list or value.__class__ is tuple:
+            _collect(value, found)

@@ -1,0 +1,188 @@
+"""Lowering: from a traced call and the layouts of its inputs to a plan."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.comm import PerRank, Ranked, shards_of
+from shardwise.comm.ranked import join, pick
+from shardwise.dispatch.choose import NoStrategyError, choose_axis, strategies_of
+from shardwise.dispatch.fast import fast_callable
+from shardwise.dispatch.realise import CannotRealise, Realised, realise
+from shardwise.dispatch.trace import Trace, flat_tensors
+from shardwise.errors import InPlaceError
+from shardwise.layout import Layout, Mesh
+from shardwise.redistribute import Group, Move, plan_moves
+from shardwise.rules import Call, HeldValues, Local, Strategy, rule_for
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_BUILTIN = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodWrapperType,
+    types.GetSetDescriptorType,
+    torch._ops.OpOverload,
+    torch._ops.OpOverloadPacket,
+)
+
+
+def is_builtin(function: Any) -> bool:
+    """Whether a function runs in C++, where a DTensor is nothing but its shard."""
+    return isinstance(function, _BUILTIN)
+
+
+@dataclass(slots=True)
+class LoweredCall:
+    """One aten op of a trace: moves per input, and how it runs."""
+
+    call: Call
+    layouts: Realised
+    moves: list[tuple[Move, ...]]
+    local: Local | None
+    has_rule: bool
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the op has no rule and something had to be gathered for it."""
+        return not self.has_rule and any(move.communicates for moves in self.moves for move in moves)
+
+
+@dataclass(slots=True)
+class Lowered:
+    """A whole trace, lowered; `layouts` are the values' layouts."""
+
+    trace: Trace
+    mesh: Mesh
+    calls: list[LoweredCall]
+    layouts: dict[int, Layout]
+
+
+def lower(trace: Trace, layouts: Sequence[Layout]) -> Lowered:
+    """Choose strategies along every axis and turn them into layouts, moves and local calls."""
+    mesh = layouts[0].mesh
+    options, ruled = [], []
+    for call in trace.calls:
+        strategies, has_rule = strategies_of(call)
+        options.append(strategies)
+        ruled.append(has_rule)
+    banned: set[tuple[int, int, Strategy]] = set()
+    while True:
+        chosen = [_choose(trace, axis, layouts, options, banned) for axis in range(mesh.ndim)]
+        try:
+            return _lower_calls(trace, mesh, layouts, chosen, ruled)
+        except _Ban as ban:
+            banned.add((ban.position, ban.axis, ban.strategy))
+
+
+class _Ban(Exception):
+    def __init__(self, position: int, axis: int, strategy: Strategy) -> None:
+        self.position, self.axis, self.strategy = position, axis, strategy
+
+
+def _choose(trace: Trace, axis: int, layouts: Sequence[Layout], options: Any, banned: Any) -> list[Strategy]:
+    try:
+        return choose_axis(trace, axis, layouts, options, banned)
+    except NoStrategyError as error:
+        call = error.call
+        name = call.op._schema.name.replace("::", ".")
+        written = call.inputs[call.mutated[0]] if call.mutated else call.inputs[0]
+        at = next((str(lay) for val, lay in zip(trace.inputs, layouts, strict=True) if val is written), str(written))
+        raise InPlaceError(
+            f"{name} cannot write to a tensor that lies as {at}: its result has another layout. Nothing was changed; "
+            f"redistribute the tensor first, or use the out-of-place function"
+        ) from None
+
+
+def _lower_calls(
+    trace: Trace, mesh: Mesh, layouts: Sequence[Layout], chosen: list[list[Strategy]], ruled: list[bool]
+) -> Lowered:
+    current = {value.index: layout for value, layout in zip(trace.inputs, layouts, strict=True)}
+    current.update({value.index: Layout(mesh, value.shape) for value, _ in trace.constants})
+    aliases = _Aliases(trace)
+    calls = []
+    for position, call in enumerate(trace.calls):
+        have = [current[value.index] for value in call.inputs]
+        try:
+            realised = realise(call, [along[position] for along in chosen], have, mesh)
+        except CannotRealise as cannot:
+            raise _Ban(position, cannot.axis, cannot.strategy) from None
+        moves = [
+            plan_moves(source, target, varying)
+            for source, target, varying in zip(have, realised.ins, realised.varying, strict=True)
+        ]
+        rule = rule_for(call.op)
+        local = rule.local(call, realised.ins, realised.outs) if rule is not None and rule.local is not None else None
+        if local is not None and local.resized and not any(any(o.splits) for o in (*realised.ins, *realised.outs)):
+            local = None  # nothing is sharded: the global sizes are the local ones
+        lowered = LoweredCall(call, realised, moves, local, ruled[position])
+        aliases.follow(lowered)
+        calls.append(lowered)
+        for value, layout in zip(call.outputs, realised.outs, strict=True):
+            current[value.index] = layout
+    return Lowered(trace, mesh, calls, current)
+
+
+class _Aliases:
+    """Which values are views of the trace's inputs, so that a write to a copy of one is noticed."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.views = {value.index: True for value in trace.inputs}  # still a true alias?
+
+    def follow(self, lowered: LoweredCall) -> None:
+        call = lowered.call
+        for position in call.mutated:
+            value = call.inputs[position]
+            if self.views.get(value.index) is False:
+                raise InPlaceError(
+                    f"{call.op._schema.name.replace('::', '.')} would write to a part of a sharded dim that is not a "
+                    f"view of the shards; nothing was changed. Assign with slices, or redistribute the tensor first"
+                )
+        returns = call.op._schema.returns
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if is_view and call.inputs and call.inputs[0].index in self.views:
+            stays = not lowered.moves[0] and (lowered.local is None or lowered.local.resized)
+            for value in call.outputs:
+                if value.index not in self.views:
+                    self.views[value.index] = stays and self.views[call.inputs[0].index]
+
+
+# How a lowered call runs: a function and a template of its arguments
+
+
+def local_call(lowered: LoweredCall, mesh: Mesh) -> tuple[Callable, list[Any], dict[str, Any]]:
+    """The function that runs on the shards and its arguments, in which `Value`s stand for shards."""
+    call, local = lowered.call, lowered.local
+    if local is None:
+        return fast_callable(call), list(call.args), dict(call.kwargs)
+    groups = [Group(mesh, axes, lowered.layouts.ins) for axes in local.groups]
+    args = [*groups, *(_held(arg) for arg in local.args)]
+    function = local.function if groups or len(mesh.held) == 1 else EachRank(local.function)
+    return function, args, {name: _held(arg) for name, arg in local.kwargs.items()}
+
+
+class EachRank:
+    """An ordinary local function, run for every rank of the simulator."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        num_ranks = len(shards_of(next(x for x in flat_tensors(args) if isinstance(x, Ranked))))
+        with _disabled():
+            return join([self.function(*pick(args, rank), **pick(kwargs, rank)) for rank in range(num_ranks)])
+
+
+def _held(argument: Any) -> Any:
+    """An argument per held rank as the runner wants it: plain where there is one rank or all agree."""
+    if isinstance(argument, HeldValues):
+        first = argument.values[0]
+        return first if all(value == first for value in argument.values) else PerRank(argument.values)
+    return argument

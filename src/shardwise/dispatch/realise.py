@@ -1,0 +1,132 @@
+"""From one strategy per axis to whole layouts: the order of axes on a shared dim, and the sizes of its pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.layout import Layout, Mesh, Partial
+from shardwise.rules import Call, Strategy
+
+Cut = tuple[tuple[int, ...], tuple[int, ...] | None]
+"""How a dim is cut: the axes, major first, and explicit sizes of the pieces if they are not `torch.chunk`'s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Realised:
+    """The layouts a call needs and gives, and per input the axes on which it is used as varying."""
+
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+    varying: tuple[frozenset[int], ...]
+
+
+class CannotRealise(Exception):
+    """A combination of strategies that has no layout: the strategy along `axis` must be another."""
+
+    def __init__(self, axis: int, strategy: Strategy) -> None:
+        super().__init__(axis, strategy)
+        self.axis = axis
+        self.strategy = strategy
+
+
+def realise(call: Call, chosen: Sequence[Strategy], current: Sequence[Layout], mesh: Mesh) -> Realised:
+    """The layouts of a call's inputs and outputs under one strategy per axis, keeping to `current` where possible."""
+    by_strategy: dict[Strategy, list[int]] = {}
+    for axis, strategy in enumerate(chosen):
+        by_strategy.setdefault(strategy, []).append(axis)
+    in_cuts: list[dict[int, Cut]] = [{} for _ in call.inputs]
+    out_cuts: list[dict[int, Cut]] = [{} for _ in call.outputs]
+    for strategy, axes in by_strategy.items():
+        if any(isinstance(p, int) for p in (*strategy.ins, *strategy.outs)):
+            _cut_dims(call, strategy, axes, current, mesh, in_cuts, out_cuts)
+    ins = tuple(
+        _layout(mesh, value.shape, in_cuts[i], [strategy.ins[i] for strategy in chosen])
+        for i, value in enumerate(call.inputs)
+    )
+    outs = tuple(
+        _layout(mesh, value.shape, out_cuts[i], [strategy.outs[i] for strategy in chosen])
+        for i, value in enumerate(call.outputs)
+    )
+    varies = [any(placement is not None for placement in strategy.outs) for strategy in chosen]
+    varying = tuple(
+        frozenset(axis for axis, strategy in enumerate(chosen) if strategy.ins[i] is None and varies[axis])
+        for i in range(len(call.inputs))
+    )
+    return Realised(ins, outs, varying)
+
+
+def _cut_dims(
+    call: Call,
+    strategy: Strategy,
+    axes: list[int],
+    current: Sequence[Layout],
+    mesh: Mesh,
+    in_cuts: list[dict[int, Cut]],
+    out_cuts: list[dict[int, Cut]],
+) -> None:
+    """All axes under one strategy cut the same dims, in the same order and pieces."""
+    order, sizes = _common_cut(call, strategy, axes, current)
+    example: Layout | None = None
+    for i, placement in enumerate(strategy.ins):
+        if isinstance(placement, int):
+            _add(in_cuts[i], placement, (order, sizes), axes[-1], strategy)
+            if example is None:
+                example = Layout(
+                    mesh, call.inputs[i].shape, *_splits(call.inputs[i].ndim, placement, order, sizes, mesh)
+                )
+    out_sizes: Sequence[tuple[int, ...] | None] = [sizes] * len(call.outputs)
+    if strategy.resize is not None and example is not None:
+        dim = next(d for d, cut in enumerate(example.splits) if cut)
+        resized = strategy.resize(example.pieces(dim))
+        if resized is None:
+            raise CannotRealise(axes[-1], strategy)
+        out_sizes = resized
+    for i, placement in enumerate(strategy.outs):
+        if isinstance(placement, int):
+            _add(out_cuts[i], placement, (order, out_sizes[i]), axes[-1], strategy)
+
+
+def _splits(
+    ndim: int, dim: int, order: tuple[int, ...], sizes: tuple[int, ...] | None, mesh: Mesh
+) -> tuple[list[tuple[int, ...]], list[Partial | None], list[tuple[int, ...] | None]]:
+    splits: list[tuple[int, ...]] = [()] * ndim
+    explicit: list[tuple[int, ...] | None] = [None] * ndim
+    splits[dim], explicit[dim] = order, sizes
+    return splits, [None] * mesh.ndim, explicit
+
+
+def _add(cuts: dict[int, Cut], dim: int, cut: Cut, axis: int, strategy: Strategy) -> None:
+    if dim in cuts:  # two strategies cut the same dim in ways that do not combine
+        raise CannotRealise(axis, strategy)
+    cuts[dim] = cut
+
+
+def _common_cut(call: Call, strategy: Strategy, axes: list[int], current: Sequence[Layout]) -> Cut:
+    """The cut that most of the data already has: what is written to first, then even cuts, then the largest input."""
+    best: tuple[tuple, Cut] | None = None
+    partial_order: tuple[tuple, tuple[int, ...]] | None = None
+    for i, placement in enumerate(strategy.ins):
+        if not isinstance(placement, int):
+            continue
+        layout, written = current[i], i in call.mutated
+        cut = layout.splits[placement]
+        if set(cut) == set(axes):
+            rank = (written, layout.sizes[placement] is None, layout.numel)
+            if best is None or rank > best[0]:
+                best = rank, (cut, layout.sizes[placement])
+        elif cut:
+            rank = (written, layout.numel)
+            if partial_order is None or rank > partial_order[0]:
+                partial_order = rank, tuple(axis for axis in cut if axis in axes)
+    if best is not None:
+        return best[1]
+    begun = partial_order[1] if partial_order else ()
+    return (*begun, *(axis for axis in axes if axis not in begun)), None
+
+
+def _layout(mesh: Mesh, shape: tuple[int, ...], cuts: dict[int, Cut], placements: Sequence[object]) -> Layout:
+    splits = [cuts[d][0] if d in cuts else () for d in range(len(shape))]
+    sizes = [cuts[d][1] if d in cuts else None for d in range(len(shape))]
+    pending = [p if isinstance(p, Partial) else None for p in placements]
+    return Layout(mesh, shape, splits, pending, sizes)

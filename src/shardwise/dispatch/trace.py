@@ -1,0 +1,139 @@
+"""Tracing: run a call on meta tensors of global shape and write down the aten ops it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.rules import Call, Value
+
+aten = torch.ops.aten
+
+OPAQUE: dict[Any, Any] = {
+    torch._C._nn.linear: aten.linear.default,
+    torch.matmul: aten.matmul.default,
+    Tensor.matmul: aten.matmul.default,
+    Tensor.__matmul__: aten.matmul.default,
+    torch._C._nn.scaled_dot_product_attention: aten.scaled_dot_product_attention.default,
+}
+"""Composite functions with a rule of their own: one op, not traced further."""
+
+
+class Trace:
+    """A call as a straight line of aten ops over values. `inputs[i]` is the value of the i-th tensor argument; `output`
+    is what the call returned, with values for tensors; `constants` are tensors the function brought along itself."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.values: list[Value] = []
+        self.inputs: list[Value] = []
+        self.constants: list[tuple[Value, Tensor]] = []
+        self.output: Any = None
+        self.dtypes: tuple[torch.dtype, ...] = ()
+
+    def new_value(self, tensor: Tensor) -> Value:
+        value = Value(len(self.values), tuple(tensor.shape), tensor.dtype)
+        self.values.append(value)
+        return value
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, trace: Trace, known: dict[int, Value], device: torch.device) -> None:
+        super().__init__()
+        self.trace = trace
+        self.device = device
+        self.known = known
+        self.alive: list[Tensor] = []  # ids stay unique while the tensors live
+
+    def value_of(self, tensor: Tensor) -> Value:
+        found = self.known.get(id(tensor))
+        if found is None:  # a tensor the function had up its sleeve: a constant
+            found = self.known[id(tensor)] = self.trace.new_value(tensor)
+            self.trace.constants.append((found, tensor))
+        return found
+
+    def result(self, tensor: Tensor) -> Value:
+        found = self.known.get(id(tensor))
+        if found is None:
+            found = self.known[id(tensor)] = self.trace.new_value(tensor)
+            self.alive.append(tensor)
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.record(func, args, kwargs, out)
+        return out
+
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        inputs: list[Value] = []
+
+        def note(tensor: Tensor) -> Value:
+            value = self.value_of(tensor)
+            inputs.append(value)
+            return value
+
+        bound_args = tuple(map_tensors(arg, note) for arg in args)
+        bound_kwargs = {name: map_tensors(arg, note) for name, arg in kwargs.items()}
+        if isinstance(device := bound_kwargs.get("device"), torch.device) and device.type == "meta":
+            bound_kwargs["device"] = self.device  # new tensors are made where the shards are
+        outputs = [self.result(tensor) for tensor in flat_tensors(out)]
+        self.trace.calls.append(Call(func, bound_args, bound_kwargs, tuple(inputs), tuple(outputs)))
+
+
+def trace_call(
+    function: Callable, args: Sequence[Any], kwargs: dict[str, Any], metas: Sequence[Tensor], device: torch.device
+) -> Trace:
+    """Trace `function(*args, **kwargs)`, where the tensors in the arguments are already the meta tensors `metas`, which
+    stand for tensors on `device`."""
+    trace = Trace()
+    known: dict[int, Value] = {}
+    for meta in metas:
+        if id(meta) not in known:
+            known[id(meta)] = trace.new_value(meta)
+        trace.inputs.append(known[id(meta)])
+    trace.dtypes = tuple(meta.dtype for meta in metas)
+    recorder = _Recorder(trace, known, device)
+    with torch.inference_mode(False), torch.no_grad():
+        op = OPAQUE.get(function)
+        if op is not None:
+            out = function(*args, **kwargs)
+            recorder.record(op, tuple(args), kwargs, out)
+        else:
+            with recorder:
+                out = function(*args, **kwargs)
+    trace.output = map_tensors(out, recorder.value_of)
+    return trace
+
+
+def flat_tensors(tree: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and dicts, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [tensor for item in tree for tensor in flat_tensors(item)]
+    if isinstance(tree, dict):
+        return [tensor for item in tree.values() for tensor in flat_tensors(item)]
+    return []
+
+
+def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Replace the tensors in nested lists, tuples and dicts. Named tuples keep their type."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, list):
+        return [map_tensors(item, function) for item in tree]
+    if isinstance(tree, tuple):
+        items = [map_tensors(item, function) for item in tree]
+        return tuple(items) if type(tree) in (tuple, torch.Size) else _rebuild(tree, items)
+    if isinstance(tree, dict):
+        return {name: map_tensors(item, function) for name, item in tree.items()}
+    return tree
+
+
+def _rebuild(like: tuple, items: list[Any]) -> tuple:
+    return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)  # a namedtuple, or torch's own kind

@@ -1,0 +1,39 @@
+"""The errors users meet. Each says what was asked, what is wrong with it, and what to do instead."""
+
+from __future__ import annotations
+
+
+class ShardwiseError(Exception):
+    """The root of every error raised on purpose by this package."""
+
+
+class PlacementError(ShardwiseError, ValueError):
+    """A placement does not fit the tensor or the mesh it is meant for."""
+
+
+class MeshError(ShardwiseError, ValueError):
+    """A mesh, an axis name, or a pair of meshes does not fit."""
+
+
+class ShardShapeError(ShardwiseError, ValueError):
+    """A local shard has a shape that its layout does not allow."""
+
+
+class ReplicaError(ShardwiseError, ValueError):
+    """Ranks disagree about a value they all must hold alike."""
+
+
+class MixedTensorError(ShardwiseError, TypeError):
+    """A plain tensor meets DTensors in one call and its layout is unknown."""
+
+
+class InPlaceError(ShardwiseError, RuntimeError):
+    """An in-place operation would need a layout its target does not have."""
+
+
+class StrictModeError(ShardwiseError, RuntimeError):
+    """Strict mode: a call has no sharding rule and would have to gather its inputs."""
+
+
+class FallbackWarning(UserWarning):
+    """A call has no sharding rule; its inputs were gathered and it ran replicated."""

@@ -1,0 +1,20 @@
+"""Values: meshes, placements, layouts. Nothing here communicates."""
+
+from shardwise.layout.layout import Box, Layout, Placements, replicated
+from shardwise.layout.mesh import Mesh
+from shardwise.layout.placement import Partial, Placement, Replicate, Shard
+from shardwise.layout.sizes import chunk_sizes, offsets
+
+__all__ = [
+    "Box",
+    "Layout",
+    "Mesh",
+    "Partial",
+    "Placement",
+    "Placements",
+    "Replicate",
+    "Shard",
+    "chunk_sizes",
+    "offsets",
+    "replicated",
+]

@@ -1,0 +1,227 @@
+"""The layout: how a global tensor lies on a mesh. A value, interned: equality is identity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from weakref import WeakValueDictionary
+
+from shardwise.errors import PlacementError
+from shardwise.layout.mesh import Mesh
+from shardwise.layout.placement import Partial, Placement, Replicate, Shard
+from shardwise.layout.sizes import chunk_sizes, offsets
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a shard lies in the global tensor: its start and its size, per dim."""
+
+
+class Layout:
+    """Mesh, global shape, the ordered axes that split each dim, and the pending reduction of each axis.
+
+    `splits[dim]` names mesh axes by index, major first. `pending[axis]` is a `Partial` or None. `sizes[dim]` is None
+    where the dim is cut as `torch.chunk` cuts, or the explicit sizes of all its pieces.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "mesh", "pending", "shape", "sizes", "splits")
+    _interned: WeakValueDictionary[tuple, Layout] = WeakValueDictionary()
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    splits: tuple[tuple[int, ...], ...]
+    pending: tuple[Partial | None, ...]
+    sizes: tuple[tuple[int, ...] | None, ...]
+
+    def __new__(
+        cls,
+        mesh: Mesh,
+        shape: Sequence[int],
+        splits: Sequence[tuple[int, ...]] | None = None,
+        pending: Sequence[Partial | None] | None = None,
+        sizes: Sequence[tuple[int, ...] | None] | None = None,
+    ) -> Layout:
+        shape = tuple(shape)
+        splits = ((),) * len(shape) if splits is None else tuple(splits)
+        pending = (None,) * mesh.ndim if pending is None else tuple(pending)
+        sizes = (None,) * len(shape) if sizes is None else tuple(sizes)
+        if any(sizes):
+            sizes = tuple(_canonical_sizes(mesh, *cut) for cut in zip(shape, splits, sizes, strict=True))
+        key = (mesh, shape, splits, pending, sizes)
+        self = cls._interned.get(key)
+        if self is None:
+            self = object.__new__(cls)
+            self.mesh, self.shape, self.splits, self.pending, self.sizes = key
+            cls._interned[key] = self
+        return self
+
+    @classmethod
+    def of(cls, mesh: Mesh, shape: Sequence[int], placements: Placements) -> Layout:
+        """The layout users mean by `placements`: one per mesh axis, or a mapping from dim to axis names, major first."""
+        splits: list[list[int]] = [[] for _ in shape]
+        pending: list[Partial | None] = [None] * mesh.ndim
+        if isinstance(placements, Mapping):
+            for dim, names in placements.items():
+                names = (names,) if isinstance(names, str) else names
+                splits[_dim(dim, shape, f"{{{dim}: {names}}}")] = [mesh.axis(name) for name in names]
+        else:
+            if len(placements) != mesh.ndim:
+                raise PlacementError(
+                    f"{mesh} has {mesh.ndim} axes, so it takes {mesh.ndim} placements; got {_show(placements)}"
+                )
+            for axis, placement in enumerate(placements):
+                match placement:
+                    case Shard(dim):
+                        splits[_dim(dim, shape, placement)].append(axis)
+                    case Partial():
+                        pending[axis] = placement
+                    case Replicate():
+                        pass
+                    case _:
+                        raise PlacementError(f"expected Replicate(), Shard(dim) or Partial(op), got {placement!r}")
+        return cls(mesh, shape, [tuple(axes) for axes in splits], pending)
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis, as users read it."""
+        found: list[Placement] = [pending or Replicate() for pending in self.pending]
+        for dim, axes in enumerate(self.splits):
+            for axis in axes:
+                found[axis] = Shard(dim)
+        return tuple(found)
+
+    @cached_property
+    def replicated(self) -> bool:
+        return not any(self.splits) and not any(self.pending)
+
+    @cached_property
+    def has_pending(self) -> bool:
+        return any(self.pending)
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def axis_dim(self, axis: int) -> int | None:
+        """The dim that `axis` splits, if any."""
+        for dim, axes in enumerate(self.splits):
+            if axis in axes:
+                return dim
+        return None
+
+    def pieces(self, dim: int) -> tuple[int, ...]:
+        """Sizes of all pieces of a dim, in row-major order of the axes that split it."""
+        explicit = self.sizes[dim]
+        if explicit is not None:
+            return explicit
+        return chunk_sizes(self.shape[dim], tuple(self.mesh.shape[axis] for axis in self.splits[dim]))
+
+    def piece_index(self, dim: int, coordinate: Sequence[int]) -> int:
+        """Which piece of a dim the rank at `coordinate` holds."""
+        index = 0
+        for axis in self.splits[dim]:
+            index = index * self.mesh.shape[axis] + coordinate[axis]
+        return index
+
+    def box(self, coordinate: Sequence[int]) -> Box:
+        """Start and size of the shard at a coordinate, per dim."""
+        starts, extents = [], []
+        for dim, (size, axes) in enumerate(zip(self.shape, self.splits, strict=True)):
+            if not axes:
+                starts.append(0)
+                extents.append(size)
+                continue
+            pieces, index = self.pieces(dim), self.piece_index(dim, coordinate)
+            starts.append(offsets(pieces)[index])
+            extents.append(pieces[index])
+        return tuple(starts), tuple(extents)
+
+    def local_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
+        return self.box(coordinate)[1]
+
+    @cached_property
+    def held_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The local shapes of the ranks held in this process."""
+        return tuple(self.local_shape(coordinate) for coordinate in self.mesh.held)
+
+    @cached_property
+    def gradient(self) -> Layout:
+        """The layout of a gradient: shards stay shards, a pending sum's gradient is whole on every rank.
+
+        The other reductions split a gradient into terms that add up to it, whatever their own operator.
+        """
+        dual = [None if p is None or p.reduce_op == "sum" else Partial("sum") for p in self.pending]
+        return self.with_(pending=dual)
+
+    def with_(
+        self,
+        *,
+        shape: Sequence[int] | None = None,
+        splits: Sequence[tuple[int, ...]] | None = None,
+        pending: Sequence[Partial | None] | None = None,
+        sizes: Sequence[tuple[int, ...] | None] | None = None,
+    ) -> Layout:
+        """The same layout with some parts replaced; new splits without new sizes are cut evenly."""
+        if sizes is None and splits is None:
+            sizes = self.sizes
+        return Layout(
+            self.mesh,
+            self.shape if shape is None else shape,
+            self.splits if splits is None else splits,
+            self.pending if pending is None else pending,
+            sizes,
+        )
+
+    def __repr__(self) -> str:
+        return f"Layout({self})"
+
+    def __str__(self) -> str:
+        """`[8,4] S(0)@tp`: global shape, then what each axis does; R axes are left out.
+
+        >>> import shardwise
+        >>> mesh = shardwise.simulate((2, 2), ("dp", "tp"))
+        >>> str(Layout.of(mesh, (8, 4), {0: ("tp", "dp")}))
+        '[8,4] S(0)@tp,dp'
+        """
+        names = self.mesh.names
+        parts = []
+        for dim, axes in enumerate(self.splits):
+            if axes:
+                explicit = self.sizes[dim]
+                cut = "" if explicit is None else "=" + "+".join(map(str, explicit))
+                parts.append(f"S({dim}{cut})@{','.join(names[axis] for axis in axes)}")
+        parts += [f"{p}@{names[axis]}" for axis, p in enumerate(self.pending) if p]
+        return f"[{','.join(map(str, self.shape))}] {' '.join(parts) or 'R'}"
+
+    def __reduce__(self) -> tuple:
+        return Layout, (self.mesh, self.shape, self.splits, self.pending, self.sizes)
+
+    def __deepcopy__(self, memo: dict) -> Layout:
+        return self
+
+
+Placements = Sequence[Placement] | Mapping[int, str | tuple[str, ...]]
+
+
+def replicated(mesh: Mesh, shape: Sequence[int]) -> Layout:
+    return Layout(mesh, shape)
+
+
+def _dim(dim: int, shape: Sequence[int], what: object) -> int:
+    if not -len(shape) <= dim < len(shape):
+        raise PlacementError(f"{what} names dim {dim}, but the tensor has {len(shape)} dims: {list(shape)}")
+    return dim % len(shape)
+
+
+def _show(placements: Sequence[object]) -> str:
+    return "[" + ", ".join(str(p) for p in placements) + "]"
+
+
+def _canonical_sizes(
+    mesh: Mesh, size: int, axes: tuple[int, ...], explicit: tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    """Explicit sizes, or None where they are what `torch.chunk` would give."""
+    if explicit is None:
+        return None
+    counts = tuple(mesh.shape[axis] for axis in axes)
+    assert len(explicit) == math.prod(counts) and sum(explicit) == size, (explicit, size, counts)
+    return None if explicit == chunk_sizes(size, counts) else tuple(explicit)

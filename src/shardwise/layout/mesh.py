@@ -1,0 +1,113 @@
+"""The mesh: named axes of ranks, and the port through which those ranks communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardwise.errors import MeshError
+
+
+class Mesh:
+    """Named axes over the ranks of a port; immutable, equal by identity.
+
+    `held` lists, for every rank whose data lives in this process, its coordinate on the axes: one entry under
+    torchrun, all of them in the simulator. `origin` is the object users see as `DTensor.device_mesh`.
+    """
+
+    __slots__ = ("__weakref__", "_submeshes", "device_type", "held", "names", "origin", "port", "root_axes", "shape")
+
+    def __init__(
+        self,
+        port: Any,
+        *,
+        names: tuple[str, ...],
+        shape: tuple[int, ...],
+        root_axes: tuple[int, ...],
+        held: tuple[tuple[int, ...], ...],
+        device_type: str,
+        origin: Any = None,
+    ) -> None:
+        self.port = port
+        self.names = names
+        self.shape = shape
+        self.root_axes = root_axes  # which axes of the port each of ours is
+        self.held = held
+        self.device_type = device_type
+        self.origin = self if origin is None else origin
+        self._submeshes: dict[tuple[str, ...], Mesh] = {}
+
+    # The names torch's DeviceMesh gives the same facts.
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        return self.names
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Ranks along one axis, or in the whole mesh."""
+        if mesh_dim is not None:
+            return self.shape[mesh_dim]
+        total = 1
+        for extent in self.shape:
+            total *= extent
+        return total
+
+    def get_coordinate(self) -> list[int]:
+        """The coordinate of the first rank held here."""
+        return list(self.held[0])
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """The coordinate of the first held rank along one axis (which may be left out on a 1-axis mesh)."""
+        if mesh_dim is None:
+            if self.ndim != 1:
+                raise MeshError(f"get_local_rank needs an axis on a mesh of {self.ndim} axes: one of {self.names}")
+            mesh_dim = 0
+        return self.held[0][self.axis(mesh_dim)]
+
+    def axis(self, name: int | str) -> int:
+        """The index of an axis given by name or (possibly negative) index."""
+        if isinstance(name, int):
+            if not -self.ndim <= name < self.ndim:
+                raise MeshError(f"mesh axis {name} does not exist: {self} has {self.ndim}")
+            return name % self.ndim
+        if name not in self.names:
+            raise MeshError(f"unknown mesh axis {name!r}: {self} has the axes {', '.join(map(repr, self.names))}")
+        return self.names.index(name)
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Mesh:
+        """The submesh of the named axes: `mesh["tp"]`, `mesh["dp", "tp"]`."""
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        axes = [self.axis(name) for name in wanted]
+        if wanted == self.names:
+            return self
+        if axes != sorted(set(axes)):
+            raise MeshError(f"a submesh keeps the order of its axes: asked for {wanted}, {self} has {self.names}")
+        if wanted not in self._submeshes:
+            origin = None if self.origin is self else self.origin[wanted]
+            self._submeshes[wanted] = Mesh(
+                self.port,
+                names=wanted,
+                shape=tuple(self.shape[axis] for axis in axes),
+                root_axes=tuple(self.root_axes[axis] for axis in axes),
+                held=tuple(tuple(coordinate[axis] for axis in axes) for coordinate in self.held),
+                device_type=self.device_type,
+                origin=origin,
+            )
+        return self._submeshes[wanted]
+
+    def __iter__(self) -> Iterator[str]:
+        raise TypeError("a Mesh is not iterable; its axes are mesh.names")
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={extent}" for name, extent in zip(self.names, self.shape, strict=True))
+        return f"Mesh({axes})"
+
+    def __reduce__(self) -> Any:
+        return self.port.rebuild_mesh(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        return self

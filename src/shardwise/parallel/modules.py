@@ -1,0 +1,50 @@
+"""Modules whose parameters and buffers are DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.layout import Replicate
+from shardwise.tensor import DTensor, distribute_tensor
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: Any,
+    partition_fn: Callable[[str, nn.Module, Any], None] | None = None,
+    input_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
+    output_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
+) -> nn.Module:
+    """Turn a module's parameters and buffers into DTensors on a mesh.
+
+    `partition_fn(name, submodule, mesh)` distributes what it wants of each submodule; the rest is replicated.
+    `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run before and after the module's forward.
+
+    >>> import torch, shardwise as sw
+    >>> mesh = sw.simulate((2,), ("tp",))
+    >>> sw.distribute_module(torch.nn.Linear(4, 2), mesh).weight.placements
+    (Replicate(),)
+    """
+    for name, submodule in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, submodule, device_mesh)
+        _replicate_rest(submodule, device_mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, device_mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, device_mesh))
+    return module
+
+
+def _replicate_rest(module: nn.Module, device_mesh: Any) -> None:
+    placements = [Replicate()] * device_mesh.ndim
+    for key, param in module._parameters.items():
+        if param is not None and not isinstance(param, DTensor):
+            made = distribute_tensor(param.detach(), device_mesh, placements)
+            module.register_parameter(key, nn.Parameter(made, requires_grad=param.requires_grad))
+    for key, buffer in module._buffers.items():
+        if isinstance(buffer, Tensor) and not isinstance(buffer, DTensor):
+            module._buffers[key] = distribute_tensor(buffer, device_mesh, placements)

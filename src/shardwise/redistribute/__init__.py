@@ -1,0 +1,22 @@
+"""Redistribution: the transition table, its prices, the planner and the executor."""
+
+from shardwise.redistribute.collectives import Group
+from shardwise.redistribute.cost import LATENCY, LOCAL, transition_cost
+from shardwise.redistribute.execute import redistribute_local, run_path, transition
+from shardwise.redistribute.planner import path_cost, plan_moves
+from shardwise.redistribute.transitions import TABLE, Move, Typed
+
+__all__ = [
+    "LATENCY",
+    "LOCAL",
+    "TABLE",
+    "Group",
+    "Move",
+    "Typed",
+    "path_cost",
+    "plan_moves",
+    "redistribute_local",
+    "run_path",
+    "transition",
+    "transition_cost",
+]

@@ -1,0 +1,37 @@
+"""What a move costs, in bytes-equivalents on the wire: the one price list of planner and dispatch."""
+
+from __future__ import annotations
+
+import math
+
+from shardwise.layout import Mesh
+
+LATENCY = 50_000.0
+"""Starting a collective costs as much as sending this many bytes."""
+
+LOCAL = 1.0
+"""A step without communication is not free, so that doing nothing is always cheaper."""
+
+_BYTES = 4  # per element: layouts know no dtype, and only ratios matter
+
+
+def transition_cost(kind: str, elements: float, ranks: int) -> float:
+    """The price of one transition of a value that has `elements` elements where it is whole along the axes."""
+    share = (ranks - 1) / ranks
+    size = elements * _BYTES
+    match kind:
+        case "nothing":
+            return 0.0
+        case "slice" | "mask" | "pad":
+            return LOCAL + size * 1e-4
+        case "all_reduce":
+            return LATENCY + 2 * share * size
+        case "all_gather" | "reduce_scatter":
+            return LATENCY + share * size
+        case "all_to_all":
+            return LATENCY + share * size / ranks
+    raise AssertionError(kind)
+
+
+def group_size(mesh: Mesh, axes: tuple[int, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)

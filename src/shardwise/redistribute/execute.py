@@ -1,0 +1,183 @@
+"""Running moves on local tensors, with their gradients read off the table.
+
+A local tensor is a plain tensor under torchrun and a `Ranked` one in the simulator; both go through here alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.ranked import ranked
+from shardwise.layout import Layout
+from shardwise.redistribute.cost import group_size
+from shardwise.redistribute.kernels import run_move, wire_op
+from shardwise.redistribute.planner import plan_moves
+from shardwise.redistribute.transitions import Move, Typed
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_grad_enabled = torch._C.is_grad_enabled
+
+
+def redistribute_local(x: Tensor, source: Layout, target: Layout, varying: frozenset[int] = frozenset()) -> Tensor:
+    """`x: source -> target`, for the local tensor of the ranks held here."""
+    return run_path(x, plan_moves(source, target, varying))
+
+
+def run_path(x: Tensor, moves: Sequence[Move]) -> Tensor:
+    """Run moves one after the other on a local tensor. Plain in, plain out; `Ranked` in, `Ranked` out."""
+    if not moves:
+        return x
+    with _disabled():
+        peers = x.__dict__.get("_peers")
+        shards: Sequence[Tensor] = (x,) if peers is None else (x, *peers)
+        for move in moves:
+            shards = transition(move, shards)
+    return shards[0] if peers is None else ranked(_fresh(shards, x))
+
+
+def _fresh(shards: Sequence[Tensor], x: Tensor) -> Sequence[Tensor]:
+    return shards if shards[0] is not x else (x.view_as(x), *shards[1:])
+
+
+def transition(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
+    """One move on the held shards, differentiable to any order."""
+    if move.kind == "mask" and move.pending.reduce_op != "sum":
+        # Equal values already have the right average, maximum or minimum: each rank's copy becomes its term.
+        move = Move(move.source, Typed(move.source.layout, move.source.varying.union(move.axes)), move.axes)
+    if move.kind == "nothing" and not _grad_enabled():
+        return shards
+    if not (_grad_enabled() and any(x.requires_grad for x in shards)):
+        return _finish(move, run_move(move, _prepare(move, shards)))
+    if move.communicates and wire_op(move) != "sum" and move.source.at(move.axes[0]) == "P":
+        return _nonlinear(move, shards)
+    return _finish(move, _linear(move, _prepare(move, shards)))
+
+
+def _linear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
+    out = _Transition.apply(move, *shards)
+    return (out,) if isinstance(out, Tensor) else out
+
+
+class _Transition(torch.autograd.Function):
+    """A linear move; its backward is the dual move, run through here again when it must itself be differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, move: Move, *shards: Tensor) -> Any:
+        ctx.move = move
+        out = run_move(move, shards)
+        return out[0] if len(out) == 1 else tuple(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with _disabled():
+            dual = ctx.move.dual
+            if dual.kind == "nothing" and not _grad_enabled():
+                return None, *grads
+            return None, *(_linear(dual, grads) if _grad_enabled() else run_move(dual, grads))
+
+
+# Averages and norms: a local step before the reduction, and one after it. Both are ordinary differentiable ops.
+
+
+def _is_norm(move: Move) -> bool:
+    return move.source.at(move.axes[0]) == "P" and move.pending.reduce_op == "norm"
+
+
+def _prepare(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
+    if move.source.at(move.axes[0]) != "P":
+        return shards
+    if move.pending.reduce_op == "avg":
+        ranks = group_size(move.source.layout.mesh, move.axes)
+        return [x / ranks for x in shards]
+    if move.pending.reduce_op == "norm":
+        return [_power(x, _order(move)) for x in shards]
+    return shards
+
+
+def _finish(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [_root(x, _order(move)) for x in shards] if _is_norm(move) else shards
+
+
+def _order(move: Move) -> float:
+    order = move.pending.p
+    assert order is not None
+    return order
+
+
+def _power(x: Tensor, order: float) -> Tensor:
+    if order == 0 or math.isinf(order):
+        return x.abs()
+    return x * x if order == 2 and not x.is_complex() else x.abs() ** order
+
+
+def _root(x: Tensor, order: float) -> Tensor:
+    if order == 0 or math.isinf(order):
+        return x
+    zero = x == 0  # the norm's gradient is zero where the norm is, not the root's infinite slope
+    root = torch.where(zero, 1, x)
+    return torch.where(zero, 0, root.sqrt() if order == 2 else root ** (1 / order))
+
+
+# Extrema and products, with gradients. Not linear in the shards, so they keep what they need to be differentiated.
+
+
+def _nonlinear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
+    shards = _prepare(move, shards)
+    if wire_op(move) == "product":
+        return _product(move, shards)
+    out = _Extremum.apply(move, *shards)
+    return (out,) if isinstance(out, Tensor) else out
+
+
+class _Extremum(torch.autograd.Function):
+    """The gradient goes to the ranks that hold the extremum, in equal shares where several do."""
+
+    @staticmethod
+    def forward(ctx: Any, move: Move, *shards: Tensor) -> Any:
+        out = run_move(move, shards)
+        ctx.move, ctx.num_ranks = move, len(shards)
+        ctx.save_for_backward(*shards, *out)
+        return out[0] if len(out) == 1 else tuple(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with _disabled():
+            move, saved = ctx.move, ctx.saved_tensors
+            shards, out = saved[: ctx.num_ranks], saved[ctx.num_ranks :]
+            pending = move.source.dual()  # what the gradient of a pending value is: one copy per rank
+            back = Move(move.target.dual(), pending, move.axes)
+            whole = run_move(back, out) if back.communicates else out
+            spread = transition(back, grads)
+            hits = [((x == y) | (x.isnan() & y.isnan())).to(x.dtype) for x, y in zip(shards, whole, strict=True)]
+            mesh = move.source.layout.mesh
+            ties = mesh.port.all_reduce(hits, mesh, move.axes, "sum")
+            return None, *(g * hit / tie for g, hit, tie in zip(spread, hits, ties, strict=True))
+
+
+def _product(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gather every rank's factor along a new dim and multiply there: torch knows the gradient, zeros included."""
+    source = move.source.layout
+    ranks = group_size(source.mesh, move.axes)
+    settled = [None if axis in move.axes else p for axis, p in enumerate(source.pending)]
+    stacked = Layout(
+        source.mesh,
+        (ranks, *source.shape),
+        (move.axes, *source.splits),
+        settled,
+        (None, *source.sizes),
+    )
+    whole = stacked.with_(splits=((), *source.splits), sizes=(None, *source.sizes))
+    gather = Move(Typed(stacked, move.source.varying), Typed(whole, move.target.varying), move.axes)
+    if move.kind == "reduce_scatter":
+        gather = Move(gather.source, Typed(whole, move.source.varying.union(move.axes)), move.axes)
+    gathered = transition(gather, [x.unsqueeze(0) for x in shards])
+    products = [x.prod(0) for x in gathered]
+    if move.kind != "reduce_scatter":
+        return products
+    after = Move(Typed(source.with_(pending=settled), move.source.varying.union(move.axes)), move.target, move.axes)
+    return transition(after, products)

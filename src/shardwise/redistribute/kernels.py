@@ -1,0 +1,181 @@
+"""What the ranks do for each kind of move, on raw shards: no autograd, no decisions.
+
+All of it comes from boxes. A rank's box says where its shard lies in the global tensor; what a rank sends to another
+is the overlap of the box it has and the box the other wants. Uneven and empty shards are nothing special.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from shardwise.layout import Box, Layout, Mesh
+from shardwise.redistribute.transitions import Move
+
+Slices = tuple[slice, ...]
+Kernel = Callable[[Move, Sequence[Tensor]], list[Tensor]]
+
+
+def run_move(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
+    """The held ranks' shards after a move, from those before it."""
+    return _KERNELS[move.kind](move, shards)
+
+
+def members(mesh: Mesh, axes: tuple[int, ...], coordinate: Sequence[int]) -> list[tuple[int, ...]]:
+    """The coordinates of the group over `axes` that a rank belongs to, in the order ports number them."""
+    found = []
+    for position in product(*(range(mesh.shape[axis]) for axis in axes)):
+        member = list(coordinate)
+        for axis, at in zip(axes, position, strict=True):
+            member[axis] = at
+        found.append(tuple(member))
+    return found
+
+
+def _overlap(a: Box, b: Box) -> Box:
+    starts = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
+    ends = tuple(min(x + m, y + n) for x, m, y, n in zip(*a, *b, strict=True))
+    return starts, tuple(max(end - start, 0) for start, end in zip(starts, ends, strict=True))
+
+
+def _within(inner: Box, outer: Box) -> Slices:
+    """The slices that cut `inner` out of a tensor that fills `outer`."""
+    return tuple(slice(x - y, x - y + n) if n else slice(0, 0) for x, n, y in zip(*inner, outer[0], strict=True))
+
+
+@lru_cache(maxsize=16384)
+def _own_slices(inner: Layout, outer: Layout) -> list[Slices]:
+    """Per held rank: where its box in `inner` lies inside its box in `outer`."""
+    return [_within(inner.box(c), outer.box(c)) for c in inner.mesh.held]
+
+
+@lru_cache(maxsize=16384)
+def _sent(source: Layout, target: Layout, axes: tuple[int, ...]) -> list[list[Slices]]:
+    """Per held rank and member: the part of our shard that the member wants."""
+    plans = []
+    for coordinate in source.mesh.held:
+        have = source.box(coordinate)
+        group = members(source.mesh, axes, coordinate)
+        plans.append([_within(_overlap(have, target.box(member)), have) for member in group])
+    return plans
+
+
+@lru_cache(maxsize=16384)
+def _received(
+    source: Layout, target: Layout, axes: tuple[int, ...]
+) -> tuple[list[list[Slices]], list[list[tuple]], int | None]:
+    """Per held rank and member: where its part goes in our new shard, and its shape; and, where the parts follow one
+    another along a single dim on every rank, that dim."""
+    places, shapes = [], []
+    joints: set[int | None] = set()
+    for coordinate in source.mesh.held:
+        want = target.box(coordinate)
+        parts = [_overlap(source.box(member), want) for member in members(source.mesh, axes, coordinate)]
+        places.append([_within(part, want) for part in parts])
+        shapes.append([part[1] for part in parts])
+        joints.add(_joint(parts, want))
+    return places, shapes, joints.pop() if len(joints) == 1 else None
+
+
+def _joint(parts: list[Box], whole: Box) -> int | None:
+    """The dim along which `parts`, in order, concatenate to `whole`, if there is one."""
+    for dim in range(len(whole[0])):
+        at = whole[0][dim]
+        for start, size in parts:
+            others = all(d == dim or (start[d], size[d]) == (whole[0][d], whole[1][d]) for d in range(len(whole[0])))
+            if not others or start[dim] != at:
+                break
+            at += size[dim]
+        else:
+            if at == whole[0][dim] + whole[1][dim]:
+                return dim
+    return None
+
+
+def _assemble(move: Move, chunks: list[list[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
+    source, target = move.source.layout, move.target.layout
+    places, _, joint = _received(source, target, move.axes)
+    if joint is not None:
+        return [torch.cat(row, joint) for row in chunks]
+    out = [x.new_empty(shape) for x, shape in zip(like, target.held_shapes, strict=True)]
+    for new, row, where in zip(out, chunks, places, strict=True):
+        for chunk, place in zip(row, where, strict=True):
+            new[place] = chunk
+    return out
+
+
+def _nothing(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
+    return [x.view_as(x) for x in shards]
+
+
+def _slice(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
+    where = _own_slices(move.target.layout, move.source.layout)
+    return [x[place].clone(memory_format=torch.contiguous_format) for x, place in zip(shards, where, strict=True)]
+
+
+def _mask(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
+    held = move.source.layout.mesh.held
+    return [
+        torch.zeros_like(x) if any(at[axis] for axis in move.axes) else x.view_as(x)
+        for x, at in zip(shards, held, strict=True)
+    ]
+
+
+def _pad(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
+    where = _own_slices(move.source.layout, move.target.layout)
+    out = []
+    for x, place, shape in zip(shards, where, move.target.layout.held_shapes, strict=True):
+        new = x.new_zeros(shape)
+        new[place] = x
+        out.append(new)
+    return out
+
+
+def _all_reduce(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
+    mesh = move.source.layout.mesh
+    return mesh.port.all_reduce(shards, mesh, move.axes, wire_op(move))
+
+
+def _all_gather(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
+    source = move.source.layout
+    shapes = _received(source, move.target.layout, move.axes)[1]
+    return _assemble(move, source.mesh.port.all_gather(shards, source.mesh, move.axes, shapes), shards)
+
+
+def _reduce_scatter(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
+    source = move.source.layout
+    cuts = _sent(source, move.target.layout, move.axes)
+    chunks = [[x[cut] for cut in row] for x, row in zip(shards, cuts, strict=True)]
+    return source.mesh.port.reduce_scatter(chunks, source.mesh, move.axes, wire_op(move))
+
+
+def _all_to_all(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
+    source, target = move.source.layout, move.target.layout
+    cuts = _sent(source, target, move.axes)
+    chunks = [[x[cut] for cut in row] for x, row in zip(shards, cuts, strict=True)]
+    shapes = _received(source, target, move.axes)[1]
+    return _assemble(move, source.mesh.port.all_to_all(chunks, source.mesh, move.axes, shapes), shards)
+
+
+def wire_op(move: Move) -> str:
+    """The reduction on the wire: averages and norms travel as sums, or as extrema."""
+    pending = move.pending
+    if pending.reduce_op == "norm":
+        return {float("inf"): "max", float("-inf"): "min"}.get(pending.p or 0.0, "sum")
+    return "sum" if pending.reduce_op == "avg" else pending.reduce_op
+
+
+_KERNELS: dict[str, Kernel] = {
+    "nothing": _nothing,
+    "slice": _slice,
+    "mask": _mask,
+    "pad": _pad,
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}

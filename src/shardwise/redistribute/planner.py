@@ -1,0 +1,221 @@
+"""From layout to layout by the cheapest path of moves, within a bound on memory."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import count
+
+from shardwise.errors import PlacementError
+from shardwise.layout import Layout, Partial, chunk_sizes
+from shardwise.redistribute.cost import group_size, transition_cost
+from shardwise.redistribute.transitions import Move, Typed
+
+Edge = tuple[tuple[int, ...], Layout]
+
+
+@lru_cache(maxsize=16384)
+def plan_moves(source: Layout, target: Layout, varying: frozenset[int] = frozenset()) -> tuple[Move, ...]:
+    """The moves from `source` to `target`, whose replicated axes in `varying` will be used as varying.
+
+    >>> import shardwise as sw
+    >>> mesh = sw.simulate((2, 2), ("dp", "tp"))
+    >>> both = Layout.of(mesh, (8, 4), [sw.Shard(0), sw.Shard(0)])
+    >>> [move.kind for move in plan_moves(both, Layout(mesh, (8, 4)))]
+    ['all_gather']
+    """
+    _check_reachable(source, target)
+    path = [] if source is target else _shortest(source, target)
+    return _with_varying(source, path, varying)
+
+
+def path_cost(moves: tuple[Move, ...]) -> float:
+    """The summed price of some moves."""
+    return sum(_price(move.source.layout, move.axes, move.target.layout, move.kind) for move in moves)
+
+
+def _check_reachable(source: Layout, target: Layout) -> None:
+    if source.mesh is not target.mesh or source.shape != target.shape:
+        raise PlacementError(f"cannot redistribute {source} as {target}: mesh and global shape must be the same")
+    for axis, wanted in enumerate(target.pending):
+        if wanted and wanted.reduce_op in ("product", "norm") and source.pending[axis] != wanted:
+            raise PlacementError(f"cannot make a {wanted!r} out of {source}: only sum, avg, max and min can be made")
+
+
+def _shortest(source: Layout, target: Layout) -> list[Edge]:
+    """Dijkstra over layouts; the bound on memory is lifted only where nothing fits under it."""
+    bound = 2 * max(_local_elements(source), _local_elements(target))
+    return _search(source, target, bound) or _search(source, target, math.inf) or _fail(source, target)
+
+
+def _search(source: Layout, target: Layout, bound: float) -> list[Edge] | None:
+    order = count()
+    best = {source: 0.0}
+    frontier: list[tuple[float, int, Layout, tuple]] = [(0.0, next(order), source, ())]
+    while frontier:
+        cost, _, layout, path = heapq.heappop(frontier)
+        if layout is target:
+            edges: list[Edge] = []
+            while path:
+                path, edge = path
+                edges.append(edge)
+            return edges[::-1]
+        if cost > best[layout]:
+            continue
+        for axes, after in _edges(layout, target):
+            if after is not target and _local_elements(after) > bound:
+                continue
+            total = cost + _price(layout, axes, after)
+            if total < best.get(after, math.inf):
+                best[after] = total
+                heapq.heappush(frontier, (total, next(order), after, (path, (axes, after))))
+    return None
+
+
+def _fail(source: Layout, target: Layout) -> list[Edge]:
+    raise AssertionError(f"no path from {source} to {target}")
+
+
+def _edges(layout: Layout, goal: Layout) -> Iterator[Edge]:
+    """The moves worth trying from here: those that bring some axis nearer to the goal, alone or merged."""
+    yield from _reductions(layout, goal)
+    yield from _gathers(layout, goal)
+    yield from _exchanges(layout, goal)
+    for axis in range(layout.mesh.ndim):
+        at, wanted = _dim_or_pending(layout, axis), _dim_or_pending(goal, axis)
+        if at is None and isinstance(wanted, int):
+            yield (axis,), _append(layout, (axis,), wanted, goal)
+        elif isinstance(wanted, Partial) and at is None:
+            yield (axis,), _pend(layout, axis, wanted)
+        elif isinstance(wanted, Partial) and isinstance(at, int) and wanted.reduce_op == "sum" and _minor(layout, axis):
+            yield (axis,), _pend(_drop(layout, (axis,)), axis, wanted)
+
+
+def _reductions(layout: Layout, goal: Layout) -> Iterator[Edge]:
+    waiting: dict[Partial, list[int]] = {}
+    for axis, pending in enumerate(layout.pending):
+        if pending is not None and goal.pending[axis] != pending:
+            waiting.setdefault(pending, []).append(axis)
+    for axes in waiting.values():
+        to_whole = [axis for axis in axes if goal.axis_dim(axis) is None]
+        for group in {tuple(axes), tuple(to_whole), *((axis,) for axis in axes)} - {()}:
+            yield group, _settle(layout, group)
+        for dim, order in enumerate(goal.splits):
+            scattered = tuple(axis for axis in order if axis in axes)
+            for group in {scattered, *((axis,) for axis in scattered)} - {()}:
+                yield group, _append(_settle(layout, group), group, dim, goal)
+
+
+def _gathers(layout: Layout, goal: Layout) -> Iterator[Edge]:
+    for dim, axes in enumerate(layout.splits):
+        if axes and (axes != goal.splits[dim] or layout.sizes[dim] != goal.sizes[dim]):
+            for keep in range(len(axes)):
+                if layout.sizes[dim] is None or keep == 0:
+                    yield axes[keep:], _drop(layout, axes[keep:])
+
+
+def _exchanges(layout: Layout, goal: Layout) -> Iterator[Edge]:
+    """All-to-alls: bring every sharded axis that the goal shards elsewhere to its place at once, or one at a time."""
+    shared = [a for a in range(layout.mesh.ndim) if layout.axis_dim(a) is not None and goal.axis_dim(a) is not None]
+    splits = tuple(tuple(axis for axis in axes if axis in shared) for axes in goal.splits)
+    kept = [tuple(axis for axis in axes if axis not in shared) for axes in layout.splits]
+    if not any(kept):
+        sizes = [goal.sizes[d] if splits[d] == goal.splits[d] else None for d in range(len(splits))]
+        after = layout.with_(splits=splits, sizes=sizes)
+        if after is not layout:
+            moved = [a for a in shared if _cut(layout, a) != _cut(after, a)]
+            yield tuple(moved), after
+    for axis in shared:
+        dim, wanted = layout.axis_dim(axis), goal.axis_dim(axis)
+        if dim != wanted and _minor(layout, axis) and wanted is not None:
+            yield (axis,), _append(_drop(layout, (axis,)), (axis,), wanted, goal)
+
+
+def _cut(layout: Layout, axis: int) -> tuple:
+    dim = layout.axis_dim(axis)
+    return () if dim is None else (dim, layout.splits[dim], layout.sizes[dim])
+
+
+def _dim_or_pending(layout: Layout, axis: int) -> int | Partial | None:
+    return layout.pending[axis] or layout.axis_dim(axis)
+
+
+def _minor(layout: Layout, axis: int) -> bool:
+    """Whether the axis makes the innermost cut of its dim."""
+    dim = layout.axis_dim(axis)
+    return (
+        dim is not None
+        and layout.splits[dim][-1] == axis
+        and (layout.sizes[dim] is None or len(layout.splits[dim]) == 1)
+    )
+
+
+def _settle(layout: Layout, axes: tuple[int, ...]) -> Layout:
+    return layout.with_(pending=[None if axis in axes else p for axis, p in enumerate(layout.pending)])
+
+
+def _pend(layout: Layout, axis: int, pending: Partial) -> Layout:
+    return layout.with_(pending=[pending if a == axis else p for a, p in enumerate(layout.pending)])
+
+
+def _drop(layout: Layout, axes: tuple[int, ...]) -> Layout:
+    splits = [tuple(a for a in cut if a not in axes) for cut in layout.splits]
+    sizes = [
+        size if cut == layout.splits[d] else None
+        for d, (cut, size) in enumerate(zip(splits, layout.sizes, strict=True))
+    ]
+    return layout.with_(splits=splits, sizes=sizes)
+
+
+def _append(layout: Layout, axes: tuple[int, ...], dim: int, goal: Layout) -> Layout:
+    """Cut `dim` further by `axes`, with the goal's sizes where that completes the goal's cut."""
+    cut = (*layout.splits[dim], *axes)
+    size = goal.sizes[dim] if cut == goal.splits[dim] and len(cut) == len(axes) else None
+    if layout.sizes[dim] is not None:  # an explicit cut is refined piece by piece
+        counts = tuple(layout.mesh.shape[axis] for axis in axes)
+        size = tuple(part for piece in layout.pieces(dim) for part in chunk_sizes(piece, counts))
+    return layout.with_(
+        splits=[cut if d == dim else old for d, old in enumerate(layout.splits)],
+        sizes=[size if d == dim else old for d, old in enumerate(layout.sizes)],
+    )
+
+
+def _local_elements(layout: Layout) -> float:
+    ranks = math.prod(layout.mesh.shape[axis] for cut in layout.splits for axis in cut)
+    return layout.numel / ranks
+
+
+def _price(before: Layout, axes: tuple[int, ...], after: Layout, kind: str | None = None) -> float:
+    kind = kind or Move(Typed(before), Typed(after), axes).kind
+    whole = max(_local_elements(before), _local_elements(after))
+    ranks = group_size(before.mesh, axes)
+    return transition_cost(kind, whole * ranks if kind == "all_to_all" else whole, ranks)
+
+
+def _with_varying(source: Layout, path: list[Edge], varying: frozenset[int]) -> tuple[Move, ...]:
+    """Spread the varying axes over a path: an axis that a move makes whole is varying from there on (a gather's
+    backward becomes a reduce-scatter), one that was whole all along is varying from the start."""
+    made_whole = {}
+    for index, (axes, after) in enumerate(path):
+        for axis in varying.intersection(axes):
+            if after.axis_dim(axis) is None and after.pending[axis] is None:
+                made_whole[axis] = index
+    current = Typed(source)
+    moves = []
+    from_start = varying.difference(made_whole)
+    if from_start:
+        start = Typed(source, from_start)
+        moves.append(Move(current, start, tuple(sorted(from_start))))
+        current = start
+    for index, (axes, after) in enumerate(path):
+        wanted = current.varying.union(a for a, i in made_whole.items() if i == index)
+        mixed = wanted.intersection(axes) and not wanted.issuperset(axes)
+        target = Typed(after, wanted.union(axes) if mixed else wanted)
+        moves.append(Move(current, target, axes))
+        current = target
+        if mixed:  # one collective made several axes whole, but not all of them are used as varying
+            current = Typed(after, wanted)
+            moves.append(Move(target, current, tuple(axis for axis in axes if axis not in wanted)))
+    return tuple(moves)

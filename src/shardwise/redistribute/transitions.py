@@ -1,0 +1,93 @@
+"""The transition table: everything about moving along one mesh axis, written once.
+
+Along an axis a value has one of four types: `R` replicated, `S` sharded, `P` a pending sum, and `V`, a replicated
+value *used as varying*: it is the same on every rank, but what each rank computes from it differs, so its gradient
+arrives as one term per rank. Gradients have the dual type: S of S, R of R, P of V and V of P. The backward pass of a
+transition is therefore the transition between the duals, the other way round, and the table is closed under it:
+the backward of the backward needs no further entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.layout import Layout, Partial
+
+DUAL = {"R": "R", "S": "S", "V": "P", "P": "V"}
+
+TABLE: dict[tuple[str, str], str] = {
+    ("R", "V"): "nothing",
+    ("R", "S"): "slice",
+    ("R", "P"): "mask",
+    ("V", "R"): "nothing",
+    ("V", "S"): "slice",
+    ("V", "P"): "mask",
+    ("S", "R"): "all_gather",
+    ("S", "V"): "all_gather",
+    ("S", "S"): "all_to_all",
+    ("S", "P"): "pad",
+    ("P", "R"): "all_reduce",
+    ("P", "V"): "all_reduce",
+    ("P", "S"): "reduce_scatter",
+}
+"""(from, to) → what the ranks do. `mask` keeps the value on coordinate 0 and zero elsewhere; `pad` surrounds a shard
+with zeros."""
+
+COMMUNICATES = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """A layout, and the replicated axes on which the value is used as varying."""
+
+    layout: Layout
+    varying: frozenset[int] = frozenset()
+
+    def at(self, axis: int) -> str:
+        """The type along one axis."""
+        if self.layout.pending[axis] is not None:
+            return "P"
+        if self.layout.axis_dim(axis) is not None:
+            return "S"
+        return "V" if axis in self.varying else "R"
+
+    def dual(self) -> Typed:
+        """The type of a gradient of such a value."""
+        types = [DUAL[self.at(axis)] for axis in range(self.layout.mesh.ndim)]
+        pending = [Partial("sum") if kind == "P" else None for kind in types]
+        varying = frozenset(axis for axis, kind in enumerate(types) if kind == "V")
+        return Typed(self.layout.with_(pending=pending), varying)
+
+
+@dataclass(frozen=True)
+class Move:
+    """One transition along `axes`, all of the same kind: from `source` to `target`."""
+
+    source: Typed
+    target: Typed
+    axes: tuple[int, ...]
+
+    @cached_property
+    def kind(self) -> str:
+        axis = self.axes[0]
+        return TABLE[self.source.at(axis), self.target.at(axis)]
+
+    @cached_property
+    def pending(self) -> Partial:
+        """The reduction that the move performs or begins."""
+        axis = self.axes[0]
+        return self.source.layout.pending[axis] or self.target.layout.pending[axis] or Partial("sum")
+
+    @cached_property
+    def dual(self) -> Move:
+        """The move that the backward pass makes with the gradient."""
+        return Move(self.target.dual(), self.source.dual(), self.axes)
+
+    @cached_property
+    def communicates(self) -> bool:
+        return self.kind in COMMUNICATES
+
+    def __str__(self) -> str:
+        names = ",".join(self.source.layout.mesh.names[axis] for axis in self.axes)
+        return f"{self.kind}({names}): {self.source.layout} → {self.target.layout}"

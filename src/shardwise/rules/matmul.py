@@ -1,0 +1,74 @@
+"""Matrix products. A contracted dim that is sharded leaves a pending sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwise.rules.notation import Factor, Factors, einsum, factor_rule
+from shardwise.rules.pointwise import broadcast
+from shardwise.rules.registry import register
+from shardwise.rules.types import Call
+
+EITHER = [{0}, {1}]
+
+register("mm", rule=einsum("ik,kj->ij", linear=EITHER))
+register("bmm", rule=einsum("bik,bkj->bij", linear=EITHER))
+register("mv", rule=einsum("ik,k->i", linear=EITHER))
+register("dot", rule=einsum("k,k->", linear=EITHER))
+register("vdot", rule=einsum("k,k->", linear=EITHER))
+
+
+def _renamed(shape: tuple[int, ...], names: Sequence[Factor], out: tuple[int, ...]) -> tuple[Factor, ...]:
+    """The factors of an operand that broadcasts to `out`, whose dims carry `names`."""
+    return tuple(names[d] if isinstance(d, int) else None for d in broadcast(shape, out))
+
+
+_PRODUCT = {
+    "addmm": ("ik", "kj", "ij"),
+    "addmv": ("ik", "k", "i"),
+    "baddbmm": ("bik", "bkj", "bij"),
+    "addr": ("i", "j", "ij"),
+}
+
+
+def _sum_of_product(call: Call) -> Factors:
+    """`self + a @ b`: self may be pending together with either factor of the product."""
+    left, right, out = _PRODUCT[call.name.rstrip("_")]
+    shape = call.outputs[0].shape
+    addend = _renamed(call.inputs[0].shape, tuple(out), shape)
+    linear = [frozenset({0, 1}), frozenset({0, 2})]
+    return Factors([addend, tuple(left), tuple(right)], [tuple(out)], linear=linear, addends=frozenset({0}))
+
+
+register(*_PRODUCT, rule=factor_rule(_sum_of_product))
+
+
+def _linear(call: Call) -> Factors:
+    """`x[..., k] @ w[j, k].T + b[j]`."""
+    batch = tuple(f"batch{d}" for d in range(call.inputs[0].ndim - 1))
+    weight: tuple[Factor, ...] = ("j", "k") if call.inputs[1].ndim == 2 else ("k",)
+    out = (*batch, *weight[:-1])
+    ins: list[tuple[Factor, ...]] = [(*batch, "k"), weight]
+    if len(call.inputs) == 3:
+        ins.append(_renamed(call.inputs[2].shape, out, call.outputs[0].shape))
+        return Factors(ins, [out], linear=[frozenset({0, 2}), frozenset({1, 2})], addends=frozenset({2}))
+    return Factors(ins, [out], linear=[frozenset({0}), frozenset({1})])
+
+
+register("linear", rule=factor_rule(_linear))
+
+
+def _matmul(call: Call) -> Factors:
+    """Batches of matrices with broadcasting; vectors lose their dim."""
+    a, b = call.inputs
+    left: tuple[Factor, ...] = ("i", "k") if a.ndim > 1 else ("k",)
+    right: tuple[Factor, ...] = ("k", "j") if b.ndim > 1 else ("k",)
+    shape = call.outputs[0].shape
+    matrix = (*(("i",) if a.ndim > 1 else ()), *(("j",) if b.ndim > 1 else ()))
+    batch = shape[: len(shape) - len(matrix)]
+    ins = [(*broadcast(value.shape[: value.ndim - len(tail)], batch), *tail) for value, tail in ((a, left), (b, right))]
+    out = (*range(len(batch)), *matrix)
+    return Factors(ins, [out], linear=[frozenset({0}), frozenset({1})])
+
+
+register("matmul", rule=factor_rule(_matmul))

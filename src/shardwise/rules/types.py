@@ -1,0 +1,219 @@
+"""What a rule is: a call of one aten op on global tensors, and the ways it may run on shards along one mesh axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.layout import Layout, Partial
+
+AxisPlacement = Any
+"""Along one axis: the dim that is sharded (an int), a pending reduction (a `Partial`), or None where replicated."""
+
+SUM = Partial("sum")
+
+
+class _Pending:
+    def __repr__(self) -> str:
+        return "PENDING"
+
+
+PENDING: Any = _Pending()
+"""In a strategy: whatever reduction is pending on the input, for ops that any reduction passes through."""
+
+Resize = Callable[[tuple[int, ...]], Sequence[tuple[int, ...]] | None]
+
+
+class Value:
+    """A tensor inside a traced call: global shape and dtype."""
+
+    __slots__ = ("dtype", "index", "shape")
+
+    def __init__(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.index = index
+        self.shape = shape
+        self.dtype = dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def __repr__(self) -> str:
+        return f"%{self.index}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to run a call along one axis: how inputs must lie and how outputs then lie.
+
+    `cost` counts bytes-equivalents that a distributed implementation moves inside. `resize` gives the sizes of each
+    output's pieces from the input's, where a sharded dim changes its length (None: these sizes do not work).
+    """
+
+    ins: tuple[AxisPlacement, ...]
+    outs: tuple[AxisPlacement, ...]
+    cost: float = 0.0
+    resize: Resize | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """How a call runs on the shards when not simply as itself: another function, or other arguments.
+
+    `args` and `kwargs` may hold `Value`s, which stand for their shards, and `HeldValues`. `groups` names the groups of
+    mesh axes over which the function communicates; it takes a `Collectives` for each before its other arguments.
+    """
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    groups: tuple[tuple[int, ...], ...] = ()
+    resized: bool = False  # the same op, with only the sizes among its arguments made local
+
+
+class Collectives(Protocol):
+    """What a distributed implementation may ask of the axes along which it is distributed, all merged into one group.
+
+    Local tensors go in and come out. Only `psum` and `vary` carry gradients.
+    """
+
+    ins: Sequence[Layout]
+
+    def psum(self, x: Tensor) -> Tensor:
+        """P -> R: the sum over the group."""
+
+    def vary(self, x: Tensor) -> Tensor:
+        """R -> V: the same value, about to be used differently on each rank."""
+
+    def reduce(self, x: Tensor, op: str) -> Tensor:
+        """The `sum`, `max` or `min` over the group, without gradient."""
+
+    def stack(self, x: Tensor) -> Tensor:
+        """Every member's tensor along a new first dim, without gradient."""
+
+    def index(self) -> Any:
+        """Our number in the group (an argument for `map`)."""
+
+    def offset(self, position: int, dim: int) -> Any:
+        """Where our shard of an input starts in a dim (an argument for `map`)."""
+
+    def map(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run an ordinary local function on the shards."""
+
+    def attach(self, value: Tensor, gradient_of: Tensor) -> Tensor:
+        """`value`, with the gradient of `gradient_of`."""
+
+
+class HeldValues:
+    """An argument that differs between ranks: one entry per held rank."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = tuple(values)
+
+
+class Call:
+    """One aten op applied to global tensors."""
+
+    def __init__(
+        self, op: Any, args: tuple, kwargs: dict[str, Any], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
+    ) -> None:
+        self.op = op
+        self.args = args
+        self.kwargs = kwargs
+        self.inputs = inputs
+        self.outputs = outputs
+
+    @cached_property
+    def name(self) -> str:
+        """The op's name without namespace and overload."""
+        return self.op._schema.name.split("::")[1]
+
+    @cached_property
+    def bound(self) -> dict[str, Any]:
+        """All arguments by schema name, defaults filled in."""
+        found = {}
+        for position, argument in enumerate(self.op._schema.arguments):
+            if position < len(self.args) and not argument.kwarg_only:
+                found[argument.name] = self.args[position]
+            elif argument.name in self.kwargs:
+                found[argument.name] = self.kwargs[argument.name]
+            else:
+                found[argument.name] = argument.default_value if argument.has_default_value() else None
+        return found
+
+    def __getitem__(self, name: str) -> Any:
+        return self.bound[name]
+
+    def dims(self, name: str = "dim") -> tuple[int, ...]:
+        """A dim argument (an int, a list, or None for all) as non-negative dims of the first input."""
+        ndim, dim = self.inputs[0].ndim, self.bound[name]
+        if dim is None or (isinstance(dim, (list, tuple)) and not dim):
+            return tuple(range(ndim))
+        dims = dim if isinstance(dim, (list, tuple)) else [dim]
+        return tuple(d % ndim if ndim else 0 for d in dims)
+
+    @cached_property
+    def mutated(self) -> tuple[int, ...]:
+        """Positions among `inputs` that the op writes to."""
+        written: set[int] = set()
+        for position, argument in enumerate(self.op._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                held = self.args[position] if position < len(self.args) else self.kwargs.get(argument.name)
+                written.update(id(value) for value in flat_values(held))
+        return tuple(i for i, value in enumerate(self.inputs) if id(value) in written)
+
+    def replace(self, **arguments: Any) -> tuple[list[Any], dict[str, Any]]:
+        """The call's arguments with some replaced by name."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for position, argument in enumerate(self.op._schema.arguments):
+            if argument.name in arguments:
+                if position < len(args):
+                    args[position] = arguments[argument.name]
+                else:
+                    kwargs[argument.name] = arguments[argument.name]
+        return args, kwargs
+
+    def __repr__(self) -> str:
+        return f"{self.op}({', '.join(map(str, self.args))}) -> {self.outputs}"
+
+
+def flat_values(tree: Any) -> list[Value]:
+    """The `Value`s in nested lists and tuples, in order."""
+    if isinstance(tree, Value):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [value for item in tree for value in flat_values(item)]
+    return []
+
+
+Strategies = Callable[[Call], list[Strategy]]
+Lowering = Callable[[Call, Sequence[Layout], Sequence[Layout]], Local | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How an op may run on shards, and how to run it there.
+
+    `strategies` lists the ways along one axis, the replicated one first. `local` says how the shards run, given the
+    layouts chosen; None, or a rule without it, means: the op itself, on the shards, with its own arguments.
+    """
+
+    strategies: Strategies
+    local: Lowering | None = None
+
+
+def replicated(call: Call) -> Strategy:
+    """Everything whole on every rank: always right."""
+    return Strategy((None,) * len(call.inputs), (None,) * len(call.outputs))
