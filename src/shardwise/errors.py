@@ -23,12 +23,16 @@ class ReplicaError(ShardwiseError, ValueError):
     """Ranks disagree about a value they all must hold alike."""
 
 
-class MixedTensorError(ShardwiseError, TypeError):
+class MixedTensorError(ShardwiseError, RuntimeError):
     """A plain tensor meets DTensors in one call and its layout is unknown."""
 
 
 class InPlaceError(ShardwiseError, RuntimeError):
     """An in-place operation would need a layout its target does not have."""
+
+
+class HookError(ShardwiseError, RuntimeError):
+    """A gradient hook would see only a part of its gradient."""
 
 
 class StrictModeError(ShardwiseError, RuntimeError):

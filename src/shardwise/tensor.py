@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ from torch import Tensor
 
 from shardwise.comm import Ranked, as_mesh, ranked
 from shardwise.errors import MeshError, MixedTensorError, PlacementError, ReplicaError, ShardShapeError
-from shardwise.layout import Layout, Mesh, Placement, Placements, Replicate
-from shardwise.redistribute import Move, plan_moves, run_path, transition
+from shardwise.layout import Layout, Mesh, Partial, Placement, Placements, Replicate
+from shardwise.redistribute import Move, Typed, plan_moves, run_path, transition
 
 _disabled = torch._C.DisableTorchFunctionSubclass
+_on_shard = (
+    torch._C._disabled_torch_function_impl
+)  # (function, types, args, kwargs): run it where a DTensor is its shard
 _as_subclass = torch._C.TensorBase.as_subclass
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
@@ -25,9 +29,9 @@ class DTensor(Tensor):
 
     >>> import torch, shardwise as sw
     >>> mesh = sw.simulate((2,), ("tp",))
-    >>> x = sw.distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [sw.Shard(0)])
+    >>> x = sw.distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [sw.Shard(0)])
     >>> x.shape, x.to_local().shape, x.sum().item()
-    (torch.Size([3, 2]), torch.Size([2, 2]), 15.0)
+    (torch.Size([4, 2]), torch.Size([2, 2]), 28.0)
     """
 
     _layout: Layout
@@ -41,7 +45,7 @@ class DTensor(Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        return torch.Size(self._layout.shape)
+        return self._layout.size
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
@@ -63,7 +67,7 @@ class DTensor(Tensor):
         return self._layout
 
     def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
-        shape = torch.Size(self._layout.shape)
+        shape = self._layout.size
         return shape if dim is None else shape[dim]
 
     def dim(self) -> int:
@@ -84,27 +88,39 @@ class DTensor(Tensor):
 
     @property
     def grad(self) -> DTensor | None:  # type: ignore[override]
+        grad = _on_shard(_get_grad, (), (self,), {})
+        if grad is None or (grad.__class__ is DTensor and "_peers" not in self.__dict__):
+            return grad
+        return self._labelled(grad)
+
+    def _labelled(self, grad: Tensor) -> DTensor:
+        """What torch accumulated, as a DTensor."""
         with _disabled():
-            grad = _get_grad(self)
-            if grad is None:
-                return None
+            peers = self.__dict__.get("_peers", ())
+            others = tuple(peer.grad for peer in peers)
+            if any(other is None for other in others):
+                raise RuntimeError(
+                    "only some of the simulated ranks have a gradient: a backward pass of a plain tensor was given "
+                    "this DTensor in inputs=; use torch.autograd.grad, or call backward on a DTensor"
+                )
+            if grad.requires_grad and _summed_axes(self._layout):
+                return gradient_tensor((grad, *others), self._layout)
             if grad.__class__ is Tensor:
                 grad.__class__ = DTensor
                 grad._layout = self._layout.gradient
-            peers = self.__dict__.get("_peers")
-            if peers is not None:
-                grad._peers = tuple(peer.grad for peer in peers)
+            if peers:
+                grad._peers = others
             return grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        peers = self.__dict__.get("_peers", ())
+        if value is None:
+            _on_shard(_set_grad, (), (self, None), {})
+            for peer in peers:
+                peer.grad = None
+            return
         with _disabled():
-            peers = self.__dict__.get("_peers", ())
-            if value is None:
-                _set_grad(self, None)
-                for peer in peers:
-                    peer.grad = None
-                return
             grad = as_layout(value, self._layout.gradient, "grad")
             _set_grad(self, grad)
             for peer, piece in zip(peers, grad.__dict__.get("_peers", ()), strict=True):
@@ -169,8 +185,12 @@ class DTensor(Tensor):
         local = localise(self)
         if forward_dtype is not None:
             local = local.to(forward_dtype)
-        if backward_dtype is None or backward_dtype == local.dtype:
-            return wrap(run_path(local, moves), target)
+        linear = all(p is None or p.reduce_op == "sum" for p in layout.pending)
+        if backward_dtype is None or backward_dtype == local.dtype or not linear:
+            moved = run_path(local, moves)
+            if any(move.kind == "mask" for move in moves):  # some ranks would share storage with the source, others not
+                moved = moved.clone()
+            return wrap(moved, target)
         return wrap(on_shards(local, lambda shards: _CastBackward.apply(moves, backward_dtype, *shards)), target)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
@@ -183,10 +203,12 @@ class DTensor(Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("only DTensors that are leaves of the graph can be deep-copied; detach() it first")
-        with torch.no_grad():
-            copy = self.detach().clone().requires_grad_(self.requires_grad)
+        with _disabled(), torch.no_grad():
+            shards = [_as_subclass(x, Tensor).clone() for x in (self, *self.__dict__.get("_peers", ()))]
+        copy = wrap(shards[0] if len(shards) == 1 else ranked(shards), self._layout)
+        copy.requires_grad_(self.requires_grad)
         if self.grad is not None:
-            copy.grad = self.grad.clone()
+            copy.grad = deepcopy(self.grad.detach(), memo)
         if getattr(self, "_is_param", False):
             copy._is_param = True
         memo[id(self)] = copy
@@ -223,6 +245,8 @@ def localise(x: DTensor) -> Tensor:
     """The shard as a plain tensor that shares storage and history; in the simulator, a `Ranked` of all shards."""
     peers = x.__dict__.get("_peers")
     with _disabled():
+        if x.__dict__.get("_hooks") and x.requires_grad and torch.is_grad_enabled():
+            return ranked(x._hooks.uses(x))  # type: ignore[attr-defined]
         local = _as_subclass(x, Tensor)
         return local if peers is None else ranked((local, *peers))
 
@@ -260,7 +284,38 @@ def as_layout(value: Tensor, layout: Layout, name: str) -> DTensor:
         )
     if value._layout is layout:
         return value
+    if value._layout.shape != layout.shape:
+        raise ShardShapeError(f"{name} has shape {list(value.shape)}, the tensor it belongs to {list(layout.shape)}")
     return wrap(run_path(localise(value), plan_moves(value._layout, layout)), layout)
+
+
+# A gradient of a pending sum is whole on every rank, and what each rank computes from it differs: `V` in the table of
+# transitions. Users see it replicated. The two meet only where a gradient is itself differentiated.
+
+
+def gradient_tensor(grads: Sequence[Tensor], layout: Layout) -> DTensor:
+    """The gradient of a tensor that lies as `layout`, from the held ranks' plain gradients."""
+    with _disabled():
+        grads = [grads[0].view_as(grads[0]), *grads[1:]]
+        if (axes := _summed_axes(layout)) and torch.is_grad_enabled():
+            varying = Typed(layout.gradient, frozenset(axes))
+            grads = transition(Move(varying, Typed(layout.gradient), axes), grads)
+        return wrap(grads[0] if len(grads) == 1 else ranked(grads), layout.gradient)
+
+
+def gradient_shards(gradient: Tensor, layout: Layout, name: str) -> tuple[Tensor, ...]:
+    """A gradient for a tensor that lies as `layout`, as the held ranks' gradients."""
+    local = localise(as_layout(gradient, layout.gradient, name))
+    with _disabled():
+        shards = (_as_subclass(local, Tensor), *local.__dict__.get("_peers", ()))
+        if (axes := _summed_axes(layout)) and torch.is_grad_enabled():
+            varying = Typed(layout.gradient, frozenset(axes))
+            return tuple(transition(Move(Typed(layout.gradient), varying, axes), shards))
+        return shards
+
+
+def _summed_axes(layout: Layout) -> tuple[int, ...]:
+    return tuple(axis for axis, p in enumerate(layout.pending) if p is not None and p.reduce_op == "sum")
 
 
 class _OneOfAll(torch.autograd.Function):
@@ -273,7 +328,7 @@ class _OneOfAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return (grad,) * ctx.num_ranks
+        return _AllOfOne.apply(ctx.num_ranks, grad)
 
 
 class _AllOfOne(torch.autograd.Function):
@@ -285,7 +340,7 @@ class _AllOfOne(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, grads[0]
+        return None, _OneOfAll.apply(*grads)
 
 
 class _MoveGradient(torch.autograd.Function):
@@ -423,6 +478,9 @@ def _rebuild(shards: list[Tensor], layout: Layout, requires_grad: bool, is_param
     if is_param:
         made._is_param = True
     return made
+
+
+torch.serialization.add_safe_globals([_rebuild, Layout, Partial])  # what torch.load(weights_only=True) may call
 
 
 def distribute_tensor(

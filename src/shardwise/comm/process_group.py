@@ -1,4 +1,8 @@
-"""The port of real ranks: torch.distributed process groups over a torch `DeviceMesh`."""
+"""The port of real ranks: torch.distributed process groups over a torch `DeviceMesh`.
+
+A shard may come as the DTensor that it is the storage of, whose `shape` and `numel` are global: sizes are read off
+fresh tensors only.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import record
@@ -26,33 +36,40 @@ _REDUCE = {
 }
 
 
-def _all_reduce_options(op: str) -> AllreduceOptions:
-    options = AllreduceOptions()
-    options.reduceOp = _REDUCE[op]
+def _options(kind: type, **fields: Any) -> Any:
+    """Options of a collective that we wait for at once: NCCL then runs it on the current stream, not beside it."""
+    options = kind()
+    options.asyncOp = False
+    for name, value in fields.items():
+        setattr(options, name, value)
     return options
 
 
-def _reduce_scatter_options(op: str) -> ReduceScatterOptions:
-    options = ReduceScatterOptions()
-    options.reduceOp = _REDUCE[op]
-    return options
+_ALL_REDUCE = {op: _options(AllreduceOptions, reduceOp=reduce) for op, reduce in _REDUCE.items()}
+_REDUCE_SCATTER = {op: _options(ReduceScatterOptions, reduceOp=reduce) for op, reduce in _REDUCE.items()}
+_ALL_GATHER = _options(AllgatherOptions)
+_ALL_TO_ALL = _options(AllToAllOptions)
 
 
-_ALL_REDUCE_OPTIONS = {op: _all_reduce_options(op) for op in _REDUCE}
-_REDUCE_SCATTER_OPTIONS = {op: _reduce_scatter_options(op) for op in _REDUCE}
+def _wait(work: Any) -> None:
+    """Wait for a collective. A backend that has waited already may return no work."""
+    if work is not None:
+        work.wait()
 
 
 class _Group:
     """A process group and the order in which its ranks number the members we mean."""
 
-    __slots__ = ("order", "process_group", "ranks", "size")
+    __slots__ = ("me", "order", "process_group", "size")
 
     def __init__(self, process_group: Any, ranks: list[int]) -> None:
+        """`ranks` are the members' global ranks, in the row-major order of the axes."""
         self.process_group = process_group
         self.size = len(ranks)
-        self.ranks = ranks  # global ranks, in the row-major order of the axes
-        by_rank = sorted(range(len(ranks)), key=ranks.__getitem__)  # torch numbers a group's members by global rank
-        self.order = None if by_rank == list(range(len(ranks))) else by_rank
+        self.me = ranks.index(dist.get_rank())
+        numbers = [dist.get_group_rank(process_group, rank) for rank in ranks]
+        in_order = sorted(range(len(ranks)), key=numbers.__getitem__)
+        self.order = None if in_order == list(range(len(ranks))) else in_order
 
     def to_group(self, items: Sequence[Any]) -> Sequence[Any]:
         return items if self.order is None else [items[i] for i in self.order]
@@ -65,6 +82,10 @@ class _Group:
             placed[index] = items[position]
         return placed
 
+    def number(self, member: int) -> int:
+        """The group's number of one of our members."""
+        return member if self.order is None else self.order.index(member)
+
 
 class ProcessGroupPort:
     """One process, one rank. Groups over several axes are made when first needed, by their members alone."""
@@ -76,12 +97,18 @@ class ProcessGroupPort:
             raise MeshError(f"rank {dist.get_rank()} is not part of {device_mesh}, so it holds no shards there")
         self.coordinate: tuple[int, ...] = tuple(coordinate)
         self.ranks: Tensor = device_mesh.mesh
-        self._groups: dict[Axes, _Group] = {}
+        self._groups: dict[tuple[Mesh, Axes], _Group] = {}
+        self._by_roots: dict[Axes, _Group] = {}
 
     def group(self, mesh: Mesh, axes: Axes) -> _Group:
+        found = self._groups.get((mesh, axes))
+        return found if found is not None else self._find_group(mesh, axes)
+
+    def _find_group(self, mesh: Mesh, axes: Axes) -> _Group:
         roots = tuple(mesh.root_axes[axis] for axis in axes)
-        found = self._groups.get(roots)
-        return found if found is not None else self._make_group(roots)
+        group = self._by_roots.get(roots) or self._make_group(roots)
+        self._groups[mesh, axes] = group
+        return group
 
     def _make_group(self, roots: Axes) -> _Group:
         index: list[Any] = list(self.coordinate)
@@ -91,50 +118,48 @@ class ProcessGroupPort:
                 index[axis] = at
             members.append(int(self.ranks[tuple(index)]))
         if len(roots) == 1:
-            process_group = self.device_mesh.get_group(roots[0])
+            process_group: Any = self.device_mesh.get_group(roots[0])
         elif len(members) == dist.get_world_size():
             process_group = dist.group.WORLD
         else:
             process_group = dist.new_group(members, use_local_synchronization=True)
-        self._groups[roots] = _Group(process_group, members)
-        return self._groups[roots]
+        self._by_roots[roots] = _Group(process_group, members)
+        return self._by_roots[roots]
 
     def all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
         (x,) = shards
         out = x.clone(memory_format=torch.contiguous_format)
         if record.listeners:
             record.note("all_reduce", mesh, axes, out)
-        wire = out.view(torch.uint8) if out.dtype == torch.bool else out
-        options = _ALL_REDUCE_OPTIONS["max" if op == "sum" and wire is not out else op]
-        self.group(mesh, axes).process_group.allreduce([_real(wire)], options).wait()
-        return [out]
+        group = self.group(mesh, axes)
+        if op == "product" and out.is_complex():
+            return [torch.stack(_gather(group, out.view(-1), [tuple(out.shape)] * group.size)).prod(0)]
+        wire, op = _reducible(out, op)
+        _wait(group.process_group.allreduce([_lent(wire)], _ALL_REDUCE[op]))
+        return [_restored(wire, out.dtype)]
 
     def all_gather(
         self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Sequence[Sequence[tuple]]
     ) -> list[list[Tensor]]:
         (x,) = shards
-        group = self.group(mesh, axes)
-        numels = [math.prod(shape) for shape in shapes[0]]
-        room = max(numels)
-        flat = _padded(x.reshape(-1), room)
+        flat = x.reshape(-1)
         if record.listeners:
             record.note("all_gather", mesh, axes, flat)
-        out = flat.new_empty(group.size * room)
-        group.process_group._allgather_base(_real(out), _real(flat)).wait()
-        rows = group.from_group(out.view(group.size, room).unbind(0))
-        return [[row[:n].view(shape) for row, n, shape in zip(rows, numels, shapes[0], strict=True)]]
+        return [_gather(self.group(mesh, axes), flat, shapes[0])]
 
     def reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
         (mine,) = chunks
         if record.listeners:
             record.note("reduce_scatter", mesh, axes, list(mine))
         group = self.group(mesh, axes)
+        target = mine[group.me]
+        if op == "product" and target.is_complex():
+            return [torch.stack(_exchange(group, mine, [tuple(target.shape)] * group.size)).prod(0)]
         room = max(chunk.numel() for chunk in mine)
-        wire = torch.cat([_padded(chunk.reshape(-1), room) for chunk in group.to_group(mine)])
-        out = wire.new_empty(room)
-        group.process_group._reduce_scatter_base(_real(out), _real(wire), _REDUCE_SCATTER_OPTIONS[op]).wait()
-        target = mine[group.ranks.index(dist.get_rank())]
-        return [out[: target.numel()].view(target.shape)]
+        wire, op = _reducible(torch.cat([_padded(chunk.reshape(-1), room) for chunk in group.to_group(mine)]), op)
+        out = wire.new_empty((room, *wire.shape[1:]))
+        _wait(group.process_group._reduce_scatter_base(out, wire, _REDUCE_SCATTER[op]))
+        return [_restored(out, target.dtype)[: target.numel()].view(target.shape)]
 
     def all_to_all(
         self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Sequence[Sequence[tuple]]
@@ -142,48 +167,34 @@ class ProcessGroupPort:
         (mine,) = chunks
         if record.listeners:
             record.note("all_to_all", mesh, axes, list(mine))
-        group = self.group(mesh, axes)
-        outgoing = group.to_group(mine)
-        incoming = group.to_group(shapes[0])
-        unit = 2 if outgoing[0].is_complex() else 1
-        send, receive = [c.numel() * unit for c in outgoing], [math.prod(shape) * unit for shape in incoming]
-        wire = _real(torch.cat([chunk.reshape(-1) for chunk in outgoing])).reshape(-1)
-        out = wire.new_empty(sum(receive))
-        group.process_group.alltoall_base(out, wire, receive, send).wait()
-        if unit == 2:
-            out = torch.view_as_complex(out.view(-1, 2))
-        pieces = out.split([math.prod(shape) for shape in incoming])
-        return [group.from_group([piece.view(shape) for piece, shape in zip(pieces, incoming, strict=True)])]
+        return [_exchange(self.group(mesh, axes), mine, shapes[0])]
 
     def broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int) -> list[Tensor]:
         (x,) = shards
-        if record.listeners:
-            record.note("broadcast", mesh, axes, x)
-        group = self.group(mesh, axes)
         out = x.clone(memory_format=torch.contiguous_format)
-        options = BroadcastOptions()
-        options.rootRank = source if group.order is None else group.order.index(source)
-        group.process_group.broadcast([_real(out)], options).wait()
+        if record.listeners:
+            record.note("broadcast", mesh, axes, out)
+        group = self.group(mesh, axes)
+        options = _options(BroadcastOptions, rootRank=group.number(source))
+        _wait(group.process_group.broadcast([_lent(_movable(out.view(-1)))], options))
         return [out]
 
     def rebuild_mesh(self, mesh: Mesh) -> tuple[Any, tuple]:
         return mesh_of, (mesh.origin,)
 
 
-_meshes: dict[tuple, Mesh] = {}
+_meshes: dict[tuple[DeviceMesh, Any], Mesh] = {}
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
-    """Our mesh for torch's; equal device meshes over the same process groups share one."""
-    groups = device_mesh.get_all_groups()
-    names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(device_mesh.ndim))
-    key = (tuple(device_mesh.mesh.shape), tuple(device_mesh.mesh.flatten().tolist()), names, tuple(map(id, groups)))
+    """Our mesh for torch's. Device meshes that torch calls equal share one, as long as torch.distributed is up."""
+    key = device_mesh, dist.group.WORLD
     mesh = _meshes.get(key)
     if mesh is None:
         port = ProcessGroupPort(device_mesh)
         mesh = _meshes[key] = Mesh(
             port,
-            names=tuple(names),
+            names=device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(device_mesh.ndim)),
             shape=tuple(device_mesh.mesh.shape),
             root_axes=tuple(range(device_mesh.ndim)),
             held=(port.coordinate,),
@@ -193,10 +204,78 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     return mesh
 
 
-def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x) if x.is_complex() else x
+# Data on the wire. Shards may be uneven, strided, conjugated or of a dtype that a backend does not know.
+
+
+def _gather(group: _Group, flat: Tensor, shapes: Sequence[tuple]) -> list[Tensor]:
+    """Every member's tensor. The largest sets the room that each gets, so all members must know all shapes."""
+    numels = [math.prod(shape) for shape in shapes]
+    room = max(numels)
+    flat = _padded(flat, room)
+    out = flat.new_empty(group.size * room)
+    _wait(group.process_group._allgather_base(_movable(out), _movable(flat), _ALL_GATHER))
+    rows = group.from_group(out.view(group.size, room).unbind(0))
+    return [row[:n].view(shape) for row, n, shape in zip(rows, numels, shapes, strict=True)]
+
+
+def _exchange(group: _Group, chunks: Sequence[Tensor], shapes: Sequence[tuple]) -> list[Tensor]:
+    """The chunk that each member has for us; `shapes` are theirs."""
+    outgoing, incoming = group.to_group(chunks), group.to_group(shapes)
+    numels = [math.prod(shape) for shape in incoming]
+    flat = torch.cat([chunk.reshape(-1) for chunk in outgoing])
+    out = flat.new_empty(sum(numels))
+    wire, landing = _movable(flat), _movable(out)
+    unit = 1 if wire is flat else flat.element_size()
+    send, receive = [chunk.numel() * unit for chunk in outgoing], [n * unit for n in numels]
+    _wait(group.process_group.alltoall_base(landing, wire, receive, send, _ALL_TO_ALL))
+    return group.from_group([piece.view(shape) for piece, shape in zip(out.split(numels), incoming, strict=True)])
 
 
 def _padded(flat: Tensor, room: int) -> Tensor:
     short = room - flat.numel()
-    return torch.nn.functional.pad(flat, (0, short)) if short else flat.contiguous()
+    flat = torch.nn.functional.pad(flat, (0, short)) if short else flat.contiguous()
+    return flat.resolve_conj().resolve_neg()
+
+
+_KNOWN = frozenset(
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+)
+"""The dtypes that every backend moves and reduces."""
+
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+"""Small integers wrap around alike whether each addition is cut short or only the last."""
+
+
+def _lent(out: Tensor) -> Tensor:
+    """The same memory as another tensor, that does not refer to `out` as a view would.
+
+    A backend's thread may hold what it was given a little longer than the collective lasts, and whether a result is
+    still alive must not differ between the ranks: weak references decide what is communicated again.
+    """
+    return out.data
+
+
+def _movable(flat: Tensor) -> Tensor:
+    """A contiguous flat tensor as any backend moves it: as bytes where the dtype may be unknown there."""
+    return flat if flat.dtype in _KNOWN else flat.view(torch.uint8)
+
+
+def _reducible(fresh: Tensor, op: str) -> tuple[Tensor, str]:
+    """A contiguous tensor of our own as any backend reduces it, and the operator that does to it what `op` means."""
+    if fresh.dtype in _KNOWN:
+        return fresh, op
+    if fresh.dtype == torch.bool:
+        return fresh.view(torch.uint8), "max" if op == "sum" else op
+    if fresh.is_complex():
+        if op != "sum":
+            raise TypeError(f"complex numbers have no {op}")
+        return torch.view_as_real(fresh), op
+    return fresh.to(_WIDER.get(fresh.dtype, fresh.dtype)), op
+
+
+def _restored(wire: Tensor, dtype: torch.dtype) -> Tensor:
+    if wire.dtype == dtype:
+        return wire
+    if dtype == torch.bool:
+        return wire.view(torch.bool)
+    return torch.view_as_complex(wire) if dtype.is_complex else wire.to(dtype)

@@ -31,7 +31,17 @@ class PerRank:
 def per_rank(values: Sequence[Any]) -> Any:
     """The common value if all ranks agree, else a `PerRank`."""
     first = values[0]
-    return first if all(value == first for value in values[1:]) else PerRank(values)
+    return first if all(_same(value, first) for value in values[1:]) else PerRank(values)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values are one and the same to the program, NaNs included."""
+    if isinstance(a, float) and isinstance(b, float) and a != a:
+        return b != b
+    try:
+        return bool(a == b)
+    except ValueError:  # arrays compare element by element
+        return False
 
 
 class Ranked(Tensor):
@@ -41,24 +51,116 @@ class Ranked(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        num_ranks = 1 + len(_find_peers((*args, *(kwargs or {}).values())))
+        if any(not issubclass(cls, other) for other in types):
+            return NotImplemented  # a DTensor knows what to say about local tensors
+        kwargs = kwargs or {}
         with _disabled():
-            results = [func(*pick(args, rank), **(pick(kwargs, rank) if kwargs else {})) for rank in range(num_ranks)]
+            if func in _TOGETHER:
+                return _TOGETHER[func](*args, **kwargs)
+            num_ranks = _num_ranks((*args, *kwargs.values()))
+            results = [func(*pick(args, rank), **pick(kwargs, rank)) for rank in range(num_ranks)]
             return join(results, func)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with _disabled():
+            shards = [_plain(shard) for shard in shards_of(self)]
+        return f"Ranked({', '.join(map(repr, shards))})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranked:
+        if id(self) not in memo:
+            with _disabled():
+                shards = shards_of(self)
+                if not self.is_leaf:
+                    raise RuntimeError("only leaves of the graph can be deep-copied; detach() the tensor first")
+                copies = [shard.detach().clone().requires_grad_(shard.requires_grad) for shard in shards]
+                for shard, copied in zip(shards, copies, strict=True):
+                    copied.grad = None if shard.grad is None else _plain(shard.grad).clone()
+                memo[id(self)] = ranked(copies)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _disabled():
+            return _rebuild, ([_plain(shard) for shard in shards_of(self)], self.requires_grad)
+
+
+def _rebuild(shards: list[Tensor], requires_grad: bool) -> Ranked:
+    return ranked([shard.requires_grad_(requires_grad) for shard in shards])
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.detach().as_subclass(Tensor)
+
+
+# Backward passes run for all ranks at once: their graphs meet in the collectives.
+
+
+def _backward(
+    x: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    _backward_of_many(x, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _backward_of_many(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    *,
+    inputs: Any = None,
+) -> None:
+    tensors = _as_list(tensors)
+    given = [None] * len(tensors) if grad_tensors is None else _as_list(grad_tensors)
+    inputs = None if inputs is None else _flat(inputs)
+    torch.autograd.backward(_flat(tensors), _seeds(tensors, given), retain_graph, create_graph, inputs=inputs)
+
+
+def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    outputs, inputs = _as_list(outputs), _as_list(inputs)
+    given = [None] * len(outputs) if grad_outputs is None else _as_list(grad_outputs)
+    flat = iter(torch.autograd.grad(_flat(outputs), _flat(inputs), _seeds(outputs, given), *args, **kwargs))
+    found = [[next(flat) for _ in shards_of(x)] for x in inputs]
+    return tuple(join(grads) if isinstance(x, Ranked) else grads[0] for x, grads in zip(inputs, found, strict=True))
+
+
+def _seeds(tensors: Sequence[Tensor], given: Sequence[Any]) -> list[Any]:
+    seeds = [pick(seed, rank) for x, seed in zip(tensors, given, strict=True) for rank in range(len(shards_of(x)))]
+    return [seed.as_subclass(Tensor) if type(seed) is Ranked else seed for seed in seeds]  # functions see plain ones
+
+
+def _as_list(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _flat(tensors: Any) -> list[Tensor]:
+    return [shard for x in _as_list(tensors) for shard in shards_of(x)]
+
+
+_TOGETHER: dict[Any, Callable] = {
+    Tensor.backward: _backward,
+    torch.autograd.backward: _backward_of_many,
+    torch.autograd.grad: _grad,
+}
+
+_MUST_AGREE = frozenset(
+    {Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__}
+)
+"""What a program may branch on: Python numbers, of which the simulator can have only one."""
 
 
 def join(results: Sequence[Any], func: Callable | None = None) -> Any:
     """One value from one per rank: tensors become `Ranked`, equal Python values stay, others become `PerRank`."""
     first = results[0]
     if isinstance(first, Tensor):
-        if type(first) is Ranked:  # an in-place function returned its own argument
-            return first
-        return ranked(results)
+        if type(first) is not Ranked:
+            return ranked(results)
+        if all(result is peer for result, peer in zip(results[1:], first._peers, strict=True)):
+            return first  # the function returned its own argument
+        return ranked([first.as_subclass(Tensor), *results[1:]])  # on rank 0 only, as `contiguous` may
     if isinstance(first, (list, tuple)) and any(isinstance(item, Tensor) for item in first):
         items = [join(column) for column in zip(*results, strict=True)]
         return items if isinstance(first, list) else type(first)(items)
-    if func is Tensor.item or func is Tensor.__bool__:
-        if not all(result == first or result != result for result in results):
+    if func in _MUST_AGREE:
+        if not all(_same(result, first) for result in results):
             raise ReplicaError(f"ranks disagree about a value the program branches on: {list(results)}")
         return first
     return per_rank(results)
@@ -66,7 +168,7 @@ def join(results: Sequence[Any], func: Callable | None = None) -> Any:
 
 def ranked(shards: Sequence[Tensor]) -> Ranked:
     """A `Ranked` of one tensor per rank. Rank 0's becomes the object itself."""
-    first = shards[0]
+    first: Any = shards[0]
     first.__class__ = Ranked
     first._peers = tuple(shards[1:])
     return first
@@ -91,12 +193,16 @@ def pick(value: Any, rank: int) -> Any:
     return value
 
 
-def _find_peers(values: Sequence[Any]) -> tuple[Tensor, ...]:
-    for value in values:
-        if type(value) is Ranked:
-            return value._peers
-        if isinstance(value, (list, tuple)):
-            found = _find_peers(value)
-            if found:
-                return found
-    return ()
+def _num_ranks(values: Sequence[Any]) -> int:
+    """How many ranks the `Ranked` tensors and `PerRank` values among some arguments speak of."""
+    return max(map(_count, values), default=1)
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return len(shards_of(value))
+    if isinstance(value, PerRank):
+        return len(value.values)
+    if isinstance(value, dict):
+        return _num_ranks(list(value.values()))
+    return _num_ranks(value) if isinstance(value, (list, tuple)) else 1

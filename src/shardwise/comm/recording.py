@@ -46,7 +46,7 @@ class RecordingPort:
         return [shards[0]]
 
     def rebuild_mesh(self, mesh: Mesh) -> tuple[Any, tuple]:
-        return _rebuild_recording, (self.shape, self.names, mesh.names)
+        return rebuild_recording, (self.shape, self.names, mesh.names)
 
 
 @lru_cache(maxsize=1024)
@@ -70,5 +70,5 @@ def recording(shape: Sequence[int], names: Sequence[str] | None = None) -> Mesh:
     return _recording(*checked_axes(shape, names))
 
 
-def _rebuild_recording(shape: tuple[int, ...], names: tuple[str, ...], kept: tuple[str, ...]) -> Mesh:
+def rebuild_recording(shape: tuple[int, ...], names: tuple[str, ...], kept: tuple[str, ...]) -> Mesh:
     return recording(shape, names)[kept]

@@ -95,18 +95,19 @@ class SimulatedPort:
         return self._each(mesh, axes, lambda group: [shards[group[source]].clone() for _ in group])
 
     def rebuild_mesh(self, mesh: Mesh) -> tuple[Any, tuple]:
-        return _rebuild, (self.shape, self.names, mesh.device_type, mesh.names)
+        return rebuild_simulated, (self.shape, self.names, mesh.device_type, mesh.names)
 
 
 def checked_axes(shape: Sequence[int], names: Sequence[str] | None) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """A mesh's shape and names as tuples, with names made up where none are given."""
-    shape = tuple(shape)
-    names = tuple(f"axis{i}" for i in range(len(shape))) if names is None else tuple(names)
-    if not shape or any(not isinstance(extent, int) or extent < 1 for extent in shape):
+    extents = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else None
+    if not extents or any(not isinstance(extent, int) or extent < 1 for extent in extents):
         raise MeshError(f"a mesh needs at least one axis, each of at least one rank; got the shape {shape}")
-    if len(names) != len(shape) or len(set(names)) != len(names):
-        raise MeshError(f"a mesh of shape {shape} needs {len(shape)} distinct axis names; got {names}")
-    return shape, names
+    given = (names,) if isinstance(names, str) else names
+    labels = tuple(f"axis{i}" for i in range(len(extents))) if given is None else tuple(given)
+    if len(labels) != len(extents) or len(set(labels)) != len(labels):
+        raise MeshError(f"a mesh of shape {extents} needs {len(extents)} distinct axis names; got {labels}")
+    return extents, labels
 
 
 def simulate(shape: Sequence[int], names: Sequence[str] | None = None, *, device: str = "cpu") -> Mesh:
@@ -131,5 +132,5 @@ def _simulate(shape: tuple[int, ...], names: tuple[str, ...], device: str) -> Me
     )
 
 
-def _rebuild(shape: tuple[int, ...], names: tuple[str, ...], device: str, kept: tuple[str, ...]) -> Mesh:
+def rebuild_simulated(shape: tuple[int, ...], names: tuple[str, ...], device: str, kept: tuple[str, ...]) -> Mesh:
     return simulate(shape, names, device=device)[kept]

@@ -1,6 +1,17 @@
 """Dispatch: one call, from its key to its plan to its result."""
 
+from shardwise.dispatch import autograd, functions
 from shardwise.dispatch.call import CacheInfo, cache_info, clear_cache, dispatch, make_plan
 from shardwise.dispatch.modes import implicit_replication, strict
 
-__all__ = ["CacheInfo", "cache_info", "clear_cache", "dispatch", "implicit_replication", "make_plan", "strict"]
+__all__ = [
+    "CacheInfo",
+    "autograd",
+    "cache_info",
+    "clear_cache",
+    "dispatch",
+    "functions",
+    "implicit_replication",
+    "make_plan",
+    "strict",
+]

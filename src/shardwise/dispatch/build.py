@@ -10,10 +10,10 @@ from torch import Tensor
 
 from shardwise.comm import Ranked
 from shardwise.dispatch.lower import Lowered, LoweredCall, is_builtin, local_call
-from shardwise.dispatch.plan import Mover, Plan, direct, keep, localised, moved_first, wrap_fresh
-from shardwise.dispatch.randomness import RandomCall, is_random
+from shardwise.dispatch.plan import Direct, Mover, Plan, localised, moved_first, mover_of, wrap_fresh
+from shardwise.dispatch.randomness import is_random, random_call
 from shardwise.dispatch.trace import OPAQUE, flat_tensors, map_tensors
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import Move, run_path
 from shardwise.rules import Value, flat_values
 from shardwise.tensor import DTensor, localise
@@ -27,15 +27,21 @@ def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, A
     if input_moves is None:
         return _steps(lowered, args, kwargs)
     layouts = [lowered.layouts[value.index] for value in flat_values(lowered.trace.output)]
-    if len(lowered.mesh.held) == 1 and isinstance(lowered.trace.output, Value):
+    movers = [mover_of(moves) for moves in input_moves]
+    if runs_in_cpp(lowered.mesh) and isinstance(lowered.trace.output, Value):
         positions = _positions(args, kwargs)
-        if not any(input_moves):
-            return direct(function, layouts[0])
+        if not any(movers):
+            return Direct(function, layouts[0])
         if positions is not None:
-            movers = [(at, Mover(moves)) for at, moves in zip(positions, input_moves, strict=True) if moves]
-            return moved_first(function, movers, layouts[0])
+            return moved_first(function, [(at, m) for at, m in zip(positions, movers, strict=True) if m], layouts[0])
     returned = [_argument_index(value, lowered) for value in flat_values(lowered.trace.output)]
-    return Whole(function, [Mover(moves) if moves else None for moves in input_moves], layouts, returned)
+    return Whole(function, movers, layouts, returned, lowered.mesh)
+
+
+def runs_in_cpp(mesh: Mesh) -> bool:
+    """Whether local calls can take DTensors as they are: not in the simulator, and not on meta shards, whose kernels
+    are partly Python and would see the global shape."""
+    return len(mesh.held) == 1 and mesh.device_type != "meta"
 
 
 def _positions(args: tuple, kwargs: dict[str, Any]) -> list[int] | None:
@@ -74,11 +80,17 @@ def _whole_moves(function: Callable, lowered: Lowered) -> list[tuple[Move, ...]]
 class Whole:
     """The function itself on the shards, in full generality: nested arguments, several results, the simulator."""
 
-    __slots__ = ("function", "layouts", "movers", "returned")
+    __slots__ = ("function", "layouts", "movers", "plain", "returned")
 
     def __init__(
-        self, function: Callable, movers: list[Mover | None], layouts: list[Layout], returned: list[int | None]
+        self,
+        function: Callable,
+        movers: list[Mover | None],
+        layouts: list[Layout],
+        returned: list[int | None],
+        mesh: Mesh,
     ) -> None:
+        self.plain = not runs_in_cpp(mesh)
         self.function = function
         self.movers = movers
         self.layouts = layouts
@@ -99,14 +111,12 @@ class Whole:
             originals.append(x)
             mover = next(movers)
             y = mover(x) if mover is not None else x
-            if y is not x:
-                moved.append(y)
-            return localise(y) if y.__class__ is DTensor and "_peers" in y.__dict__ else y
+            return localise(y) if self.plain and y.__class__ is DTensor else y
 
         with _disabled():
             local_args = tuple(map_tensors(arg, localised_argument) for arg in args)
             local_kwargs = map_tensors(kwargs, localised_argument) if kwargs else {}
-        if any("_peers" in x.__dict__ for x in originals):
+        if self.plain:
             return self.function(*local_args, **local_kwargs), originals, moved
         with _disabled():
             return self.function(*local_args, **local_kwargs), originals, moved
@@ -119,8 +129,6 @@ class Whole:
             if argument is not None and originals[argument].__class__ is DTensor:
                 if originals[argument] is x or type(x) is Ranked:
                     return originals[argument]
-            if moved:
-                keep(x, moved)
             return wrap_fresh(x, layout)
 
         return map_tensors(out, wrap)
@@ -152,11 +160,7 @@ class MoveArgument:
     def __call__(self, slots: list[Any], originals: Sequence[Tensor], moved: list[Tensor]) -> None:
         x = originals[self.argument]
         y = self.mover(x)
-        if y is x:
-            y = slots[self.argument]
-        else:
-            moved.append(y)
-        slots[self.target] = y
+        slots[self.target] = slots[self.argument] if y is x else y
 
 
 class CallStep:
@@ -206,7 +210,7 @@ class Steps:
         self.num_slots = len(trace.values) + len(trace.inputs)
         self.simulated = len(lowered.mesh.held) > 1
         self.output = trace.output
-        self.plain = self.simulated
+        self.plain = not runs_in_cpp(lowered.mesh)
         self.outputs: dict[int, tuple[int, Layout]] = {}
         self.returned: dict[int, int] = {}
 
@@ -239,8 +243,6 @@ class Steps:
                 return originals[argument]
             slot, layout = self.outputs[template.index]
             out = slots[slot]
-            if moved:
-                keep(out, moved)
             return wrap_fresh(out, layout)
         if isinstance(template, list):
             return [self._result(item, slots, originals, moved) for item in template]
@@ -315,7 +317,7 @@ def _add_call(
     if not is_builtin(function):
         plan.plain = True
     if is_random(call):
-        function = RandomCall(function, lowered_call.layouts.outs[0] if call.outputs else lowered_call.layouts.ins[0])
+        function = random_call(function, call, lowered_call.layouts, argument_of)
     args = [_slotted(arg, here) for arg in args]
     kwargs = {name: _slotted(arg, here) for name, arg in kwargs.items()}
     targets = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.dispatch.build import build
+from shardwise.dispatch.build import Steps, build
 from shardwise.dispatch.fallback import Gathered, report
 from shardwise.dispatch.key import Uncacheable, key_of, variant_key
 from shardwise.dispatch.lists import plan_list_call
 from shardwise.dispatch.lower import Lowered, lower
-from shardwise.dispatch.plan import Plan
+from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
-from shardwise.dispatch.trace import flat_tensors, map_tensors, trace_call
+from shardwise.dispatch.trace import FORWARDS, flat_tensors, map_tensors, trace_call
 from shardwise.errors import MeshError
 from shardwise.layout import Layout
 from shardwise.rules import flat_values
@@ -58,37 +59,37 @@ def clear_cache() -> None:
     _plans.clear()
 
 
-def dispatch(
-    cls: type, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
-) -> Any:
+def dispatch(func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
     """Run a torch function on DTensors."""
     special = SPECIAL.get(func)
     if special is not None:
         return special(func, args, kwargs or {})
     key = [func]
-    append = key.append
-    for arg in args:
-        kind = arg.__class__
-        if kind is DTensor:
-            append(arg._layout)
-        elif kind is int:
-            append(arg)
-        elif kind is float:
-            append(float)
-        else:
-            try:
-                append(key_of(arg))
-            except Uncacheable:
-                return make_plan(func, args, kwargs or {})(args, kwargs)
-    if kwargs:
-        for name, arg in kwargs.items():
-            append(name)
-            try:
-                append(key_of(arg))
-            except Uncacheable:
-                return make_plan(func, args, kwargs)(args, kwargs)
+    try:
+        for arg in args:
+            kind = arg.__class__
+            if kind is DTensor:
+                key.append(arg._layout)
+            elif kind is int:
+                key.append(arg)
+            else:
+                key.append(key_of(arg))
+        if kwargs:
+            for name, arg in kwargs.items():
+                key.append(name)
+                key.append(arg._layout if arg.__class__ is DTensor else key_of(arg))
+    except Uncacheable:
+        return make_plan(func, args, kwargs or {})(args, kwargs)
     _call()
     plan = _plans.get(tuple(key))
+    if plan.__class__ is Direct:
+        with _disabled():
+            out = plan.function(*args, **kwargs) if kwargs else plan.function(*args)
+            if out.__class__ is Tensor:
+                out.__class__ = DTensor
+                out._layout = plan.layout
+                return out
+            return wrap_fresh(out, plan.layout)
     if plan is None:
         plan = _remember(tuple(key), func, args, kwargs or {})
     return plan(args, kwargs)
@@ -110,6 +111,7 @@ def make_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     layouts = [x._layout if isinstance(x, DTensor) else Layout(mesh, tuple(x.shape)) for x in tensors]
     if is_list_op(func):
         return plan_list_call(func, args, kwargs)
+    func = FORWARDS.get(func, func)
     plan, invariant = _plan(func, args, kwargs, layouts)
     return plan if invariant else Variants(func, layouts, variant_key_now(args, kwargs), plan)
 
@@ -174,10 +176,11 @@ def _plan(func: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Lay
         return Gathered(func, layouts[0].mesh), True
     lowered = lower(trace, layouts)
     plan = build(func, lowered, args, kwargs)
+    invariant = _is_invariant(plan, lowered, args, kwargs)
     gathering = [call for call in lowered.calls if call.gathers]
     if gathering:
         plan = Reported(plan, gathering[0].call.op._schema.name.replace("::", "."), (func, *layouts))
-    return plan, _is_invariant(lowered, args, kwargs)
+    return plan, invariant
 
 
 def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
@@ -190,17 +193,16 @@ def _covered(output: Any) -> bool:
     return bool(flat_values(output)) or output is None
 
 
-def _is_invariant(lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
-    if any(layout.has_pending for layout in lowered.layouts.values()):
+def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a plan holds for all dtypes and all values of floats: it runs one op and passes both on to it."""
+    if len(lowered.calls) > 1:
         return False
-    if any(call.local is not None and not call.local.resized for call in lowered.calls):
+    if not lowered.calls or isinstance(plan, Steps):
+        return not any(isinstance(value, (float, complex)) for value in variant_key_now(args, kwargs))
+    (call,) = lowered.calls
+    if call.call.name == "_to_copy":  # what a conversion does to a pending sum depends on the dtype
         return False
-    if not all(call.local is None or len(lowered.calls) == 1 for call in lowered.calls):
-        return False
-    floats = [value for value in variant_key_now(args, kwargs) if isinstance(value, (float, complex))]
-    if not floats and len(lowered.calls) <= 1:
-        return True
-    return len(lowered.calls) == 1 and torch.Tag.pointwise in lowered.calls[0].call.op.tags
+    return not any(p and p.reduce_op == "norm" for layout in call.layouts.outs for p in layout.pending)
 
 
 class Reported:
@@ -216,4 +218,39 @@ class Reported:
         return self.plan(args, kwargs)
 
 
-DTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment]
+# Static: torch looks the handler up for every tensor of every list it is given, and a class method would be bound anew
+# each time.
+DTensor.__torch_function__ = staticmethod(dispatch)  # type: ignore[assignment]
+
+
+# The most common methods go to `dispatch` straight from Python: torch's argument parser would only send them back.
+
+_enabled = torch._C._is_torch_function_enabled
+_OPERATORS = {
+    "__add__": Tensor.add,
+    "__sub__": Tensor.sub,
+    "__mul__": Tensor.mul,
+    "__truediv__": Tensor.div,
+    "__matmul__": Tensor.matmul,
+    "__neg__": Tensor.neg,
+}
+_METHODS = (
+    *("add", "sub", "mul", "div", "matmul", "neg", "square", "sum", "mean", "view", "reshape", "transpose", "permute"),
+    *("softmax", "exp", "sigmoid", "tanh", "relu", "contiguous", "unsqueeze", "expand"),
+)
+
+
+def _straight(function: Callable) -> Callable:
+    """A method that dispatches at once, and is torch's own where a DTensor is only its shard."""
+
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if _enabled():
+            return dispatch(function, (), args, kwargs)
+        return function(*args, **kwargs)
+
+    return method
+
+
+for _name, _function in (*_OPERATORS.items(), *((name, getattr(Tensor, name)) for name in _METHODS)):
+    setattr(DTensor, _name, _straight(_function))

@@ -16,7 +16,7 @@ from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.errors import FallbackWarning, InPlaceError, StrictModeError
 from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import plan_moves
-from shardwise.tensor import DTensor, localise
+from shardwise.tensor import DTensor, localise, single, spread
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _told: set[tuple] = set()
@@ -45,12 +45,13 @@ _SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f1
 
 
 def report(name: str, key: tuple, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Refuse in strict mode; otherwise warn, once per call and layouts, with the user's line."""
+    """Refuse in strict mode; otherwise warn, once per function and placements, with the user's line."""
     if is_strict():
         raise StrictModeError(
             f"strict mode: {describe(name, args, kwargs)} has no sharding rule and would gather its inputs. "
             f"Redistribute them to Replicate() yourself, or leave strict mode"
         )
+    key = tuple((part.mesh, part.placements) if isinstance(part, Layout) else part for part in key)
     if key in _told:
         return
     _told.add(key)
@@ -85,33 +86,32 @@ class Gathered:
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         kwargs = kwargs or {}
-        moved: list[Tensor] = []
         name = getattr(self.function, "__name__", str(self.function))
         originals = [x for x in flat_tensors((args, kwargs)) if isinstance(x, DTensor)]
         if any(not x._layout.replicated for x in originals):
             report(name, (self.function, *(x._layout for x in originals)), args, kwargs)
             if _writes(name):
                 raise InPlaceError(
-                    f"{describe(name, args, kwargs)} writes to a tensor that is not replicated, and has no sharding rule. "
-                    f"Nothing was changed; redistribute the tensor to Replicate() first"
+                    f"{describe(name, args, kwargs)} writes to a tensor that is not replicated, and has no sharding "
+                    f"rule. Nothing was changed; redistribute the tensor to Replicate() first"
                 )
 
-        def gather(x: Tensor) -> Tensor:
-            if x.__class__ is not DTensor:
-                return x
-            moves = plan_moves(x._layout, Layout(self.mesh, x._layout.shape))
-            with _disabled():
-                whole = Mover(moves)(x) if moves else x
-            moved.append(whole)
-            return localise(whole) if whole.__class__ is DTensor else whole
-
-        local_args, local_kwargs = map_tensors(args, gather), map_tensors(kwargs, gather)
-        out = self.function(*local_args, **local_kwargs)
+        local_args, local_kwargs = map_tensors(args, self._gather), map_tensors(kwargs, self._gather)
+        if _writes(name) or len(self.mesh.held) == 1:
+            out = self.function(*local_args, **local_kwargs)
+        else:  # all ranks would compute, and draw, the same: one does, for all
+            once_args, once_kwargs = map_tensors(local_args, single), map_tensors(local_kwargs, single)
+            out = map_tensors(self.function(*once_args, **once_kwargs), lambda x: spread(x, self.mesh))
         with _disabled():
-            return map_tensors(out, self._wrap)
+            return map_tensors(out, lambda x: wrap_fresh(x, Layout(self.mesh, tuple(x.shape))))
 
-    def _wrap(self, x: Tensor) -> Tensor:
-        return wrap_fresh(x, Layout(self.mesh, tuple(x.shape)))
+    def _gather(self, x: Tensor) -> Tensor:
+        if x.__class__ is not DTensor:
+            return x
+        moves = plan_moves(x._layout, Layout(self.mesh, x._layout.shape))
+        with _disabled():
+            whole = Mover(moves)(x) if moves else x
+        return localise(whole) if whole.__class__ is DTensor else whole
 
 
 def _writes(name: str) -> bool:

@@ -12,6 +12,9 @@ from shardwise.errors import MixedTensorError
 from shardwise.tensor import DTensor
 
 
+_ALL_INTS = {int}
+
+
 class Uncacheable(Exception):
     """An argument that cannot be part of a key: the call is planned each time."""
 
@@ -28,6 +31,10 @@ def key_of(value: Any) -> Any:
     if cls is bool:
         return (bool, value)
     if cls is list or cls is tuple or cls is torch.Size:
+        if value and value[0].__class__ is DTensor:
+            return tuple([item._layout if item.__class__ is DTensor else key_of(item) for item in value])
+        if {*map(type, value)} <= _ALL_INTS:
+            return tuple(value)
         return tuple([key_of(item) for item in value])
     if cls is slice:
         return (slice, key_of(value.start), key_of(value.stop), key_of(value.step))

@@ -27,13 +27,13 @@ _BUILTIN = (
     types.WrapperDescriptorType,
     types.MethodWrapperType,
     types.GetSetDescriptorType,
-    torch._ops.OpOverload,
-    torch._ops.OpOverloadPacket,
 )
 
 
 def is_builtin(function: Any) -> bool:
-    """Whether a function runs in C++, where a DTensor is nothing but its shard."""
+    """Whether a function runs in C++, where a DTensor is nothing but its shard. Custom ops may run in Python."""
+    if isinstance(function, torch._ops.OpOverload):
+        return function.namespace == "aten"
     return isinstance(function, _BUILTIN)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from shardwise.comm import Ranked
 from shardwise.layout import Layout
-from shardwise.redistribute import Move, run_path
+from shardwise.redistribute import Move, forget, recall, remember, run_path, transition
 from shardwise.tensor import DTensor, localise, spread
 
 Plan = Callable[[tuple, dict[str, Any] | None], Any]
@@ -23,33 +22,46 @@ _grad_enabled = torch._C.is_grad_enabled
 class Mover:
     """Brings one argument into the layout its call needs.
 
-    The result of a differentiable move is remembered on the tensor, by a weak reference, so that several uses share
-    one collective, forward and backward; what is computed from it keeps it alive (see `keep`).
+    The result of a differentiable move is remembered, so that several uses of a tensor share one collective, forward
+    and backward (see `redistribute.shared`).
     """
 
-    __slots__ = ("moves", "only_gradient")
+    __slots__ = ("key", "moves", "only_gradient")
 
     def __init__(self, moves: tuple[Move, ...]) -> None:
         self.moves = moves
-        self.only_gradient = all(move.kind == "nothing" for move in moves)
+        self.key = id(moves)  # the planner gives equal paths as one object
+        self.only_gradient = all(move.keeps_value for move in moves)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x` is a DTensor, or a plain tensor taken as replicated; under `_disabled`."""
-        if not (_grad_enabled() and x.requires_grad):
-            return x if self.only_gradient else run_path(local_of(x, self.moves), self.moves)
-        kept = x.__dict__.get("_moved")
+        """`x` in the new layout. It is a DTensor, or a plain tensor taken as replicated; under `_disabled`."""
+        facts = x.__dict__
+        if not _grad_enabled():
+            forget()
+            return x if self.only_gradient else self._moved(x, facts)
+        if not x.requires_grad:
+            return x if self.only_gradient else self._moved(x, facts)
+        kept = facts.get("_moved")
         version = x._version
-        if kept is not None:
-            found = kept.get(self.moves)
-            if found is not None and found[1] == version:
-                moved = found[0]()
-                if moved is not None:
-                    return moved
-        moved = run_path(local_of(x, self.moves), self.moves)
         if kept is None:
-            kept = x._moved = {}
-        kept[self.moves] = weakref.ref(moved), version
+            kept = facts["_moved"] = {}
+        elif (found := kept.get(self.key)) is not None and found[1] == version:
+            moved = found[0]
+            if moved.__class__ is int:
+                moved = recall(moved)
+            if moved is not None:
+                return moved
+        moved = self._moved(x, facts)
+        kept[self.key] = remember(moved) if x.grad_fn is None else moved, version, self.moves
         return moved
+
+    def _moved(self, x: Tensor, facts: dict[str, Any]) -> Tensor:
+        if x.__class__ is DTensor and "_peers" not in facts:
+            shards: Sequence[Tensor] = (x,)
+            for move in self.moves:
+                shards = transition(move, shards)
+            return shards[0]
+        return run_path(local_of(x, self.moves), self.moves)
 
 
 def local_of(x: Tensor, moves: Sequence[Move]) -> Tensor:
@@ -58,11 +70,9 @@ def local_of(x: Tensor, moves: Sequence[Move]) -> Tensor:
     return localise(x) if "_peers" in x.__dict__ else x
 
 
-def keep(out: Tensor, moved: list[Tensor]) -> None:
-    """Let a result keep what was moved for it: exactly as long as the graph needs it."""
-    node = out.grad_fn
-    if node is not None:
-        node.metadata["shardwise"] = moved
+def mover_of(moves: tuple[Move, ...]) -> Mover | None:
+    """How to make some moves; None where there is nothing to do for the ranks held here, gradient included."""
+    return None if all(move.is_identity for move in moves) else Mover(moves)
 
 
 def wrap_fresh(out: Tensor, layout: Layout) -> Tensor:
@@ -78,17 +88,40 @@ def wrap_fresh(out: Tensor, layout: Layout) -> Tensor:
     return out
 
 
-def direct(function: Callable, layout: Layout) -> Plan:
-    """The function itself on the shards, one tensor out, nothing to move: the common case, and the fast one."""
+class Direct:
+    """The function itself on the shards, one tensor out, nothing to move: the common case. `dispatch` runs it in line."""
 
-    def run(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
+    __slots__ = ("function", "layout")
+
+    def __init__(self, function: Callable, layout: Layout) -> None:
+        self.function = function
+        self.layout = layout
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
+        with _disabled():
+            return wrap_fresh(self.function(*args, **(kwargs or {})), self.layout)
+
+
+def direct_list(function: Callable, layouts: Sequence[Layout]) -> Plan:
+    """The function itself on the shards, a list of tensors out, nothing to move."""
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
         with _disabled():
             out = function(*args, **kwargs) if kwargs else function(*args)
-            if out.__class__ is Tensor:
-                out.__class__ = DTensor
-                out._layout = layout
-                return out
-            return wrap_fresh(out, layout)
+            for x, layout in zip(out, layouts):
+                x.__class__ = DTensor
+                x._layout = layout
+            return out
+
+    return run
+
+
+def direct_in_place(function: Callable) -> Plan:
+    """The function itself on the shards, for what it does to them."""
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> None:
+        with _disabled():
+            function(*args, **kwargs) if kwargs else function(*args)
 
     return run
 
@@ -99,15 +132,9 @@ def moved_first(function: Callable, movers: Sequence[tuple[int, Mover]], layout:
     def run(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
         with _disabled():
             local = list(args)
-            moved = []
             for position, mover in movers:
-                x = args[position]
-                if (y := mover(x)) is not x:
-                    local[position] = y
-                    moved.append(y)
+                local[position] = mover(local[position])
             out = function(*local, **kwargs) if kwargs else function(*local)
-            if moved and out.grad_fn is not None:
-                out.grad_fn.metadata["shardwise"] = moved
             if out.__class__ is Tensor:
                 out.__class__ = DTensor
                 out._layout = layout

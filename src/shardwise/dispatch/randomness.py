@@ -1,15 +1,21 @@
-"""Random ops on shards: distinct streams for distinct shards, equal ones for replicas, state advanced alike everywhere."""
+"""Random ops on shards, by two policies.
+
+*Exact*: bit for bit what one device draws from the same generator state. *Parallel*: distinct streams for distinct
+shards, equal ones for replicas. Either way the generators of all ranks advance alike.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardwise.comm.ranked import join, pick
+from shardwise.comm.ranked import join, pick, ranked, shards_of
+from shardwise.dispatch.realise import Realised
 from shardwise.dispatch.trace import flat_tensors
 from shardwise.layout import Layout
 from shardwise.rules import Call
@@ -37,13 +43,11 @@ def stream_of(layout: Layout, coordinate: tuple[int, ...]) -> int:
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside, the device's default generator runs from `seed`; outside it goes on as if nothing had happened."""
-    generator = (
-        torch.default_generator
-        if device.type == "cpu"
-        else getattr(torch, device.type).default_generators[device.index or 0]
-    )
+def seeded(seed: int, generator: torch.Generator | None) -> Iterator[None]:
+    """Inside, a generator runs from `seed`; outside it goes on as if nothing had happened."""
+    if generator is None:  # meta tensors: nothing is drawn
+        yield
+        return
     state = generator.get_state()
     try:
         generator.manual_seed(seed)
@@ -52,9 +56,32 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         generator.set_state(state)
 
 
-def draw_seed() -> int:
-    """One number from the CPU generator, which all ranks keep in step."""
-    return int(torch.empty((), dtype=torch.int64).random_(2**62))
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """One number from a generator (by default the CPU's), which all ranks keep in step."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.empty((), dtype=torch.int64, device=device).random_(2**62, generator=generator))
+
+
+def _default_generator(device: torch.device) -> torch.Generator | None:
+    if device.type == "meta":
+        return None
+    if device.type == "cpu":
+        return torch.default_generator
+    module = getattr(torch, device.type)
+    return module.default_generators[module.current_device() if device.index is None else device.index]
+
+
+def random_call(function: Callable, call: Call, layouts: Realised, arguments: Container[int]) -> RandomCall | ExactCall:
+    """How a call that draws runs on the shards, exact or parallel; `arguments` are the user's own tensors.
+
+    Writing to a tensor of the user's and making one like it are initialisation: exact. Anything else, dropout say, is
+    drawn in parallel.
+    """
+    layout = layouts.outs[0] if call.outputs else layouts.ins[0]
+    writes_argument = any(call.inputs[position].index in arguments for position in call.mutated)
+    if len(call.inputs) == 1 and not layout.has_pending and (writes_argument or call.name.endswith("_like")):
+        return ExactCall(function, layout, in_place=bool(call.mutated))
+    return RandomCall(function, layout)
 
 
 class RandomCall:
@@ -68,11 +95,44 @@ class RandomCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with _disabled():
-            seed = draw_seed()
+            given = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Generator)), None)
+            seed = draw_seed(given)
             tensors = flat_tensors(args)
-            device = tensors[0].device if tensors else torch.device("cpu")
+            generator = given or _default_generator(tensors[0].device if tensors else torch.device("cpu"))
             results = []
             for rank, stream in enumerate(self.streams):
-                with seeded(seed + stream, device):
+                with seeded(seed + stream, generator):
                     results.append(self.function(*pick(args, rank), **pick(kwargs, rank)))
             return join(results) if len(results) > 1 else results[0]
+
+
+class ExactCall:
+    """A function that fills a tensor, run once for the whole tensor, as one device would run it (in the order of a
+    contiguous tensor); every shard takes its part."""
+
+    __slots__ = ("boxes", "function", "in_place", "shape")
+
+    def __init__(self, function: Callable, layout: Layout, *, in_place: bool) -> None:
+        self.function = function
+        self.in_place = in_place
+        self.shape = layout.shape
+        self.boxes = [layout.box(coordinate) for coordinate in layout.mesh.held]
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with _disabled():
+            shards = shards_of(x)
+            with torch.no_grad():
+                whole = self.function(torch.empty(self.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
+            parts = [_part(whole, *box) for box in self.boxes]
+            if self.in_place:
+                for shard, part in zip(shards, parts, strict=True):
+                    shard.copy_(part)
+                return x
+            made = [part.clone() for part in parts]
+            return ranked(made) if len(made) > 1 else made[0]
+
+
+def _part(whole: Tensor, starts: Sequence[int], extents: Sequence[int]) -> Tensor:
+    for dim, (start, extent) in enumerate(zip(starts, extents, strict=True)):
+        whole = whole.narrow(dim, start, extent)
+    return whole

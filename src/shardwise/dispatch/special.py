@@ -1,19 +1,23 @@
-"""Calls that are not computations: metadata, autograd, values leaving for Python. A table, one handler per function."""
+"""Calls that are not computations: metadata, values leaving for Python, writes to parts. One handler per function.
+
+Those of autograd are in `dispatch.autograd`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.comm import ranked
 from shardwise.dispatch.build import Whole
 from shardwise.dispatch.fallback import describe
 from shardwise.errors import InPlaceError, MixedTensorError
-from shardwise.layout import Layout
-from shardwise.tensor import DTensor, as_layout, localise, wrap
+from shardwise.tensor import DTensor, as_layout, wrap
 
 Handler = Callable[[Callable, tuple, dict[str, Any]], Any]
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -71,11 +75,10 @@ def _getters(*names: str) -> list[Any]:
         Tensor.is_coalesced,
     ),
     *(Tensor.storage_offset, Tensor.data_ptr, Tensor.untyped_storage, Tensor.dense_dim, Tensor.is_shared),
-    *(torch.result_type, torch.can_cast),
+    *(torch.result_type, torch.can_cast, torch._has_compatible_shallow_copy_type),
 )
 def _of_the_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    with _disabled():
-        return func(*args, **kwargs)
+    return torch._C._disabled_torch_function_impl(func, (), args, kwargs)
 
 
 @handles(Tensor.stride)
@@ -132,10 +135,16 @@ def _whole(x: Any) -> Any:
         Tensor.__index__,
         Tensor.__complex__,
     ),
-    *(Tensor.numpy, Tensor.__array__, Tensor.__contains__, Tensor.__format__, Tensor.is_nonzero, torch.is_nonzero),
+    *(Tensor.numpy, Tensor.__array__, Tensor.__contains__, Tensor.is_nonzero, torch.is_nonzero),
 )
 def _to_python(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*(_whole(arg) for arg in args), **kwargs)
+
+
+@handles(Tensor.__format__)
+def _format(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str:
+    x, spec = args
+    return format(x.item(), spec) if not x.ndim else object.__format__(x, spec)
 
 
 @handles(Tensor.equal, torch.equal)
@@ -161,23 +170,78 @@ def _iterate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return iter(args[0].unbind(0))
 
 
+@handles(Tensor.__rdiv__, Tensor.__rtruediv__)
+def _divide_number(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Two calls, as in torch: each plan holds for all numbers, where one for both would hold for this one."""
+    return args[0].reciprocal() * args[1]
+
+
 # Changes of dtype and device: the shards change, the layout stays
 
 
-@handles(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type_as)
+@handles(
+    *(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type_as, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
+    *(Tensor.int, Tensor.long, Tensor.short, Tensor.char, Tensor.byte, Tensor.bool),
+)
 def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     x = args[0]
-    with _disabled():
-        changed = func(torch.empty(0, dtype=x.dtype, device=x.device), *args[1:], **kwargs)
-        exact = x.dtype == changed.dtype or (x.dtype.is_floating_point and changed.dtype.is_floating_point)
-    if x._layout.has_pending and not exact:
-        x = as_layout(x, x._layout.with_(pending=[None] * x._layout.mesh.ndim), "self")
+    if not isinstance(x, DTensor):
+        raise MixedTensorError("a plain tensor cannot be converted to be like a DTensor; convert it to its dtype")
+    if x._layout.has_pending:
+        with _disabled():
+            changed = func(torch.empty(0, dtype=x.dtype, device=x.device), *args[1:], **kwargs)
+            linear = x.dtype == changed.dtype or (x.dtype.is_floating_point and changed.dtype.is_floating_point)
+        if not linear:
+            x = as_layout(x, x._layout.with_(pending=[None] * x._layout.mesh.ndim), "self")
     rest = [arg for arg in args[1:] if isinstance(arg, Tensor)]
-    plan = Whole(func, [None] * (1 + len(rest)), [x._layout], [None])
+    plan = Whole(func, [None] * (1 + len(rest)), [x._layout], [None], x._layout.mesh)
     return plan((x, *args[1:]), kwargs)
 
 
-# Autograd
+# Initialisation: these functions switch gradients off inside, where a plan would not know of it
+
+
+@handles(nn.init.uniform_)
+def _init_uniform(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    return _initialise(Tensor.uniform_, func, args, kwargs)
+
+
+@handles(nn.init.normal_)
+def _init_normal(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    return _initialise(Tensor.normal_, func, args, kwargs)
+
+
+@handles(nn.init.constant_)
+def _init_constant(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    return _initialise(Tensor.fill_, func, args, kwargs)
+
+
+@handles(nn.init.kaiming_uniform_)
+def _init_kaiming_uniform(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    given = _bound(func, args, kwargs)
+    tensor = given["tensor"]
+    if 0 in tensor.shape:
+        return tensor
+    fan = nn.init._calculate_correct_fan(tensor, given["mode"])
+    deviation = nn.init.calculate_gain(given["nonlinearity"], given["a"]) / math.sqrt(fan)
+    bound = math.sqrt(3.0) * deviation
+    return _initialise(Tensor.uniform_, nn.init.uniform_, (tensor, -bound, bound), {"generator": given["generator"]})
+
+
+def _bound(func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _initialise(method: Callable, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    values = list(_bound(func, args, kwargs).items())
+    with torch.no_grad():
+        named = {name: value for name, value in values if name == "generator"}
+        return method(*(value for name, value in values if name != "generator"), **named)
+
+
+# State that every shard has
 
 
 @handles(Tensor.requires_grad_)
@@ -196,8 +260,9 @@ def _on_every_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[0] if func is Tensor.detach_ else None
 
 
-@handles(Tensor.data.__get__)  # type: ignore[attr-defined]
+@handles(Tensor.data.__get__, Tensor.detach, torch.detach)  # type: ignore[attr-defined]
 def _data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
+    """The same shards outside the graph, whatever is pending on them."""
     with _disabled():
         shards = [func(shard) for shard in shards_of(args[0])]
     return wrap(shards[0] if len(shards) == 1 else ranked(shards), args[0]._layout)
@@ -214,163 +279,6 @@ def _set_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     x._layout = value._layout
 
 
-def _settled(x: DTensor) -> DTensor:
-    """The tensor with reductions other than sums done, so that its gradient has the seed's layout."""
-    keep = [p if p is not None and p.reduce_op == "sum" else None for p in x._layout.pending]
-    return as_layout(x, x._layout.with_(pending=keep), "self")
-
-
-def _seed(x: DTensor, gradient: Tensor | None) -> list[Tensor]:
-    """The gradient that a backward pass starts from, per held rank, in the layout of gradients of `x`."""
-    if gradient is None:
-        if x._layout.numel != 1:
-            raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        with _disabled():
-            return [torch.ones_like(shard) for shard in shards_of(x)]
-    if not isinstance(gradient, DTensor) and gradient.dim() == 0 and x._layout.numel == 1:
-        with _disabled():
-            return [gradient.expand(shard.shape) for shard in shards_of(x)]
-    return list(shards_of(as_layout(gradient, x._layout.gradient, "gradient")))
-
-
-def _flat_shards(tensors: Any) -> list[Tensor] | None:
-    if tensors is None:
-        return None
-    items = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    return [shard for x in items for shard in (shards_of(x) if isinstance(x, DTensor) else (x,))]
-
-
-@handles(Tensor.backward)
-def _backward(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-    names = ("gradient", "retain_graph", "create_graph", "inputs")
-    given = dict(zip(names, args[1:], strict=False)) | kwargs
-    x = _settled(args[0])
-    seeds = _seed(x, given.get("gradient"))
-    with _disabled():
-        torch.autograd.backward(
-            shards_of(x),
-            seeds,
-            retain_graph=given.get("retain_graph"),
-            create_graph=bool(given.get("create_graph", False)),
-            inputs=_flat_shards(given.get("inputs")),
-        )
-
-
-@handles(torch.autograd.grad)
-def _grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
-    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    outputs = _as_list(given.pop("outputs"))
-    inputs = _as_list(given.pop("inputs"))
-    grad_outputs = given.pop("grad_outputs", None)
-    grad_outputs = [None] * len(outputs) if grad_outputs is None else _as_list(grad_outputs)
-    flat_outputs: list[Tensor] = []
-    seeds: list[Tensor | None] = []
-    for out, seed in zip(outputs, grad_outputs, strict=True):
-        if isinstance(out, DTensor):
-            out = _settled(out)
-            flat_outputs += shards_of(out)
-            seeds += _seed(out, seed)
-        else:
-            flat_outputs.append(out)
-            seeds.append(seed)
-    with _disabled():
-        flat = iter(func(flat_outputs, _flat_shards(inputs), seeds, **given))
-    found: list[Tensor | None] = []
-    for x in inputs:
-        if not isinstance(x, DTensor):
-            found.append(next(flat))
-            continue
-        grads = [next(flat) for _ in shards_of(x)]
-        missing = any(grad is None for grad in grads)
-        found.append(None if missing else gradient_tensor(grads, x._layout))
-    return tuple(found)
-
-
-def _as_list(tensors: Any) -> list[Any]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def gradient_tensor(grads: Sequence[Tensor], layout: Layout) -> DTensor:
-    """The gradient of a tensor that lies as `layout`, from the held ranks' plain gradients."""
-    with _disabled():
-        first = grads[0].view_as(grads[0])
-    return wrap(first if len(grads) == 1 else ranked((first, *grads[1:])), layout.gradient)
-
-
-@handles(Tensor.register_post_accumulate_grad_hook)
-def _post_accumulate_hook(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The hook runs when all ranks held here have their gradient."""
-    x, hook = args
-    arrived = [0]
-    total = len(shards_of(x))
-
-    def when_complete(_: Tensor) -> None:
-        arrived[0] += 1
-        if arrived[0] == total:
-            arrived[0] = 0
-            hook(x)
-
-    with _disabled():
-        handles = [func(shard, when_complete) for shard in shards_of(x)]
-    return handles[0] if total == 1 else _Handles(handles)
-
-
-class _Handles:
-    """Several hook handles as one."""
-
-    def __init__(self, handles: Sequence[Any]) -> None:
-        self.handles = handles
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def __enter__(self) -> _Handles:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.remove()
-
-
-@handles(Tensor.register_hook)
-def _register_hook(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The hook sees the gradient as a DTensor, and may return another one."""
-    x, hook = args
-    layout = x._layout
-
-    def call(*grads: Tensor) -> Sequence[Tensor] | None:
-        result = hook(gradient_tensor(grads, layout))
-        return None if result is None else shards_of(as_layout(result, layout.gradient, "the hook's result"))
-
-    if "_peers" not in x.__dict__:
-
-        def with_local(grad: Tensor) -> Tensor | None:
-            result = call(grad)
-            return None if result is None else localise(result[0])  # type: ignore[arg-type]
-
-        with _disabled():
-            return func(x, with_local)
-    return x.__dict__.setdefault("_hooks", GradientHooks()).add(call)
-
-
-class GradientHooks:
-    """In the simulator the ranks' gradients arrive one by one; hooks wait for all of them (see `hooked`)."""
-
-    def __init__(self) -> None:
-        self.calls: dict[int, Callable] = {}
-
-    def add(self, call: Callable) -> Any:
-        self.calls[id(call)] = call
-        hooks = self
-
-        class Handle:
-            def remove(self) -> None:
-                hooks.calls.pop(id(call), None)
-
-        return Handle()
-
-
 # Writing to parts
 
 
@@ -381,12 +289,15 @@ def _set_item(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     if not isinstance(x, DTensor):
         raise MixedTensorError("a part of a plain tensor cannot be set to a DTensor; use full_tensor()")
     items = list(index) if isinstance(index, tuple) else [index]
+    if _is_mask(x, index) and not (isinstance(value, Tensor) and value.dim()):
+        x.masked_fill_(index.reshape(*index.shape, *[1] * (x.ndim - index.ndim)), value)
+        return
     if not all(isinstance(item, (int, slice)) or item is Ellipsis or item is None for item in items) or any(
         isinstance(item, bool) for item in items
     ):
         raise InPlaceError(
-            f"{describe('__setitem__', args, kwargs)}: only ints, slices, None and ... can index a DTensor that is "
-            f"written to. Nothing was changed; use torch.where or index_put on a replicated tensor"
+            f"{describe('__setitem__', args, kwargs)}: only ints, slices, None, ... and, for a number, a boolean mask "
+            f"can index a DTensor that is written to. Nothing was changed; use torch.where, or redistribute it first"
         )
     if Ellipsis not in items:
         items.append(Ellipsis)
@@ -415,3 +326,9 @@ def _set_item(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         view.copy_(value)
     else:
         view.fill_(value)
+
+
+def _is_mask(x: DTensor, index: Any) -> bool:
+    if not isinstance(index, DTensor) or index.shape != x.shape[: index.ndim]:
+        return False
+    return index.dtype == torch.bool

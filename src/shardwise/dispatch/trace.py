@@ -22,6 +22,11 @@ OPAQUE: dict[Any, Any] = {
 }
 """Composite functions with a rule of their own: one op, not traced further."""
 
+FORWARDS: dict[Any, Any] = {
+    torch.nn.functional.layer_norm: torch.layer_norm,
+}
+"""Python functions that do nothing but call a binding with the same arguments: the binding can run whole."""
+
 
 class Trace:
     """A call as a straight line of aten ops over values. `inputs[i]` is the value of the i-th tensor argument; `output`

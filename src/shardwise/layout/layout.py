@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from threading import Lock
+from typing import ClassVar
 from weakref import WeakValueDictionary
+
+import torch
 
 from shardwise.errors import PlacementError
 from shardwise.layout.mesh import Mesh
@@ -24,7 +28,8 @@ class Layout:
     """
 
     __slots__ = ("__dict__", "__weakref__", "mesh", "pending", "shape", "sizes", "splits")
-    _interned: WeakValueDictionary[tuple, Layout] = WeakValueDictionary()
+    _interned: ClassVar[WeakValueDictionary[tuple, Layout]] = WeakValueDictionary()
+    _interning = Lock()  # backward passes make layouts on threads of their own
 
     mesh: Mesh
     shape: tuple[int, ...]
@@ -49,36 +54,37 @@ class Layout:
         key = (mesh, shape, splits, pending, sizes)
         self = cls._interned.get(key)
         if self is None:
-            self = object.__new__(cls)
-            self.mesh, self.shape, self.splits, self.pending, self.sizes = key
-            cls._interned[key] = self
+            made = object.__new__(cls)
+            made.mesh, made.shape, made.splits, made.pending, made.sizes = key
+            with cls._interning:
+                self = cls._interned.setdefault(key, made)
         return self
 
     @classmethod
     def of(cls, mesh: Mesh, shape: Sequence[int], placements: Placements) -> Layout:
-        """The layout users mean by `placements`: one per mesh axis, or a mapping from dim to axis names, major first."""
-        splits: list[list[int]] = [[] for _ in shape]
-        pending: list[Partial | None] = [None] * mesh.ndim
+        """The layout users mean by `placements`: one per mesh axis, or a mapping from dim to axes, major first."""
         if isinstance(placements, Mapping):
-            for dim, names in placements.items():
-                names = (names,) if isinstance(names, str) else names
-                splits[_dim(dim, shape, f"{{{dim}: {names}}}")] = [mesh.axis(name) for name in names]
-        else:
-            if len(placements) != mesh.ndim:
-                raise PlacementError(
-                    f"{mesh} has {mesh.ndim} axes, so it takes {mesh.ndim} placements; got {_show(placements)}"
-                )
-            for axis, placement in enumerate(placements):
-                match placement:
-                    case Shard(dim):
-                        splits[_dim(dim, shape, placement)].append(axis)
-                    case Partial():
-                        pending[axis] = placement
-                    case Replicate():
-                        pass
-                    case _:
-                        raise PlacementError(f"expected Replicate(), Shard(dim) or Partial(op), got {placement!r}")
-        return cls(mesh, shape, [tuple(axes) for axes in splits], pending)
+            return cls(mesh, shape, _splits_by_dim(mesh, shape, placements))
+        if isinstance(placements, (Placement, str)):
+            raise PlacementError(f"placements are a list, one per mesh axis: [{placements}], not {placements}")
+        if len(placements) != mesh.ndim:
+            raise PlacementError(
+                f"{mesh} has {mesh.ndim} axes, so it takes {mesh.ndim} placements; got {_show(placements)}"
+            )
+        splits: list[tuple[int, ...]] = [()] * len(shape)
+        pending: list[Partial | None] = [None] * mesh.ndim
+        for axis, placement in enumerate(placements):
+            match placement:
+                case Shard(dim):
+                    splits[_dim(dim, shape, placement)] += (axis,)
+                case Partial():
+                    pending[axis] = placement
+                case Replicate():
+                    pass
+                case _:
+                    raise PlacementError(f"expected Replicate(), Shard(dim) or Partial(op), got {placement!r}")
+        _check_commute(pending, placements)
+        return cls(mesh, shape, splits, pending)
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
@@ -98,6 +104,11 @@ class Layout:
         return any(self.pending)
 
     @cached_property
+    def size(self) -> torch.Size:
+        """The global shape, as torch says it."""
+        return torch.Size(self.shape)
+
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -115,6 +126,11 @@ class Layout:
             return explicit
         return chunk_sizes(self.shape[dim], tuple(self.mesh.shape[axis] for axis in self.splits[dim]))
 
+    @cached_property
+    def _cuts(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Sizes and starts of all pieces, per dim."""
+        return tuple((pieces, offsets(pieces)) for pieces in map(self.pieces, range(len(self.shape))))
+
     def piece_index(self, dim: int, coordinate: Sequence[int]) -> int:
         """Which piece of a dim the rank at `coordinate` holds."""
         index = 0
@@ -125,13 +141,9 @@ class Layout:
     def box(self, coordinate: Sequence[int]) -> Box:
         """Start and size of the shard at a coordinate, per dim."""
         starts, extents = [], []
-        for dim, (size, axes) in enumerate(zip(self.shape, self.splits, strict=True)):
-            if not axes:
-                starts.append(0)
-                extents.append(size)
-                continue
-            pieces, index = self.pieces(dim), self.piece_index(dim, coordinate)
-            starts.append(offsets(pieces)[index])
+        for dim, (pieces, begins) in enumerate(self._cuts):
+            index = self.piece_index(dim, coordinate)
+            starts.append(begins[index])
             extents.append(pieces[index])
         return tuple(starts), tuple(extents)
 
@@ -212,6 +224,33 @@ def _dim(dim: int, shape: Sequence[int], what: object) -> int:
     return dim % len(shape)
 
 
+def _splits_by_dim(
+    mesh: Mesh, shape: Sequence[int], placements: Mapping[int, str | tuple[str, ...]]
+) -> list[tuple[int, ...]]:
+    splits: list[tuple[int, ...]] = [()] * len(shape)
+    used: set[int] = set()
+    for dim, names in placements.items():
+        names = (names,) if isinstance(names, str) else tuple(names)
+        at, axes = _dim(dim, shape, f"{{{dim}: {names}}}"), tuple(mesh.axis(name) for name in names)
+        if splits[at]:
+            raise PlacementError(f"{dict(placements)} names dim {at} twice; give all axes that split it in one tuple")
+        if len(axes) > len(set(axes)) or used.intersection(axes):
+            raise PlacementError(f"{dict(placements)} uses a mesh axis twice, but an axis splits one dim, once")
+        splits[at] = axes
+        used.update(axes)
+    return splits
+
+
+def _check_commute(pending: Sequence[Partial | None], placements: Sequence[Placement]) -> None:
+    """Reductions over several axes must give one result in whatever order they are done: sums and averages do."""
+    kinds = {Partial("sum") if p.reduce_op == "avg" else p for p in pending if p is not None}
+    if len(kinds) > 1:
+        raise PlacementError(
+            f"{_show(placements)} mixes reductions whose order matters, and placements do not say which comes first; "
+            f"redistribute one of them before the other begins"
+        )
+
+
 def _show(placements: Sequence[object]) -> str:
     return "[" + ", ".join(str(p) for p in placements) + "]"
 
@@ -222,6 +261,6 @@ def _canonical_sizes(
     """Explicit sizes, or None where they are what `torch.chunk` would give."""
     if explicit is None:
         return None
-    counts = tuple(mesh.shape[axis] for axis in axes)
+    explicit, counts = tuple(explicit), tuple(mesh.shape[axis] for axis in axes)
     assert len(explicit) == math.prod(counts) and sum(explicit) == size, (explicit, size, counts)
-    return None if explicit == chunk_sizes(size, counts) else tuple(explicit)
+    return None if explicit == chunk_sizes(size, counts) else explicit

@@ -27,6 +27,7 @@ class Mesh:
         held: tuple[tuple[int, ...], ...],
         device_type: str,
         origin: Any = None,
+        root: Mesh | None = None,
     ) -> None:
         self.port = port
         self.names = names
@@ -35,7 +36,8 @@ class Mesh:
         self.held = held
         self.device_type = device_type
         self.origin = self if origin is None else origin
-        self._submeshes: dict[tuple[str, ...], Mesh] = {}
+        # One object per set of axes, however it is reached: a submesh looks among its root's submeshes.
+        self._submeshes: dict[tuple[str, ...], Mesh] = {} if root is None else root._submeshes
 
     # The names torch's DeviceMesh gives the same facts.
 
@@ -84,8 +86,10 @@ class Mesh:
         axes = [self.axis(name) for name in wanted]
         if wanted == self.names:
             return self
-        if axes != sorted(set(axes)):
-            raise MeshError(f"a submesh keeps the order of its axes: asked for {wanted}, {self} has {self.names}")
+        if not axes or axes != sorted(set(axes)):
+            raise MeshError(
+                f"a submesh keeps at least one axis, and their order: asked for {wanted}, {self} has {self.names}"
+            )
         if wanted not in self._submeshes:
             origin = None if self.origin is self else self.origin[wanted]
             self._submeshes[wanted] = Mesh(
@@ -96,6 +100,7 @@ class Mesh:
                 held=tuple(tuple(coordinate[axis] for axis in axes) for coordinate in self.held),
                 device_type=self.device_type,
                 origin=origin,
+                root=self,
             )
         return self._submeshes[wanted]
 

@@ -4,6 +4,7 @@ from shardwise.redistribute.collectives import Group
 from shardwise.redistribute.cost import LATENCY, LOCAL, transition_cost
 from shardwise.redistribute.execute import redistribute_local, run_path, transition
 from shardwise.redistribute.planner import path_cost, plan_moves
+from shardwise.redistribute.shared import forget, recall, remember
 from shardwise.redistribute.transitions import TABLE, Move, Typed
 
 __all__ = [
@@ -13,9 +14,12 @@ __all__ = [
     "Group",
     "Move",
     "Typed",
+    "forget",
     "path_cost",
     "plan_moves",
+    "recall",
     "redistribute_local",
+    "remember",
     "run_path",
     "transition",
     "transition_cost",

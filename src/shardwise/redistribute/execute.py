@@ -15,8 +15,9 @@ from torch import Tensor
 from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
 from shardwise.redistribute.cost import group_size
-from shardwise.redistribute.kernels import run_move, wire_op
+from shardwise.redistribute.kernels import run_move
 from shardwise.redistribute.planner import plan_moves
+from shardwise.redistribute.shared import forget
 from shardwise.redistribute.transitions import Move, Typed
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -46,21 +47,32 @@ def _fresh(shards: Sequence[Tensor], x: Tensor) -> Sequence[Tensor]:
 
 def transition(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
     """One move on the held shards, differentiable to any order."""
-    if move.kind == "mask" and move.pending.reduce_op != "sum":
+    if move.is_linear:
+        if _grad_enabled():
+            for x in shards:
+                if x.requires_grad:
+                    return _linear(move, shards)
+        return shards if move.keeps_value else run_move(move, shards)
+    return _general(move, shards)
+
+
+def _general(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
+    if move.kind == "mask":
         # Equal values already have the right average, maximum or minimum: each rank's copy becomes its term.
-        move = Move(move.source, Typed(move.source.layout, move.source.varying.union(move.axes)), move.axes)
-    if move.kind == "nothing" and not _grad_enabled():
-        return shards
+        varying = Typed(move.source.layout, move.source.varying.union(move.axes))
+        return transition(Move(move.source, varying, move.axes), shards)
     if not (_grad_enabled() and any(x.requires_grad for x in shards)):
         return _finish(move, run_move(move, _prepare(move, shards)))
-    if move.communicates and wire_op(move) != "sum" and move.source.at(move.axes[0]) == "P":
+    if move.communicates and move.wire_op != "sum" and move.source.at(move.axes[0]) == "P":
         return _nonlinear(move, shards)
     return _finish(move, _linear(move, _prepare(move, shards)))
 
 
 def _linear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
-    out = _Transition.apply(move, *shards)
-    return (out,) if isinstance(out, Tensor) else out
+    if move.is_identity:
+        return shards
+    out = _apply_transition(move, *shards)
+    return (out,) if out.__class__ is Tensor else out
 
 
 class _Transition(torch.autograd.Function):
@@ -68,17 +80,25 @@ class _Transition(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, move: Move, *shards: Tensor) -> Any:
-        ctx.move = move
+        ctx.dual = move.dual
         out = run_move(move, shards)
         return out[0] if len(out) == 1 else tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        forget()
+        dual = ctx.dual
+        if _grad_enabled():
+            with _disabled():
+                return None, *_linear(dual, grads)
+        if dual.keeps_value:
+            return None, *grads
         with _disabled():
-            dual = ctx.move.dual
-            if dual.kind == "nothing" and not _grad_enabled():
-                return None, *grads
-            return None, *(_linear(dual, grads) if _grad_enabled() else run_move(dual, grads))
+            return None, *run_move(dual, grads)
+
+
+# `Function.apply` itself, without the detour for functorch's transforms, which have no business with shards.
+_apply_transition = super(torch.autograd.Function, _Transition).apply  # type: ignore[misc]
 
 
 # Averages and norms: a local step before the reduction, and one after it. Both are ordinary differentiable ops.
@@ -112,7 +132,12 @@ def _order(move: Move) -> float:
 def _power(x: Tensor, order: float) -> Tensor:
     if order == 0 or math.isinf(order):
         return x.abs()
-    return x * x if order == 2 and not x.is_complex() else x.abs() ** order
+    if order == 2 and not x.is_complex():
+        return x * x
+    if order >= 1:
+        return x.abs() ** order
+    zero = x == 0  # an order below one has an infinite slope there; the norm's gradient is zero
+    return torch.where(zero, 0, torch.where(zero, 1, x.abs()) ** order)
 
 
 def _root(x: Tensor, order: float) -> Tensor:
@@ -128,7 +153,7 @@ def _root(x: Tensor, order: float) -> Tensor:
 
 def _nonlinear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
     shards = _prepare(move, shards)
-    if wire_op(move) == "product":
+    if move.wire_op == "product":
         return _product(move, shards)
     out = _Extremum.apply(move, *shards)
     return (out,) if isinstance(out, Tensor) else out
@@ -151,7 +176,7 @@ class _Extremum(torch.autograd.Function):
             shards, out = saved[: ctx.num_ranks], saved[ctx.num_ranks :]
             pending = move.source.dual()  # what the gradient of a pending value is: one copy per rank
             back = Move(move.target.dual(), pending, move.axes)
-            whole = run_move(back, out) if back.communicates else out
+            whole = run_move(back, out) if move.kind == "reduce_scatter" else out
             spread = transition(back, grads)
             hits = [((x == y) | (x.isnan() & y.isnan())).to(x.dtype) for x, y in zip(shards, whole, strict=True)]
             mesh = move.source.layout.mesh

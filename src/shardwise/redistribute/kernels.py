@@ -109,7 +109,7 @@ def _assemble(move: Move, chunks: list[list[Tensor]], like: Sequence[Tensor]) ->
 
 
 def _nothing(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
-    return [x.view_as(x) for x in shards]
+    return [x.detach() for x in shards]
 
 
 def _slice(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -120,7 +120,7 @@ def _slice(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
 def _mask(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
     held = move.source.layout.mesh.held
     return [
-        torch.zeros_like(x) if any(at[axis] for axis in move.axes) else x.view_as(x)
+        torch.zeros_like(x) if any(at[axis] for axis in move.axes) else x.detach()
         for x, at in zip(shards, held, strict=True)
     ]
 
@@ -137,7 +137,7 @@ def _pad(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
 
 def _all_reduce(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
     mesh = move.source.layout.mesh
-    return mesh.port.all_reduce(shards, mesh, move.axes, wire_op(move))
+    return mesh.port.all_reduce(shards, mesh, move.axes, move.wire_op)
 
 
 def _all_gather(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -150,7 +150,7 @@ def _reduce_scatter(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
     source = move.source.layout
     cuts = _sent(source, move.target.layout, move.axes)
     chunks = [[x[cut] for cut in row] for x, row in zip(shards, cuts, strict=True)]
-    return source.mesh.port.reduce_scatter(chunks, source.mesh, move.axes, wire_op(move))
+    return source.mesh.port.reduce_scatter(chunks, source.mesh, move.axes, move.wire_op)
 
 
 def _all_to_all(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -159,14 +159,6 @@ def _all_to_all(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
     chunks = [[x[cut] for cut in row] for x, row in zip(shards, cuts, strict=True)]
     shapes = _received(source, target, move.axes)[1]
     return _assemble(move, source.mesh.port.all_to_all(chunks, source.mesh, move.axes, shapes), shards)
-
-
-def wire_op(move: Move) -> str:
-    """The reduction on the wire: averages and norms travel as sums, or as extrema."""
-    pending = move.pending
-    if pending.reduce_op == "norm":
-        return {float("inf"): "max", float("-inf"): "min"}.get(pending.p or 0.0, "sum")
-    return "sum" if pending.reduce_op == "avg" else pending.reduce_op
 
 
 _KERNELS: dict[str, Kernel] = {

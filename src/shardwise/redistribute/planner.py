@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import count
 
@@ -14,6 +14,9 @@ from shardwise.redistribute.cost import group_size, transition_cost
 from shardwise.redistribute.transitions import Move, Typed
 
 Edge = tuple[tuple[int, ...], Layout]
+
+SMALL = 16384
+"""A value of this many elements may be whole on every rank: starting one more collective costs more than its memory."""
 
 
 @lru_cache(maxsize=16384)
@@ -46,7 +49,7 @@ def _check_reachable(source: Layout, target: Layout) -> None:
 
 def _shortest(source: Layout, target: Layout) -> list[Edge]:
     """Dijkstra over layouts; the bound on memory is lifted only where nothing fits under it."""
-    bound = 2 * max(_local_elements(source), _local_elements(target))
+    bound = max(2 * _local_elements(source), 2 * _local_elements(target), SMALL)
     return _search(source, target, bound) or _search(source, target, math.inf) or _fail(source, target)
 
 
@@ -83,13 +86,14 @@ def _edges(layout: Layout, goal: Layout) -> Iterator[Edge]:
     yield from _reductions(layout, goal)
     yield from _gathers(layout, goal)
     yield from _exchanges(layout, goal)
-    for axis in range(layout.mesh.ndim):
-        at, wanted = _dim_or_pending(layout, axis), _dim_or_pending(goal, axis)
-        if at is None and isinstance(wanted, int):
-            yield (axis,), _append(layout, (axis,), wanted, goal)
-        elif isinstance(wanted, Partial) and at is None:
+    yield from _cuts(layout, goal, [a for a in range(layout.mesh.ndim) if _dim_or_pending(layout, a) is None])
+    for axis, wanted in enumerate(goal.pending):
+        at = _dim_or_pending(layout, axis)
+        if wanted is None or at == wanted:
+            continue
+        if at is None:
             yield (axis,), _pend(layout, axis, wanted)
-        elif isinstance(wanted, Partial) and isinstance(at, int) and wanted.reduce_op == "sum" and _minor(layout, axis):
+        elif isinstance(at, int) and wanted.reduce_op == "sum" and _minor(layout, axis):
             yield (axis,), _pend(_drop(layout, (axis,)), axis, wanted)
 
 
@@ -100,33 +104,63 @@ def _reductions(layout: Layout, goal: Layout) -> Iterator[Edge]:
             waiting.setdefault(pending, []).append(axis)
     for axes in waiting.values():
         to_whole = [axis for axis in axes if goal.axis_dim(axis) is None]
-        for group in {tuple(axes), tuple(to_whole), *((axis,) for axis in axes)} - {()}:
+        for group in (*_merged_or_alone(axes), *_merged_or_alone(to_whole)[:1]):
             yield group, _settle(layout, group)
-        for dim, order in enumerate(goal.splits):
-            scattered = tuple(axis for axis in order if axis in axes)
-            for group in {scattered, *((axis,) for axis in scattered)} - {()}:
-                yield group, _append(_settle(layout, group), group, dim, goal)
+        for group, after in _cuts(layout, goal, axes):
+            yield group, _settle(after, group)
+
+
+def _cuts(layout: Layout, goal: Layout, axes: Sequence[int]) -> Iterator[Edge]:
+    """Cut as the goal does by some axes that cut nothing yet: all at once, dim by dim, or one at a time."""
+    after, merged = layout, []
+    for dim, order in enumerate(goal.splits):
+        groups = _merged_or_alone([axis for axis in order if axis in axes])
+        for group in groups:
+            yield group, _append(layout, group, dim, goal)
+        if groups:
+            after = _append(after, groups[0], dim, goal)
+            merged.append(groups[0])
+    if len(merged) > 1:
+        yield tuple(axis for group in merged for axis in group), after
+
+
+def _merged_or_alone(axes: Sequence[int]) -> list[tuple[int, ...]]:
+    """All axes as one group, then each as its own."""
+    return ([tuple(axes)] if len(axes) > 1 else []) + [(axis,) for axis in axes]
 
 
 def _gathers(layout: Layout, goal: Layout) -> Iterator[Edge]:
+    leaving: list[tuple[int, ...]] = []  # per dim, the innermost cuts that the goal does not make
     for dim, axes in enumerate(layout.splits):
         if axes and (axes != goal.splits[dim] or layout.sizes[dim] != goal.sizes[dim]):
+            leaving.append(axes[_common(axes, goal.splits[dim]) if layout.sizes[dim] is None else 0 :])
             for keep in range(len(axes)):
                 if layout.sizes[dim] is None or keep == 0:
                     yield axes[keep:], _drop(layout, axes[keep:])
+    group = tuple(axis for axes in leaving for axis in axes)
+    if len(leaving) > 1 and group:
+        yield group, _drop(layout, group)
+
+
+def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """How many outer cuts two cuts of a dim share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _exchanges(layout: Layout, goal: Layout) -> Iterator[Edge]:
-    """All-to-alls: bring every sharded axis that the goal shards elsewhere to its place at once, or one at a time."""
+    """All-to-alls: bring every sharded axis that the goal shards elsewhere to its place at once, or one at a time.
+
+    Axes that the goal does not shard make the innermost cuts then, from where they can be gathered alone.
+    """
     shared = [a for a in range(layout.mesh.ndim) if layout.axis_dim(a) is not None and goal.axis_dim(a) is not None]
-    splits = tuple(tuple(axis for axis in axes if axis in shared) for axes in goal.splits)
-    kept = [tuple(axis for axis in axes if axis not in shared) for axes in layout.splits]
-    if not any(kept):
-        sizes = [goal.sizes[d] if splits[d] == goal.splits[d] else None for d in range(len(splits))]
-        after = layout.with_(splits=splits, sizes=sizes)
-        if after is not layout:
-            moved = [a for a in shared if _cut(layout, a) != _cut(after, a)]
-            yield tuple(moved), after
+    splits, sizes = [], []
+    for before, order, size in zip(layout.splits, goal.splits, goal.sizes, strict=True):
+        leaving = tuple(axis for axis in before if axis not in shared)
+        splits.append((*(axis for axis in order if axis in shared), *leaving))
+        sizes.append(size if splits[-1] == order else None)
+    after = layout.with_(splits=splits, sizes=sizes)
+    if after is not layout:
+        yield tuple(a for a in range(layout.mesh.ndim) if _cut(layout, a) != _cut(after, a)), after
     for axis in shared:
         dim, wanted = layout.axis_dim(axis), goal.axis_dim(axis)
         if dim != wanted and _minor(layout, axis) and wanted is not None:

@@ -9,6 +9,7 @@ the backward of the backward needs no further entries.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -87,6 +88,30 @@ class Move:
     @cached_property
     def communicates(self) -> bool:
         return self.kind in COMMUNICATES
+
+    @cached_property
+    def wire_op(self) -> str:
+        """The reduction on the wire: averages and norms travel as sums, or as extrema."""
+        if self.pending.reduce_op == "norm":
+            return {math.inf: "max", -math.inf: "min"}.get(self.pending.p or 0.0, "sum")
+        return "sum" if self.pending.reduce_op == "avg" else self.pending.reduce_op
+
+    @cached_property
+    def is_linear(self) -> bool:
+        """Whether the move is linear in the shards as they are: everything but averages, norms, extrema, products."""
+        return self.pending.reduce_op == "sum"
+
+    @cached_property
+    def keeps_value(self) -> bool:
+        """Whether every rank held here keeps exactly what it has."""
+        if self.kind == "mask" and self.is_linear:
+            return not any(at[axis] for at in self.source.layout.mesh.held for axis in self.axes)
+        return self.kind == "nothing"
+
+    @cached_property
+    def is_identity(self) -> bool:
+        """Whether the ranks held here keep both their values and their gradients."""
+        return self.is_linear and self.keeps_value and self.dual.keeps_value
 
     def __str__(self) -> str:
         names = ",".join(self.source.layout.mesh.names[axis] for axis in self.axes)

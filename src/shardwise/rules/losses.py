@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.notation import Factors, dims_of, factor_rule
+from shardwise.rules.notation import Factor, Factors, dims_of, factor_rule
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.reductions import PROGRAM_COST
+from shardwise.rules.reductions import PROGRAM_COST, wide
 from shardwise.rules.registry import register
 from shardwise.rules.types import SUM, Call, Collectives, Local, Rule, Strategy
 
@@ -32,13 +32,14 @@ def _pointwise_loss_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layo
     """A mean over shards is the sum over each shard, divided by the global number of elements."""
     if call["reduction"] != MEAN or not any(any(layout.splits) for layout in ins):
         return None
-    args, kwargs = call.replace(reduction=2)
-    count = max(torch.broadcast_shapes(*(value.shape for value in call.inputs)).numel(), 1)
+    args, kwargs = call.replace(reduction=NONE)
+    count = torch.broadcast_shapes(*(value.shape for value in call.inputs)).numel()
     return Local(_scaled, [call.op, count, *args], kwargs)
 
 
 def _scaled(loss: Any, count: int, *args: Any, **kwargs: Any) -> Tensor:
-    return loss(*args, **kwargs) / count
+    terms = loss(*args, **kwargs)
+    return (wide(terms).sum() / count).to(terms.dtype)
 
 
 register(
@@ -60,7 +61,7 @@ def _nll(call: Call) -> list[Strategy]:
     found = [Strategy((None,) * len(call.inputs), (None, None))]
     for dim in range(x.ndim):
         if dim == classes:
-            found.append(Strategy((dim, None, *([0] * num_weights)), (SUM, None), PROGRAM_COST))
+            found.append(Strategy((dim, None, *([0] * num_weights)), (None, None), 2 * PROGRAM_COST))
             continue
         target = dim if dim < classes else dim - 1
         loss = target if call["reduction"] == NONE else SUM
@@ -90,11 +91,11 @@ def _sharded_nll(
     """Each rank looks up the targets that fall into its classes; weights are summed over batch and classes."""
     losses, weights = batch.map(_local_nll, x, target, weight, ignore, classes, shards.offset(0, classes))
     if reduction == NONE:
-        return losses, x.new_zeros(())
-    total = batch.reduce(weights.sum(), "sum")
-    total = shards.reduce(total, "sum")
-    loss = losses.sum()
-    return (loss / total if reduction == MEAN else loss), total
+        return shards.psum(losses), x.new_zeros(())
+    total = shards.reduce(batch.reduce(wide(weights).sum(), "sum"), "sum")
+    loss = shards.psum(wide(losses).sum())
+    loss = loss / total if reduction == MEAN else loss
+    return loss.to(x.dtype), total.to(x.dtype)
 
 
 def _local_nll(
@@ -119,7 +120,9 @@ register("nll_loss_forward", "nll_loss2d_forward", rule=Rule(_nll, _nll_local))
 
 
 def _embedding(call: Call) -> Factors:
-    rows = dims_of(call.inputs[1].ndim, "index")
+    rows: Sequence[Factor] = dims_of(call.inputs[1].ndim, "index")
+    if call["scale_grad_by_freq"]:  # the gradient counts how often each index occurs, so it must see them all
+        rows = [None] * len(rows)
     return Factors([[None, "column"], rows], [[*rows, "column"]])
 
 

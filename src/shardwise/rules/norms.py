@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.layout import Layout
 from shardwise.rules.notation import Factor, Factors, dims_of
-from shardwise.rules.reductions import PROGRAM_COST, shifted_sum
+from shardwise.rules.reductions import PROGRAM_COST, maximum, wide
 from shardwise.rules.registry import register
 from shardwise.rules.types import Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
 
@@ -29,18 +29,21 @@ def _softmax_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
     if not call.inputs[0].ndim or not ins[0].splits[dim]:
         return None
     program = _sharded_log_softmax if call.name == "_log_softmax" else _sharded_softmax
-    return Local(program, [call.inputs[0], dim, call.outputs[0].dtype], groups=(ins[0].splits[dim],))
+    return Local(program, [call.inputs[0], dim, call["half_to_float"]], groups=(ins[0].splits[dim],))
 
 
-def _sharded_softmax(group: Collectives, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    _, total, terms = shifted_sum(group, x.to(dtype), (dim,))
-    return terms / group.vary(total)
+def _sharded_softmax(group: Collectives, x: Tensor, dim: int, to_float: bool) -> Tensor:
+    dtype, x = torch.float32 if to_float else x.dtype, wide(x)
+    terms = (x - maximum(group, x, (dim,))).exp()
+    total = group.psum(terms.sum(dim, keepdim=True))
+    return (terms / group.vary(total)).to(dtype)
 
 
-def _sharded_log_softmax(group: Collectives, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    x = x.to(dtype)
-    top, total, _ = shifted_sum(group, x, (dim,))
-    return (x - top) - group.vary(total.log())
+def _sharded_log_softmax(group: Collectives, x: Tensor, dim: int, to_float: bool) -> Tensor:
+    dtype, x = torch.float32 if to_float else x.dtype, wide(x)
+    x = x - maximum(group, x, (dim,))
+    total = group.psum(x.exp().sum(dim, keepdim=True))
+    return (x - group.vary(total.log())).to(dtype)
 
 
 register("_softmax", "_log_softmax", rule=Rule(_softmax, _softmax_local))
@@ -84,6 +87,7 @@ def _layer_norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout])
 def _sharded_layer_norm(
     group: Collectives, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, x = x.dtype, wide(x)
     mean = group.psum(x.sum(-1, keepdim=True)) / count
     away = x - group.vary(mean)
     rstd = (group.psum((away * away).sum(-1, keepdim=True)) / count + eps).rsqrt()
@@ -92,7 +96,7 @@ def _sharded_layer_norm(
         out = out * weight
     if bias is not None:
         out = out + bias
-    return out, mean, rstd
+    return out.to(dtype), mean, rstd
 
 
 register("native_layer_norm", rule=Rule(_layer_norm, _layer_norm_local))
@@ -151,10 +155,11 @@ def _attention(call: Call) -> list[Strategy]:
     query, key, value = call["query"], call["key"], call["value"]
     mask = call["attn_mask"]
     batch = query.ndim - 2
-    lead = [*dims_of(batch)]
-    same = query.shape[:batch] == key.shape[:batch] == value.shape[:batch]
-    if not same:
-        lead = [None if len({t.shape[d] for t in (query, key, value)}) > 1 else name for d, name in enumerate(lead)]
+    if not query.ndim == key.ndim == value.ndim or (mask is not None and mask.ndim > query.ndim):
+        return [replicated(call)]
+    lead: list[Factor] = [
+        name if query.shape[d] == key.shape[d] == value.shape[d] else None for d, name in enumerate(dims_of(batch))
+    ]
     rows: Factor = None if call["is_causal"] else "row"
     ins: list[list[Factor]] = [[*lead, rows, None], [*lead, None, None], [*lead, None, "v"]]
     if mask is not None:
@@ -167,4 +172,16 @@ def _attention(call: Call) -> list[Strategy]:
     return Factors(ins, [[*lead, rows, "v"]]).strategies()
 
 
-register("scaled_dot_product_attention", rule=Rule(_attention))
+def _attention_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    if call["attn_mask"] is None or all(map(math.prod, outs[0].held_shapes)):
+        return None
+    return Local(_attention_or_empty, [call["attn_mask"], *call.args], call.kwargs)
+
+
+def _attention_or_empty(mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Torch leaves the mask out of the graph where there is nothing to attend; every rank takes part in backward."""
+    out = torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
+    return out if out.numel() or not mask.requires_grad else out + mask.sum() * 0
+
+
+register("scaled_dot_product_attention", rule=Rule(_attention, _attention_local))

@@ -67,8 +67,10 @@ def _strategies(call: Call) -> list[Strategy]:
 
 
 register_pointwise(Rule(_strategies))
-register(
-    "masked_fill", "bernoulli", "uniform", "normal", "exponential", "random", "native_dropout", rule=Rule(_strategies)
+register(  # element-wise, but without the tag
+    *("rsub", "hardswish", "_prelu_kernel", "floor_divide", "complex", "polar", "masked_fill"),
+    *("bernoulli", "uniform", "normal", "exponential", "random", "native_dropout"),
+    rule=Rule(_strategies),
 )
 
 
@@ -84,7 +86,7 @@ def _conversion(call: Call) -> list[Strategy]:
     """A change of dtype: sums survive it between floating types, and from integers to anything wider."""
     source, target = call.inputs[0].dtype, call.outputs[0].dtype
     exact = source == target
-    linear = source.is_floating_point == target.is_floating_point or not source.is_floating_point
+    linear = target.is_floating_point or target.is_complex or not (source.is_floating_point or source.is_complex)
     dims = tuple(range(call.inputs[0].ndim))
     found = Factors([dims], [dims], linear=FIRST if linear and target != torch.bool else []).strategies()
     return [*found, Strategy((PENDING,), (PENDING,))] if exact else found

@@ -15,12 +15,24 @@ from shardwise.rules.notation import Factor, Factors, dims_of
 from shardwise.rules.registry import register
 from shardwise.rules.types import SUM, Call, Collectives, HeldValues, Local, Rule, Strategy
 
-PROGRAM_COST = 60_000.0
-"""What one small reduction inside a program costs: its latency, mostly."""
+PROGRAM_COST = 10_000.0
+"""What one small reduction inside a program counts for: so little that a few of them, as in a cross entropy, are less
+than any move of the input. What can be computed where it lies is not gathered, whatever its size."""
 
 
 def reduced_dims(call: Call) -> tuple[int, ...]:
-    return call.dims() if "dim" in call.bound else tuple(range(call.inputs[0].ndim))
+    ndim = call.inputs[0].ndim
+    return call.dims() if "dim" in call.bound and ndim else tuple(range(ndim))
+
+
+def _count(call: Call) -> int:
+    """How many elements each result is made of."""
+    return math.prod(call.inputs[0].shape[d] for d in reduced_dims(call))
+
+
+def wide(x: Tensor) -> Tensor:
+    """Half precision as torch's own kernels accumulate it."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def kept(call: Call, names: Sequence[Factor]) -> list[Factor]:
@@ -44,7 +56,7 @@ def split_axes(call: Call, layout: Layout) -> tuple[tuple[int, ...], ...]:
 def _reduction(call: Call, reduction: Partial | None, *, linear: bool = False) -> list[Strategy]:
     names = dims_of(call.inputs[0].ndim)
     out = kept(call, names)
-    reduce = dict.fromkeys((names[d] for d in reduced_dims(call)), reduction)
+    reduce: dict[Factor, Partial | None] = {names[d]: reduction for d in reduced_dims(call)}
     return Factors(
         [names], [out] * len(call.outputs), reduce=reduce, linear=[frozenset({0})] if linear else []
     ).strategies()
@@ -63,13 +75,13 @@ def _mean_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Lo
     """Shards may differ in size: each sums its elements, and the sum is divided by the global count."""
     if not is_split(call, ins[0]):
         return None
-    dims = reduced_dims(call)
-    count = math.prod(call.inputs[0].shape[d] for d in dims)
-    return Local(_scaled_sum, [call.inputs[0], dims, bool(call.bound.get("keepdim")), call["dtype"], count])
+    keepdim = bool(call.bound.get("keepdim"))
+    return Local(_scaled_sum, [call.inputs[0], reduced_dims(call), keepdim, call["dtype"], _count(call)])
 
 
 def _scaled_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None, count: int) -> Tensor:
-    return torch.sum(x, dims, keepdim, dtype=dtype) / count
+    x = x if dtype is None else x.to(dtype)
+    return (wide(x).sum(dims, keepdim) / count).to(x.dtype)
 
 
 register("sum", "nansum", rule=Rule(lambda call: _reduction(call, SUM, linear=call.name == "sum")))
@@ -92,13 +104,13 @@ def _norm(call: Call) -> list[Strategy]:
 
 
 def _norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if not is_split(call, ins[0]) or not math.isinf(call["ord"]):
+    if not is_split(call, ins[0]) or (call["ord"] >= 0 and not math.isinf(call["ord"])):
         return None
     return Local(_norm_or_neutral, [call.inputs[0], call["ord"], reduced_dims(call), call["keepdim"], call["dtype"]])
 
 
 def _norm_or_neutral(x: Tensor, order: float, dims: tuple[int, ...], keepdim: bool, dtype: Any) -> Tensor:
-    """An infinite norm of an empty shard is the neutral element of its reduction."""
+    """Torch refuses an infinite or negative norm of nothing; an empty shard's is the neutral one of the reduction."""
     if all(x.shape[d] for d in dims):
         return torch.linalg.vector_norm(x, order, dims, keepdim, dtype=dtype)
     return torch.sum(x.abs(), dims, keepdim, dtype=dtype) + (0 if order > 0 else math.inf)
@@ -125,9 +137,9 @@ def _extremum(group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: boo
     """The global extremum; its gradient is shared equally by all elements that attain it, on whatever rank."""
     best = group.reduce(group.map(_extremum_or_neutral, x.detach(), dims, largest), "max" if largest else "min")
     if x.requires_grad:
-        hit = ((x.detach() == best) | (x.detach().isnan() & best.isnan())).to(x.dtype)
+        hit = wide(((x.detach() == best) | (x.detach().isnan() & best.isnan())).to(x.dtype))
         ties = group.reduce(hit.sum(dims, keepdim=True), "sum")
-        best = group.attach(best, group.psum((x * (hit / ties)).sum(dims, keepdim=True)))
+        best = group.attach(best, group.psum((x * (hit / ties).to(x.dtype)).sum(dims, keepdim=True)))
     return best if keepdim else best.squeeze(dims)
 
 
@@ -241,31 +253,47 @@ register("argmax", "argmin", rule=Rule(_program_strategies, _arg_local))
 # Variance: two passes, so that it is as exact as on one device
 
 
-def _variance_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if not is_split(call, ins[0]):
-        return None
-    dims = reduced_dims(call)
-    count = math.prod(call.inputs[0].shape[d] for d in dims)
+def _correction(call: Call) -> float:
     if "correction" in call.bound:
-        correction = 1 if call["correction"] is None else call["correction"]
-    else:
-        correction = 1 if call.bound.get("unbiased", True) else 0
-    args = [call.inputs[0], dims, bool(call.bound.get("keepdim")), count, correction, call.name]
+        return 1 if call["correction"] is None else call["correction"]
+    return 1 if call.bound.get("unbiased", True) else 0
+
+
+def _variance_strategies(call: Call) -> list[Strategy]:
+    if _count(call) <= _correction(call):  # no degrees of freedom: torch has its own answers, infinite or NaN
+        return _reduction(call, None)
+    return _program_strategies(call, 2 * PROGRAM_COST)
+
+
+def _variance_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    freedom = _count(call) - _correction(call)
+    whole = not is_split(call, ins[0]) and all(map(math.prod, ins[0].held_shapes))
+    if whole or freedom <= 0:
+        return None  # torch itself, unless it would warn about empty shards
+    keepdim = bool(call.bound.get("keepdim"))
+    args = [call.inputs[0], reduced_dims(call), keepdim, _count(call), freedom, call.name]
     return Local(_variance, args, groups=split_axes(call, ins[0]))
 
 
 def _variance(
-    group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool, count: int, correction: float, name: str
+    group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool, count: int, freedom: float, name: str
 ) -> Any:
+    dtype, x = x.dtype, wide(x)
     mean = group.psum(x.sum(dims, keepdim=True)) / count
     away = x - group.vary(mean)
     squares = (away * away.conj()).real if x.is_complex() else away * away
-    freedom = max(count - correction, 0)
-    var = group.psum(squares.sum(dims, keepdim=True)) / freedom if freedom else mean * math.nan
-    spread = var.sqrt() if name.startswith("std") else var
+    var = group.psum(squares.sum(dims, keepdim=True)) / freedom
+    spread = _root(var) if name.startswith("std") else var
     if not keepdim:
         mean, spread = mean.squeeze(dims), spread.squeeze(dims)
-    return (spread, mean) if name.endswith("_mean") else spread
+    spread = spread.to(dtype.to_real())
+    return (spread, mean.to(dtype)) if name.endswith("_mean") else spread
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root with torch's gradient of a standard deviation: none where it is zero."""
+    zero = x == 0
+    return torch.where(zero, 0, torch.where(zero, 1, x).sqrt())
 
 
 register(
@@ -273,7 +301,7 @@ register(
     "std",
     "var_mean",
     "std_mean",
-    rule=Rule(lambda call: _program_strategies(call, 2 * PROGRAM_COST), _variance_local),
+    rule=Rule(_variance_strategies, _variance_local),
 )
 
 
@@ -287,17 +315,17 @@ def _logsumexp_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) 
 
 
 def _logsumexp(group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    top, total = shifted_sum(group, x, dims)[:2]
-    out = total.log() + top
+    dtype, x = x.dtype, wide(x)
+    top = maximum(group, x, dims)
+    top = torch.where(top.isinf(), 0, top)
+    out = group.psum((x - top).exp().sum(dims, keepdim=True)).log() + top
+    out = out.to(dtype) if dtype.is_floating_point else out
     return out if keepdim else out.squeeze(dims)
 
 
-def shifted_sum(group: Collectives, x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """The global maximum (finite), the global sum of exp(x - maximum), and the local terms; dims kept."""
-    top = group.reduce(group.map(_extremum_or_neutral, x.detach(), dims, True), "max")
-    top = torch.where(top.isinf(), 0, top)
-    terms = (x - top).exp()
-    return top, group.psum(terms.sum(dims, keepdim=True)), terms
+def maximum(group: Collectives, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The global maximum without gradient, dims kept."""
+    return group.reduce(group.map(_extremum_or_neutral, x.detach(), dims, True), "max")
 
 
 register("logsumexp", rule=Rule(lambda call: _program_strategies(call, 2 * PROGRAM_COST), _logsumexp_local))

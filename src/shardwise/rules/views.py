@@ -58,6 +58,8 @@ def matching_dims(source: tuple[int, ...], target: tuple[int, ...]) -> list[tupl
 
 def _view(call: Call) -> list[Strategy]:
     """A sharded dim survives a reshape if it is the outermost of its group on both sides."""
+    if "dtype" in call.bound:
+        return _reinterpretation(call)
     source, target = call.inputs[0].shape, call.outputs[0].shape
     found = [replicated(call), ANY_PENDING]
     if 0 in source:
@@ -72,6 +74,14 @@ def _view(call: Call) -> list[Strategy]:
     return found
 
 
+def _reinterpretation(call: Call) -> list[Strategy]:
+    """`x.view(dtype)`: the same bytes. A last dim that changes its length must be whole; pending terms mean nothing."""
+    names: list[Factor] = list(dims_of(call.inputs[0].ndim))
+    if call.inputs[0].shape != call.outputs[0].shape:
+        names[-1] = None
+    return Factors([names], [names]).strategies()
+
+
 def _rescale(inner_in: int, inner_out: int) -> Resize:
     def resize(sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
         if any(size * inner_in % inner_out for size in sizes):
@@ -81,8 +91,10 @@ def _rescale(inner_in: int, inner_out: int) -> Resize:
     return resize
 
 
-def _view_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
+def _view_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     """`reshape` is a view wherever the shard's strides allow one; they may differ from the global tensor's."""
+    if "dtype" in call.bound:
+        return None
     return Local(Tensor.reshape, [call.inputs[0], HeldValues(outs[0].held_shapes)], resized=True)
 
 
@@ -133,6 +145,8 @@ register("expand", rule=Rule(_expand, _expand_local))
 def _squeezed(call: Call) -> tuple[int, ...]:
     """The dims that a squeeze removes from the global tensor."""
     shape = call.inputs[0].shape
+    if call.bound.get("dim") == []:
+        return ()
     dims = call.dims() if "dim" in call.bound else tuple(range(len(shape)))
     return tuple(d for d in range(len(shape)) if d in dims and shape[d] == 1)
 
@@ -177,17 +191,19 @@ def _without(names: Sequence[Factor], dim: int) -> list[Factor]:
 
 
 def _bounds(call: Call) -> tuple[int, int, int]:
-    size = call.inputs[0].shape[call.dims()[0]]
-    return slice(call["start"], call["end"]).indices(size)[:2] + (call["step"],)
+    start, end, _ = slice(call["start"], call["end"]).indices(call.inputs[0].shape[call.dims()[0]])
+    return start, end, call["step"]
 
 
 def _slice(call: Call) -> list[Strategy]:
     """A slice of a sharded dim stays where it lies: the new pieces are the parts of the old ones inside it."""
     (dim,) = call.dims()
     start, end, step = _bounds(call)
-    resize = lambda sizes: [
-        tuple(_count(start, end, step, at, size) for at, size in zip(offsets(sizes), sizes, strict=True))
-    ]
+
+    def resize(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+        pieces = zip(offsets(sizes), sizes, strict=True)
+        return [tuple(_count(start, end, step, at, size) for at, size in pieces)]
+
     return _along(call, dim, Strategy((dim,), (dim,), resize=resize))
 
 
@@ -212,11 +228,7 @@ def _slice_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> L
         first = _first(start, step, at) - at if count else 0
         starts.append(first)
         ends.append(first + (count - 1) * step + 1 if count else 0)
-    args, kwargs = call.replace(start=HeldValues(starts), end=HeldValues(ends))
-    while len(args) < 4:
-        args.append(None)
-    args[2:4] = HeldValues(starts), HeldValues(ends)
-    return Local(call.op, args, {}, resized=True)
+    return Local(call.op, [call.inputs[0], dim, HeldValues(starts), HeldValues(ends), step], resized=True)
 
 
 register("slice", rule=Rule(_slice, _slice_local))

@@ -1,0 +1,288 @@
+"""Backward passes and gradient hooks: torch's engine runs on the shards, users see DTensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.dispatch.special import handles, shards_of
+from shardwise.errors import HookError
+from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, localise
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_grad_enabled = torch._C.is_grad_enabled
+
+
+# Backward passes. The engine is called directly, with `__torch_function__` on: hooks, user-written functions and
+# recomputed parts that it runs work with DTensors.
+
+
+@handles(Tensor.backward)
+def _tensor_backward(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    _run_backward([given["self"]], [given.get("gradient")], given)
+
+
+@handles(torch.autograd.backward)
+def _autograd_backward(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    tensors = _as_list(given["tensors"])
+    gradients = given.get("grad_tensors")
+    _run_backward(tensors, [None] * len(tensors) if gradients is None else _as_list(gradients), given)
+
+
+def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: dict[str, Any]) -> None:
+    roots, seeds = _roots(tensors, gradients)
+    inputs = given.get("inputs")
+    if inputs is not None and not isinstance(inputs, Tensor) and not len(inputs):
+        raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
+    create = bool(given.get("create_graph", False))
+    retain = given.get("retain_graph")
+    _engine_run_backward(
+        roots,
+        seeds,
+        create if retain is None else retain,
+        create,
+        () if inputs is None else _flat(_as_list(inputs)),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+@handles(torch.autograd.grad)
+def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    outputs, inputs = _as_list(given["outputs"]), _as_list(given["inputs"])
+    gradients = given.get("grad_outputs")
+    if given.get("is_grads_batched"):
+        raise NotImplementedError("torch.autograd.grad(is_grads_batched=True) is not available for DTensors")
+    roots, seeds = _roots(outputs, [None] * len(outputs) if gradients is None else _as_list(gradients))
+    create, retain, unused = (given.get(name) for name in ("create_graph", "retain_graph", "allow_unused"))
+    materialize = bool(given.get("materialize_grads", False))
+    found = _engine_run_backward(
+        roots,
+        seeds,
+        bool(create) if retain is None else retain,
+        bool(create),
+        _flat(inputs),
+        materialize if unused is None else unused,
+        accumulate_grad=False,
+    )
+    flat = iter(found)
+    results: list[Tensor | None] = []
+    for x in inputs:
+        grads = [next(flat) for _ in (shards_of(x) if isinstance(x, DTensor) else (x,))]
+        if any(grad is None for grad in grads):
+            results.append(torch.zeros_like(x) if materialize else None)
+        else:
+            results.append(gradient_tensor(grads, x._layout) if isinstance(x, DTensor) else grads[0])
+    return tuple(results)
+
+
+def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[tuple, tuple]:
+    """The tensors a backward pass starts at and the gradients it starts from, shard by shard."""
+    roots: list[Tensor] = []
+    seeds: list[Tensor | None] = []
+    for x, gradient in zip(tensors, gradients, strict=True):
+        if isinstance(x, DTensor):
+            x = _settled(x)
+            seeds += _seed(x, gradient)
+            roots += _uses(x)
+        else:
+            roots.append(x)
+            seeds.append(_plain_seed(x, gradient))
+    return tuple(roots), tuple(seeds)
+
+
+def _settled(x: DTensor) -> DTensor:
+    """The tensor with reductions other than sums done, so that its gradient has the seed's layout."""
+    keep = [p if p is not None and p.reduce_op == "sum" else None for p in x._layout.pending]
+    return as_layout(x, x._layout.with_(pending=keep), "self")
+
+
+def _seed(x: DTensor, gradient: Tensor | None) -> list[Tensor]:
+    """The gradient that a backward pass starts from, per held rank, in the layout of gradients of `x`."""
+    if gradient is None:
+        if x._layout.numel != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        with _disabled():
+            return [torch.ones_like(shard) for shard in shards_of(x)]
+    if not isinstance(gradient, DTensor) and gradient.dim() == 0 and x._layout.numel == 1:
+        with _disabled():
+            return [gradient.expand(shard.shape) for shard in shards_of(x)]
+    return list(gradient_shards(gradient, x._layout, "the gradient"))
+
+
+def _plain_seed(x: Tensor, gradient: Tensor | None) -> Tensor | None:
+    if gradient is not None or not x.requires_grad:
+        return gradient
+    if x.numel() != 1:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    return torch.ones_like(x)
+
+
+def _uses(x: DTensor) -> tuple[Tensor, ...]:
+    """The shards as a use of the tensor sees them: behind its hooks."""
+    if not x.__dict__.get("_hooks"):
+        return shards_of(x)
+    return shards_of(localise(x))  # type: ignore[arg-type]
+
+
+def _flat(tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+    return tuple(shard for x in tensors for shard in (shards_of(x) if isinstance(x, DTensor) else (x,)))
+
+
+def _as_list(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+# Hooks
+
+
+@handles(Tensor.register_post_accumulate_grad_hook)
+def _post_accumulate_hook(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The hook runs when all ranks held here have their gradient."""
+    x, hook = args
+    tensor = weakref.ref(x)  # the hook lives on the tensor: a strong reference would keep it for ever
+    total = len(shards_of(x))
+    arrived = [0]
+
+    def when_complete(_: Tensor) -> None:
+        arrived[0] += 1
+        if arrived[0] == total:
+            arrived[0] = 0
+            hook(tensor())
+
+    with _disabled():
+        handles = [func(shard, when_complete) for shard in shards_of(x)]
+    return handles[0] if total == 1 else _Handles(handles)
+
+
+class _Handles:
+    """Several hook handles as one."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self.handles = handles
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def __enter__(self) -> _Handles:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.remove()
+
+
+@handles(Tensor.register_hook)
+def _register_hook(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The hook sees the gradient as a DTensor, and may return another one."""
+    x, hook = args
+    if not x.requires_grad:
+        raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+    if "_peers" in x.__dict__:
+        hooks = x.__dict__.get("_hooks")
+        if hooks is None:
+            hooks = x._hooks = GradientHooks(x)
+        return hooks.add(hook)
+    layout = x._layout
+
+    def call(grad: Tensor) -> Tensor | None:
+        result = hook(gradient_tensor([grad], layout))
+        return None if result is None else gradient_shards(result, layout, "the hook's result")[0]
+
+    with _disabled():
+        return func(x, call)
+
+
+class GradientHooks:
+    """The gradient hooks of one tensor of the simulator, where a hook must wait for the gradients of all ranks.
+
+    Uses of the tensor go through one node that joins its shards (`uses`), shared by all of them, so that a hook runs
+    once, on the sum of what comes back. The tensor knows the node by a weak reference; the graph keeps it. A use that
+    was recorded before the first hook does not pass through it: the shards notice, and say so.
+    """
+
+    def __init__(self, x: DTensor) -> None:
+        self.layout = x._layout
+        self.calls: OrderedDict[int, Callable] = OrderedDict()
+        self.node: Callable[[], Any] | None = None
+        self.version = -1
+        self.sent: list[Tensor | None] = [None] * len(shards_of(x))
+        x.__dict__.pop("_moved", None)  # what was moved so far bypasses the hooks
+        with _disabled():
+            for rank, shard in enumerate(shards_of(x)):
+                shard.register_hook(lambda grad, rank=rank: self._check(rank, grad))
+
+    def __bool__(self) -> bool:
+        return bool(self.calls)
+
+    def add(self, hook: Callable) -> RemovableHandle:
+        handle = RemovableHandle(self.calls)
+        self.calls[handle.id] = hook
+        return handle
+
+    def uses(self, x: DTensor) -> Sequence[Tensor]:
+        """The shards of `x`, joined: what is computed from them sends its gradient through the hooks."""
+        node = None if self.node is None else self.node()
+        if node is not None and self.version == x._version:
+            try:
+                return node.saved_tensors
+            except RuntimeError:  # its graph was freed by a backward pass
+                pass
+        with saved_tensors_hooks(_detached, _same):  # a checkpoint must not take these for the user's
+            out = _Joined.apply(self, *shards_of(x))
+        self.node, self.version = weakref.ref(out[0].grad_fn), x._version
+        return out
+
+    def run(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        for hook in list(self.calls.values()):
+            result = hook(gradient_tensor(grads, self.layout))
+            if result is not None:
+                grads = gradient_shards(result, self.layout, "the hook's result")
+        self.sent = list(grads)
+        return grads
+
+    def _check(self, rank: int, grad: Tensor) -> None:
+        sent, self.sent[rank] = self.sent[rank], None
+        with _disabled():
+            missed = sent is None or sent.data_ptr() != grad.data_ptr()
+        if missed and self.calls:
+            raise HookError(
+                f"register_hook on a DTensor {self.layout} came after the tensor was used, so its hook would miss a "
+                f"part of the gradient; in the simulator, register hooks before the tensor is used"
+            )
+
+
+def _detached(x: Tensor) -> Tensor:
+    return x.detach()  # the node must not hold its own result
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+class _Joined(torch.autograd.Function):
+    """The shards of all ranks as they are; their gradients wait for each other and pass through hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, hooks: GradientHooks, *shards: Tensor) -> Any:
+        ctx.hooks = hooks
+        out = tuple(x.view_as(x) for x in shards)
+        ctx.save_for_backward(*out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *ctx.hooks.run(grads)

@@ -1,0 +1,242 @@
+"""User-written `torch.autograd.Function`s: forward and backward both see DTensors.
+
+`Function.apply` does not ask `__torch_function__`; C++ would take a DTensor for its shard, and backward and
+`ctx.saved_tensors` would be plain shards. So `apply` is wrapped: with a DTensor among its arguments, a function derived
+from the user's runs instead. Its inputs and outputs are the shards of all held ranks, and its context joins them into
+DTensors wherever the user's code looks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
+
+from shardwise.comm import ranked
+from shardwise.dispatch.special import shards_of
+from shardwise.layout import Layout
+from shardwise.tensor import DTensor, gradient_shards, gradient_tensor, localise, wrap
+
+_enabled = torch._C._is_torch_function_enabled
+_apply = Function.apply.__func__  # type: ignore[attr-defined]
+
+
+@functools.wraps(_apply)
+def _apply_anything(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    if _enabled():
+        for arg in (*args, *kwargs.values()) if kwargs else args:
+            if arg.__class__ is DTensor:
+                return _apply_to_dtensors(cls, args, kwargs)
+    return _apply(cls, *args, **kwargs)
+
+
+def _apply_to_dtensors(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if cls.setup_context is not Function.setup_context:
+        bound = inspect.signature(cls.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        args, kwargs = bound.args, bound.kwargs
+    args = [wrap(localise(x), x._layout) if isinstance(x, DTensor) and x.__dict__.get("_hooks") else x for x in args]
+    call = _Call(args)
+    out = _apply(cls.__dict__.get("_on_dtensors") or _derive(cls), call, *_flat(args), **kwargs)
+    results = _join(out if isinstance(out, tuple) else (out,), call.outputs)
+    return tuple(results) if call.returns_tuple else results[0]
+
+
+class _Call:
+    """One call of a function: for each argument and each result its layout, or None if it is not a DTensor."""
+
+    __slots__ = ("inputs", "outputs", "returns_tuple", "tensor_inputs")
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self.inputs = _layouts(args)
+        self.tensor_inputs = [x._layout if isinstance(x, DTensor) else None for x in args if isinstance(x, Tensor)]
+        self.outputs: list[Layout | None] = []
+        self.returns_tuple = False
+
+
+def _layouts(values: Iterable[Any]) -> list[Layout | None]:
+    return [x._layout if isinstance(x, DTensor) else None for x in values]
+
+
+def _flat(values: Iterable[Any]) -> list[Any]:
+    """The values with the shards of all held ranks in place of DTensors."""
+    return [part for x in values for part in (shards_of(x) if isinstance(x, DTensor) else (x,))]
+
+
+def _grouped(flat: Iterable[Any], layouts: Sequence[Layout | None]) -> Iterable[tuple[list[Any], Layout | None]]:
+    parts = iter(flat)
+    for layout in layouts:
+        yield [next(parts) for _ in (layout.mesh.held if layout is not None else (0,))], layout
+
+
+def _join(flat: Iterable[Any], layouts: Sequence[Layout | None]) -> list[Any]:
+    """Flat values with DTensors again in place of their shards."""
+    found = []
+    for parts, layout in _grouped(flat, layouts):
+        first = parts[0]
+        if layout is None:
+            found.append(first)
+        elif first.__class__ is DTensor and first._layout is layout:
+            if len(parts) > 1:
+                first._peers = tuple(parts[1:])  # torch may have put views in their place
+            found.append(first)
+        else:
+            found.append(wrap(ranked(parts) if len(parts) > 1 else first, layout))
+    return found
+
+
+def _join_gradients(flat: Iterable[Tensor | None], layouts: Sequence[Layout | None]) -> list[Tensor | None]:
+    """Gradients of values that lie as `layouts`, as DTensors."""
+    found: list[Tensor | None] = []
+    for parts, layout in _grouped(flat, layouts):
+        if layout is None or all(part is None for part in parts):
+            found.append(parts[0])
+        else:
+            some = next(part for part in parts if part is not None)
+            shapes = layout.held_shapes
+            whole = [some.new_zeros(shape) if x is None else x for x, shape in zip(parts, shapes, strict=True)]
+            found.append(gradient_tensor(whole, layout))
+    return found
+
+
+def _flat_gradients(gradients: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Tensor | None]:
+    """What user code returns as gradients of values that lie as `layouts`, shard by shard."""
+    flat: list[Tensor | None] = []
+    for gradient, layout in zip(gradients, layouts, strict=True):
+        if layout is None:
+            flat.append(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+        elif gradient is None:
+            flat += [None] * len(layout.mesh.held)
+        else:
+            flat += gradient_shards(gradient, layout, "a gradient that backward returned")
+    return flat
+
+
+class _Context:
+    """What a context does differently where its function runs on DTensors."""
+
+    call: _Call
+    saved: list[Layout | None]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved = _layouts(tensors)
+        super().save_for_backward(*_flat(tensors))  # type: ignore[misc]
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        flat = super().saved_tensors  # type: ignore[misc]
+        return tuple(_join(flat, self.saved)) if flat else flat
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]:
+        flat = super().needs_input_grad[1:]  # type: ignore[misc]
+        return tuple(parts[0] for parts, _ in _grouped(flat, self.call.inputs))
+
+    def mark_dirty(self, *tensors: Tensor) -> None:
+        super().mark_dirty(*_flat(tensors))  # type: ignore[misc]
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        super().mark_non_differentiable(*_flat(tensors))  # type: ignore[misc]
+
+    def register_hook(self, hook: Callable) -> Any:
+        """A hook on the node: `hook(gradients of inputs, gradients of outputs)`."""
+        call = self.call
+
+        def on_shards(grad_inputs: tuple, grad_outputs: tuple) -> tuple | None:
+            result = hook(
+                tuple(_join_gradients(grad_inputs, call.tensor_inputs)),
+                tuple(_join_gradients(grad_outputs, call.outputs)),
+            )
+            return None if result is None else tuple(_flat_gradients(_as_tuple(result), call.tensor_inputs))
+
+        return super().register_hook(on_shards)  # type: ignore[misc]
+
+    def register_prehook(self, hook: Callable) -> Any:
+        """A hook on the node: `hook(gradients of outputs)`."""
+        call = self.call
+
+        def on_shards(grad_outputs: tuple) -> tuple | None:
+            result = hook(tuple(_join_gradients(grad_outputs, call.outputs)))
+            return None if result is None else tuple(_flat_gradients(_as_tuple(result), call.outputs))
+
+        return super().register_prehook(on_shards)  # type: ignore[misc]
+
+
+def _without_arguments(ctx: Any, results: tuple, args: tuple) -> list[Any]:
+    """The results with aliases in place of arguments that come back unchanged: torch would make them by a call on the
+    DTensor, which may move it."""
+    dirty = {id(x) for x in ctx.dirty_tensors or ()}
+    kept = {id(x) for x in args if isinstance(x, DTensor)} - dirty
+    made = {id(x): wrap(localise(x), x._layout) for x in results if id(x) in kept}
+    if made and ctx.non_differentiable:
+        shards = {
+            id(old): new for x in results if id(x) in made for old, new in zip(shards_of(x), shards_of(made[id(x)]))
+        }
+        ctx.non_differentiable = tuple(shards.get(id(x), x) for x in ctx.non_differentiable)
+    return [made.get(id(x), x) for x in results]
+
+
+def _as_tuple(value: Any) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _derive(cls: Any) -> Any:
+    """The user's function as a function of shards."""
+
+    def forward(ctx: Any, call: _Call, *flat: Any, **kwargs: Any) -> tuple:
+        ctx.call = call
+        args = tuple(parts[0] for parts, _ in _grouped(flat, call.inputs))
+        if cls.setup_context is not Function.setup_context:
+            out = cls.forward(*args, **kwargs)
+            cls.setup_context(ctx, args, out)
+        else:
+            out = cls.forward(ctx, *args, **kwargs)
+        call.returns_tuple = isinstance(out, tuple)
+        results = _without_arguments(ctx, _as_tuple(out), args)
+        call.outputs = _layouts(results)
+        return tuple(_flat(results))
+
+    def backward(ctx: Any, *flat: Tensor | None) -> tuple:
+        gradients: list[Any] = _join_gradients(flat, ctx.call.outputs)
+        if getattr(cls, "boxed_grads_call", False):
+            gradients = [gradients]
+        user = cls.backward if cls.vjp is Function.vjp else cls.vjp
+        result = list(_as_tuple(user(ctx, *gradients)))
+        wanted = len(ctx.call.inputs)
+        while len(result) > wanted and result[-1] is None:
+            result.pop()
+        if len(result) != wanted:
+            raise RuntimeError(
+                f"{cls.__name__}.backward returned an incorrect number of gradients "
+                f"(expected {wanted}, got {len(result)})"
+            )
+        return None, *_flat_gradients(result, ctx.call.inputs)
+
+    derived = type(cls)(
+        cls.__name__,
+        (cls,),
+        {
+            "forward": staticmethod(forward),
+            "backward": staticmethod(backward),
+            "vjp": staticmethod(Function.vjp),
+            "setup_context": staticmethod(Function.setup_context),
+            "boxed_grads_call": False,
+        },
+    )
+    made = derived._backward_cls
+    derived._backward_cls = type(
+        made.__name__,
+        (_Context, BackwardCFunction),
+        {"_forward_cls": derived, "_autograd_function_id": made._autograd_function_id},
+    )
+    cls._on_dtensors = derived
+    return derived
+
+
+Function.apply = classmethod(_apply_anything)  # type: ignore[assignment, method-assign]

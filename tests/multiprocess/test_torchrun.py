@@ -1,0 +1,70 @@
+"""A program as a user starts it: `torchrun`, two processes, ten lines."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.multiprocess
+
+PROGRAM = """
+import torch, shardwise as sw
+
+mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+torch.manual_seed(0)
+x, w = torch.randn(4, 3), torch.randn(5, 3)
+dx = sw.distribute_tensor(x, mesh, [sw.Replicate()])
+dw = sw.distribute_tensor(w, mesh, [sw.Shard(0)]).requires_grad_()
+loss = torch.nn.functional.linear(dx, dw).relu().mean()
+loss.backward()
+
+w.requires_grad_()
+expected = torch.nn.functional.linear(x, w).relu().mean()
+expected.backward()
+torch.testing.assert_close(loss.detach().full_tensor(), expected.detach())
+torch.testing.assert_close(dw.grad.full_tensor(), w.grad)
+print(f"rank {torch.distributed.get_rank()} holds {list(dw.to_local().shape)}", flush=True)
+torch.distributed.destroy_process_group()
+"""
+COMMAND = [sys.executable, "-W", "error::UserWarning", "-m", "torch.distributed.run"]
+OPTIONS = ["--standalone", "--nproc-per-node", "2"]
+
+
+def test_ten_lines_under_torchrun(tmp_path: Path) -> None:
+    try:
+        socket.create_server(("127.0.0.1", 0)).close()
+    except OSError as error:
+        pytest.skip(f"torchrun needs sockets on this machine, and opening one failed: {error}")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    source = str(Path(__file__).parents[2] / "src")
+    environment = os.environ | {
+        "PYTHONPATH": source,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    process = subprocess.Popen(
+        [*COMMAND, *OPTIONS, "program.py"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that the ranks can be ended with their launcher
+    )
+    try:
+        output, _ = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"the program did not end within 60 s:\n{output}", pytrace=False)
+    assert process.returncode == 0, output
+    lines = sorted(re.findall(r"rank \d holds \[[\d, ]+\]", output))  # two processes may share a line
+    assert lines == ["rank 0 holds [3, 3]", "rank 1 holds [2, 3]"], output

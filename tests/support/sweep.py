@@ -1,0 +1,82 @@
+"""Try a function in every assignment of placements: all of them on one axis, a fixed sample on several."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from compare import all_layouts, axis_placements, compare
+from torch import Tensor
+
+import shardwise as sw
+
+ONE_AXIS = ((2,), (4,))
+SEVERAL_AXES = ((2, 2), (2, 1, 2))
+
+Placements = tuple[tuple[sw.Placement, ...], ...]
+
+
+@lru_cache
+def mesh_of(shape: tuple[int, ...]) -> Any:
+    return sw.simulate(shape, ("a", "b", "c")[: len(shape)])
+
+
+def assignments(
+    inputs: Sequence[Tensor], *, partial: bool = True, most: int = 36, sample: int = 6
+) -> Iterator[tuple[Any, Placements]]:
+    """Meshes and placements to try: at most `most` of the ways on one axis, `sample` of those on several."""
+    chance = random.Random(0)
+    for shape in (*ONE_AXIS, *SEVERAL_AXES):
+        mesh, limit = mesh_of(shape), most if len(shape) == 1 else sample
+        each = [axis_placements(x, partial) for x in inputs]
+        if math.prod(map(len, each)) ** len(shape) <= limit:
+            yield from ((mesh, way) for way in all_layouts(inputs, len(shape), partial))
+        else:
+            yield from ((mesh, tuple(tuple(chance.choices(one, k=len(shape))) for one in each)) for _ in range(limit))
+
+
+def sweep(function: Callable[..., Any], *inputs: Tensor, partial: bool = True, **options: Any) -> None:
+    """`function` agrees with itself on plain tensors, value and gradient, wherever its inputs lie."""
+    for mesh, placements in assignments(inputs, partial=partial):
+        compare(function, inputs, mesh, placements, **options)
+
+
+def sweep_in_place(function: Callable[..., Any], *inputs: Tensor) -> list[Placements]:
+    """The same for a function that writes to its first argument, which may refuse before it has written anything.
+
+    Returns the placements along one axis of two ranks that it accepts.
+    """
+    accepted = []
+
+    def on_a_copy(target: Tensor, *rest: Tensor) -> Tensor:
+        copy = target.clone()
+        try:
+            result = function(copy, *rest)
+        except sw.errors.InPlaceError:
+            assert torch.equal(copy, target), "refused after having written"
+            raise
+        assert result is copy
+        return copy
+
+    for mesh, placements in assignments(inputs):
+        try:
+            compare(on_a_copy, inputs, mesh, placements)
+        except sw.errors.InPlaceError:
+            assert mesh.size() > 1 and any(p[0] != sw.Replicate() for p in placements)
+            continue
+        if mesh.shape == (2,):
+            accepted.append(placements)
+    return accepted
+
+
+def normal(*shape: int) -> Tensor:
+    """Sign-varying data, the same for the same shape."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape) + sum(shape)))
+
+
+def place(x: Tensor, *placements: sw.Placement, mesh: tuple[int, ...] = (2,)) -> sw.DTensor:
+    return sw.distribute_tensor(x, mesh_of(mesh), list(placements))

@@ -1,0 +1,325 @@
+"""Autograd: every way into a backward pass, hooks, double backward, checkpoints, modes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from compare import check_shards
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise import DTensor, Partial, Replicate, Shard
+
+MESH = sw.simulate((2, 2), ("dp", "tp"))
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+PAIRS = list(itertools.product([R, S0, S1, P], repeat=2))
+SOME = [(R, R), (S0, R), (S1, S0), (S0, S0), (P, S1)]
+over_layouts = pytest.mark.parametrize("placements", SOME, ids=str)
+
+
+def data(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def twins(x: Tensor, placements: tuple) -> tuple[Tensor, DTensor]:
+    return x.clone().requires_grad_(), sw.distribute_tensor(x, MESH, placements).requires_grad_()
+
+
+def check_grad(d: DTensor, plain: Tensor) -> None:
+    check_shards(d.grad)
+    torch.testing.assert_close(d.grad.full_tensor(), plain.grad)
+
+
+# Ways in
+
+
+@over_layouts
+def test_backward_with_a_gradient(placements: tuple) -> None:
+    a, d = twins(data(6, 4), placements)
+    g = data(6, 4)
+    for gradient_placements in SOME:
+        a.grad = d.grad = None
+        a.exp().backward(g)
+        d.exp().backward(sw.distribute_tensor(g, MESH, gradient_placements))
+        check_grad(d, a)
+
+
+def test_backward_refuses_what_torch_refuses() -> None:
+    d = sw.distribute_tensor(data(4, 4), MESH, [S0, R]).requires_grad_()
+    with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
+        d.backward()
+    with pytest.raises(RuntimeError, match=r"`inputs` argument to `backward\(\)` cannot be empty."):
+        d.sum().backward(inputs=[])
+    with pytest.raises(sw.errors.ShardShapeError, match=r"the gradient has shape \[2, 4\], .* \[4, 4\]"):
+        (d * 2).backward(sw.zeros(2, 4, device_mesh=MESH, dtype=torch.float64))
+    with pytest.raises(sw.errors.MixedTensorError, match="the gradient must be a DTensor like the tensor"):
+        (d * 2).backward(data(4, 4))
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        d.detach().sum().backward()
+    assert d.grad is None
+
+
+@over_layouts
+def test_backward_into_some_inputs(placements: tuple) -> None:
+    a, d = twins(data(6, 4), placements)
+    b, e = twins(data(6, 4), (R, S1))
+    (a * b).sum().backward(inputs=[a])
+    (d * e).sum().backward(inputs=[d])
+    check_grad(d, a)
+    assert e.grad is None and all(x.grad is None for x in e._peers)
+
+
+def test_backward_of_a_plain_loss_into_a_dtensor() -> None:
+    d = sw.distribute_tensor(data(4, 4), MESH, [S0, R]).requires_grad_()
+    loss = d.full_tensor().sum()
+    (g,) = torch.autograd.grad(loss, d, retain_graph=True)
+    loss.backward(inputs=[d])
+    for found in (g, d.grad):
+        assert torch.equal(found.full_tensor(), torch.ones(4, 4, dtype=torch.float64))
+
+
+def test_a_gradient_that_reached_only_some_ranks_is_noticed() -> None:
+    d = sw.distribute_tensor(data(4, 4), MESH, [S0, R]).requires_grad_()
+    d.sum().backward()
+    d._peers[1].grad = None
+    with pytest.raises(RuntimeError, match="only some of the simulated ranks have a gradient"):
+        _ = d.grad
+
+
+@over_layouts
+def test_autograd_backward_and_grad_of_several(placements: tuple) -> None:
+    x, g = data(6, 4), data(6, 4)
+    a, d = twins(x, placements)
+    b, e = twins(x, (S0, S1))
+    dg = sw.distribute_tensor(g, MESH, [S1, R])
+    torch.autograd.backward([(a * b).sum(), a * 3], [None, g])
+    torch.autograd.backward([(d * e).sum(), d * 3], [None, dg])
+    check_grad(d, a)
+    expected = torch.autograd.grad([(a * a).sum(), b.exp()], [a, b], [torch.tensor(2.0, dtype=torch.float64), g])
+    scale = torch.tensor(2.0, dtype=torch.float64)
+    for found, right in zip(torch.autograd.grad([(d * d).sum(), e.exp()], [d, e], [scale, dg]), expected, strict=True):
+        check_shards(found)
+        torch.testing.assert_close(found.full_tensor(), right)
+
+
+def test_unused_inputs() -> None:
+    d, e = (sw.distribute_tensor(data(4, 4), MESH, [S0, R]).requires_grad_() for _ in range(2))
+    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+        torch.autograd.grad(d.sum(), [d, e])
+    assert torch.autograd.grad(d.sum(), [d, e], allow_unused=True)[1] is None
+    zero = torch.autograd.grad(d.sum(), [d, e], materialize_grads=True)[1]
+    assert isinstance(zero, DTensor) and not zero.full_tensor().any()
+
+
+@over_layouts
+def test_gradients_accumulate(placements: tuple) -> None:
+    a, d = twins(data(6, 4), placements)
+    w = data(4, 5)
+    for step in range(3):
+        (a @ (w * step)).pow(2).mean().backward()
+        (d @ sw.distribute_tensor(w * step, MESH, [R, S1])).pow(2).mean().backward()
+        check_grad(d, a)
+
+
+@pytest.mark.parametrize("placements", PAIRS, ids=str)
+def test_gradient_penalty(placements: tuple) -> None:
+    a, d = twins(data(5, 4), placements)
+    b, e = twins(data(4, 3), (R, S1))
+
+    def penalty(x: Tensor, w: Tensor) -> Tensor:
+        loss = torch.tanh(x @ w).sum()
+        gx, gw = torch.autograd.grad(loss, [x, w], create_graph=True)
+        return gx.pow(2).sum() + (gw * gw * gw).sum() + loss
+
+    plain, dist = penalty(a, b), penalty(d, e)
+    torch.testing.assert_close(dist.full_tensor(), plain)
+    plain.backward()
+    dist.backward()
+    check_grad(d, a)
+    check_grad(e, b)
+
+
+def test_retained_gradients_of_inner_tensors() -> None:
+    a, d = twins(data(6, 4), (S0, R))
+    y, z = a * 2, d * 2
+    y.retain_grad()
+    z.retain_grad()
+    (y * y).sum().backward()
+    (z * z).sum().backward()
+    check_grad(z, y)
+
+
+# Hooks
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+@over_layouts
+def test_a_hook_sees_the_whole_gradient_once_and_may_replace_it(placements: tuple, leaf: bool) -> None:
+    x, w = data(6, 4), data(4, 4)
+    a, d = twins(x, placements)
+    seen: list[list[Tensor]] = [[], []]
+
+    def run(t: Tensor, v: Tensor, grads: list[Tensor]) -> None:
+        y = t if leaf else t * 1.0
+        y.register_hook(lambda g: grads.append(g))
+        handle = y.register_hook(lambda g: g * 10)
+        y.register_hook(lambda g: grads.append(g))
+        (torch.tanh(y @ v).sum() + (y @ v.exp()).sum() + (y * y).sum()).backward()
+        handle.remove()
+
+    run(a, w, seen[0])
+    run(d, sw.distribute_tensor(w, MESH, [R, S1]), seen[1])
+    check_grad(d, a)
+    assert len(seen[0]) == len(seen[1]) == 2
+    for plain, dist in zip(*seen, strict=True):
+        assert isinstance(dist, DTensor)
+        torch.testing.assert_close(dist.full_tensor(), plain)
+
+
+def test_hooks_over_steps_and_removal() -> None:
+    p = nn.Parameter(sw.distribute_tensor(data(6, 4), MESH, [R, S0]))
+    calls: list[int] = []
+    handle = p.register_hook(lambda g: calls.append(1))
+    optimizer = torch.optim.SGD([p], 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (p * p).sum().backward()
+        optimizer.step()
+    assert len(calls) == 3
+    first, second = p.sum(), (p * p).sum()  # two graphs that share the tensor
+    first.backward()
+    second.backward()
+    assert len(calls) == 5
+    handle.remove()
+    (p * p).sum().backward()
+    assert len(calls) == 5
+
+
+def test_a_hook_on_the_root_and_under_autograd_grad() -> None:
+    a, d = twins(data(6, 4), (S0, R))
+    calls: list[Tensor] = []
+    for t in (a, d):
+        loss = t.sum()
+        loss.register_hook(calls.append)
+        loss.backward()
+        t.register_hook(lambda g: g * 2)
+        (g,) = torch.autograd.grad((t * t).sum(), t, create_graph=True)
+        t.grad = None
+        (g * g).sum().backward()
+    assert [c.item() for c in calls] == [1.0, 1.0]
+    check_grad(d, a)
+
+
+@pytest.mark.parametrize("partly", [False, True])
+def test_a_hook_that_comes_too_late_says_so(partly: bool) -> None:
+    d = sw.distribute_tensor(data(6, 4), MESH, [S0, R]).requires_grad_()
+    loss = (d * 2).sum()
+    d.register_hook(lambda g: g * 2)
+    if partly:
+        loss = loss + d.sum()
+    with pytest.raises(sw.errors.HookError) as error:
+        loss.backward()
+    assert str(error.value) == (
+        "register_hook on a DTensor [6,4] S(0)@dp came after the tensor was used, so its hook would miss a part of the "
+        "gradient; in the simulator, register hooks before the tensor is used"
+    )
+
+
+def test_a_hook_needs_a_gradient() -> None:
+    d = sw.distribute_tensor(data(6, 4), MESH, [S0, R])
+    with pytest.raises(RuntimeError, match="cannot register a hook on a tensor that doesn't require gradient"):
+        d.register_hook(print)
+
+
+@over_layouts
+def test_post_accumulate_hooks(placements: tuple) -> None:
+    """The optimizer in the backward pass: the hook sees the finished gradient of all ranks."""
+    x = data(6, 4)
+    p = nn.Parameter(sw.distribute_tensor(x, MESH, placements))
+    seen: list[Tensor] = []
+
+    def step(q: DTensor) -> None:
+        assert q is p
+        seen.append(q.grad.full_tensor())
+        q.grad = None
+
+    handle = p.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        ((p * 3).sum() + p.sum()).backward()
+    handle.remove()
+    p.sum().backward()
+    assert p.grad is not None and len(seen) == 2
+    assert all(torch.equal(g, torch.full_like(x, 4)) for g in seen)
+
+
+# Checkpoints and modes
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@over_layouts
+def test_checkpoint(placements: tuple, reentrant: bool) -> None:
+    (a, d), (b, e) = twins(data(6, 4), placements), twins(data(4, 4), (R, S1))
+    runs: list[int] = []
+
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        runs.append(1)
+        return torch.softmax(torch.tanh(x @ w) @ w, -1)
+
+    block(a, b).pow(2).sum().backward()
+    out = checkpoint(block, d, e, use_reentrant=reentrant)
+    assert isinstance(out, DTensor)
+    out.pow(2).sum().backward()
+    assert len(runs) == 3, "the block runs again in the backward pass"
+    check_grad(d, a)
+    check_grad(e, b)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_repeats_its_dropout(reentrant: bool) -> None:
+    d = sw.ones(16, 16, device_mesh=MESH, placements=[S0, R], requires_grad=True)
+    out = checkpoint(lambda x: nn.functional.dropout(x, 0.5) * x, d, use_reentrant=reentrant)
+    out.sum().backward()
+    torch.testing.assert_close(d.grad.full_tensor(), 2 * out.detach().full_tensor())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_no_gradients_inside(mode: Callable) -> None:
+    x = data(6, 4)
+    d = sw.distribute_tensor(x, MESH, [S0, R]).requires_grad_()
+    with mode():
+        y = torch.relu(d @ d.transpose(0, 1))
+        y.add_(1)
+        made = sw.distribute_tensor(x, MESH, [R, S1]) * 2
+        assert not y.requires_grad and not made.requires_grad
+        assert y.is_inference() == (mode is torch.inference_mode)
+    torch.testing.assert_close(y.full_tensor(), torch.relu(x @ x.T) + 1)
+    assert (d * 2).requires_grad
+
+
+@pytest.mark.parametrize("placements", [(S0, R), (S1, R), (R, S1), (S0, S1)], ids=str)
+def test_autocast(placements: tuple) -> None:
+    """What runs in which precision is torch's to say; plans do not get in its way, in either order."""
+    x, w = torch.randn(8, 8), torch.randn(8, 8)
+
+    def program(t: Tensor, v: Tensor) -> Tensor:
+        y = nn.functional.layer_norm(t @ v, (8,))
+        return nn.functional.log_softmax(nn.functional.linear(y, v), -1)
+
+    for enabled in (False, True, False):
+        (a, b), (c, e) = (
+            (x.clone().requires_grad_(), sw.distribute_tensor(x, MESH, placements).requires_grad_()),
+            (w.clone().requires_grad_(), sw.distribute_tensor(w, MESH, [R, S1]).requires_grad_()),
+        )
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            plain, dist = program(a, c), program(b, e)
+        assert dist.dtype == plain.dtype
+        close = {"atol": 0.1, "rtol": 0.1} if enabled else {"atol": 1e-5, "rtol": 1e-4}
+        torch.testing.assert_close(dist.full_tensor(), plain, **close)
+        plain.pow(2).mean().backward()
+        dist.pow(2).mean().backward()
+        assert b.grad.dtype == torch.float32
+        torch.testing.assert_close(b.grad.full_tensor(), a.grad, **close)

@@ -1,0 +1,167 @@
+"""Bad input: typed errors, their text word for word, and nothing left half done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise import DTensor, Partial, Replicate, Shard, errors
+from shardwise.comm import ranked
+
+MESH = sw.simulate((2, 2), ("dp", "tp"))
+LINE = sw.simulate((4,), ("tp",))
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+
+
+def ones(*placements: sw.Placement) -> DTensor:
+    return sw.ones(4, 4, device_mesh=MESH, placements=placements)
+
+
+def shards(*shapes: tuple[int, ...]) -> torch.Tensor:
+    return ranked([torch.ones(shape) for shape in shapes])
+
+
+CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (
+        lambda: ones(Shard(2), R),
+        errors.PlacementError,
+        "S(2) names dim 2, but the tensor has 2 dims: [4, 4]",
+    ),
+    (
+        lambda: ones(S0, R).redistribute(placements=[Shard(-3), R]),
+        errors.PlacementError,
+        "S(-3) names dim -3, but the tensor has 2 dims: [4, 4]",
+    ),
+    (
+        lambda: ones(S0),
+        errors.PlacementError,
+        "Mesh(dp=2, tp=2) has 2 axes, so it takes 2 placements; got [S(0)]",
+    ),
+    (
+        lambda: ones(S0, "tp"),
+        errors.PlacementError,
+        "expected Replicate(), Shard(dim) or Partial(op), got 'tp'",
+    ),
+    (
+        lambda: ones(S0, R).redistribute(),
+        errors.PlacementError,
+        "redistribute needs the placements to go to",
+    ),
+    (
+        lambda: Partial("mean"),
+        errors.PlacementError,
+        "Partial('mean'): the reduction must be one of sum, avg, max, min, product, norm",
+    ),
+    (
+        lambda: MESH["pp"],
+        errors.MeshError,
+        "unknown mesh axis 'pp': Mesh(dp=2, tp=2) has the axes 'dp', 'tp'",
+    ),
+    (
+        lambda: ones(S0, R) + sw.ones(4, 4, device_mesh=LINE, placements=[R]),
+        errors.MeshError,
+        "one call mixes tensors on Mesh(dp=2, tp=2) and on Mesh(tp=4); bring them to one mesh first "
+        "(full_tensor() and distribute_tensor)",
+    ),
+    (
+        lambda: ones(S0, R).redistribute(LINE, [R]),
+        errors.MeshError,
+        "redistribute stays on the tensor's mesh Mesh(dp=2, tp=2); it cannot move to Mesh(tp=4)",
+    ),
+    (
+        lambda: sw.distribute_tensor(ones(S0, R), LINE, [R]),
+        errors.MeshError,
+        "the tensor already lies on Mesh(dp=2, tp=2), not on Mesh(tp=4); use full_tensor() first",
+    ),
+    (
+        lambda: sw.zeros(2, device_mesh="cpu"),
+        errors.MeshError,
+        "expected a mesh from shardwise.simulate or a torch DeviceMesh, got str",
+    ),
+    (
+        lambda: DTensor.from_local(shards((2, 3), (2, 3), (2, 4), (2, 3)), LINE, [S0], run_check=True),
+        errors.ShardShapeError,
+        "the shard at tp=2 has shape [2, 4], but [8,3] S(0)@tp wants [2, 3] there",
+    ),
+    (
+        lambda: DTensor.from_local(shards((2, 3), (2, 3), (2, 3), (2, 3)), LINE, [S0], shape=(7, 3), stride=(3, 1)),
+        errors.ShardShapeError,
+        "the shard at tp=3 has shape [2, 3], but [7,3] S(0)@tp wants [1, 3] there",
+    ),
+    (
+        lambda: DTensor.from_local(torch.ones(2, 3), LINE, [S0], shape=(8,)),
+        errors.ShardShapeError,
+        "shape=[8] has 1 dims, the shard has 2",
+    ),
+    (
+        lambda: DTensor.from_local(
+            ranked([torch.full((2,), float(n)) for n in range(4)]), MESH, [S0, R], run_check=True
+        ),
+        errors.ReplicaError,
+        "from_local: [4] S(0)@dp says that the ranks along 'tp' hold the same values, but they differ; use Shard or "
+        "Partial there, or make them equal first",
+    ),
+    (
+        lambda: DTensor.from_local(ones(S0, R), MESH, [S0, R]),
+        TypeError,
+        "from_local takes a plain tensor; this already is a DTensor (redistribute changes its placements)",
+    ),
+    (
+        lambda: ones(S0, R) + torch.ones(4),
+        errors.MixedTensorError,
+        "a plain tensor of shape [4] meets DTensors in one call, and how it lies on the mesh is unknown. Make it a "
+        "DTensor with shardwise.distribute_tensor(tensor, mesh, placements), or, if every rank holds the same values, "
+        "run the call inside shardwise.experimental.implicit_replication()",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), CASES, ids=[text[:40] for _, _, text in CASES])
+def test_bad_input(call: Callable[[], object], kind: type[Exception], text: str) -> None:
+    before = sw.cache_info().size
+    with pytest.raises(kind) as error:
+        call()
+    assert str(error.value) == text
+    assert isinstance(error.value, errors.ShardwiseError) or kind is TypeError
+    again = sw.cache_info().size
+    with pytest.raises(kind):
+        call()
+    assert sw.cache_info().size == again, f"a refused call leaves no plan behind ({before})"
+
+
+def test_replicas_that_differ_are_taken_at_their_word_without_a_check() -> None:
+    d = DTensor.from_local(ranked([torch.full((2,), float(n)) for n in range(4)]), LINE, [R])
+    assert d.tolist() == [0.0, 0.0]
+
+
+IN_PLACE: list[tuple[str, Callable[[DTensor], object], tuple]] = [
+    ("clamp_", lambda d: d.clamp_(max=2), (P, R)),
+    ("relu_", lambda d: d.relu_(), (R, P)),
+    ("mul_ by itself", lambda d: d.mul_(d), (P, R)),
+    ("exp_", lambda d: torch.exp_(d), (P, P)),
+    ("foreach", lambda d: torch._foreach_exp_([d]), (P, R)),
+]
+
+
+@pytest.mark.parametrize(("name", "write", "placements"), IN_PLACE, ids=[name for name, _, _ in IN_PLACE])
+def test_writes_into_an_impossible_layout_change_nothing(name: str, write: Callable, placements: tuple) -> None:
+    d = DTensor.from_local(torch.tensor([1.5, -2.0]), MESH, placements)
+    before = d.full_tensor()
+    version = d._version
+    with pytest.raises(errors.InPlaceError, match="redistribute"):
+        write(d)
+    assert d.placements == placements and d._version == version and torch.equal(d.full_tensor(), before)
+
+
+def test_the_text_of_a_refused_write() -> None:
+    d = DTensor.from_local(torch.tensor(1.5), MESH, [P, R])
+    with pytest.raises(errors.InPlaceError) as error:
+        d.clamp_(max=2)
+    assert str(error.value) == (
+        "aten.clamp_ cannot write to a tensor that lies as [] P(sum)@dp: its result has another layout. Nothing was "
+        "changed; redistribute the tensor first, or use the out-of-place function"
+    )
+    assert d.clamp(max=2).item() == 2

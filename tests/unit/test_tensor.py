@@ -1,0 +1,202 @@
+"""DTensor: making one of shards, leaving for plain tensors, and what it says about itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from compare import check_shards
+from torch import Tensor
+
+import shardwise as sw
+from shardwise import DTensor, Partial, Replicate, Shard
+from shardwise.comm import ranked
+
+MESH = sw.simulate((2, 2), ("dp", "tp"))
+LINE = sw.simulate((4,), ("tp",))
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+PAIRS = list(itertools.product([R, S0, S1, P], repeat=2))
+
+
+def data(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def uneven(dim: int, sizes: Sequence[int], *, grad: bool = False) -> tuple[Tensor, Tensor]:
+    """Pieces of these sizes as the shards of a line of ranks, and what they are together."""
+    pieces = [data(*(size if d == dim else 3 for d in range(2))).requires_grad_(grad) for size in sizes]
+    return ranked([piece.view_as(piece) for piece in pieces]), torch.cat([p.detach() for p in pieces], dim)
+
+
+@pytest.mark.parametrize("placements", PAIRS, ids=str)
+@pytest.mark.parametrize("shape", [(6, 4), (5, 3), (1, 7)])
+def test_distribute_and_gather(shape: tuple[int, int], placements: tuple) -> None:
+    x = data(*shape)
+    d = sw.distribute_tensor(x, MESH, placements)
+    check_shards(d)
+    assert d.placements == placements and d.shape == x.shape and d.device_mesh is MESH
+    torch.testing.assert_close(d.full_tensor(), x, atol=0, rtol=0)
+
+
+def test_distributing_leaves_the_original_alone() -> None:
+    x = data(4, 4)
+    for placements in ([R, R], [S0, R]):
+        d = sw.distribute_tensor(x, MESH, placements)
+        d.zero_()
+        assert x.abs().min() > 0
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 4, 5), (0, 3, 0, 1), (4, 4, 4, 4), (5, 0, 0, 0)])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_from_local_of_uneven_widths(dim: int, sizes: tuple[int, ...]) -> None:
+    local, whole = uneven(dim % 2, sizes)
+    d = DTensor.from_local(local, LINE, [Shard(dim)], run_check=True)
+    assert d.shape == whole.shape and d.placements == (Shard(dim % 2),)
+    assert torch.equal(d.full_tensor(), whole)
+    check_shards(d * 2)
+
+
+def test_arithmetic_and_gradient_of_uneven_widths() -> None:
+    local, whole = uneven(1, (2, 3, 4, 5))
+    d = DTensor.from_local(local, LINE, [S1]).requires_grad_()
+    even = sw.distribute_tensor(whole, LINE, [S1])
+    plain = whole.clone().requires_grad_()
+    (d * even @ d.transpose(0, 1)).pow(2).sum().backward()
+    (plain * whole @ plain.T).pow(2).sum().backward()
+    torch.testing.assert_close(d.grad.full_tensor(), plain.grad)
+    check_shards(d.grad)
+    assert d.grad._layout is d._layout
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1, 0), (2, 2, 2, 2)])
+def test_from_local_with_a_given_shape(sizes: tuple[int, ...]) -> None:
+    local, whole = uneven(0, sizes)
+    d = DTensor.from_local(local, LINE, [S0], shape=whole.shape, stride=whole.stride())
+    assert torch.equal(d.full_tensor(), whole)
+
+
+def test_from_local_takes_one_plain_tensor_as_every_ranks_shard() -> None:
+    x = data(2, 3)
+    assert torch.equal(DTensor.from_local(x, LINE, [S0]).full_tensor(), x.repeat(4, 1))
+    assert torch.equal(DTensor.from_local(x, LINE, [P]).full_tensor(), 4 * x)
+    assert torch.equal(DTensor.from_local(x, LINE).full_tensor(), x)
+
+
+def test_from_local_is_differentiable() -> None:
+    pieces = [data(n, 3).requires_grad_() for n in (2, 3, 1, 4)]
+    d = DTensor.from_local(ranked([p.view_as(p) for p in pieces]), LINE, [S0])
+    d.pow(2).sum().backward()
+    for piece in pieces:
+        torch.testing.assert_close(piece.grad, 2 * piece.detach())
+
+
+@pytest.mark.parametrize("placements", PAIRS, ids=str)
+def test_to_local_and_back_is_neutral(placements: tuple) -> None:
+    """Known wrong elsewhere: P → to_local → from_local(P)."""
+    x, w = data(6, 4), data(6, 4)
+    d = sw.distribute_tensor(x, MESH, placements).requires_grad_()
+    back = DTensor.from_local(d.to_local(), MESH, placements)
+    assert torch.equal(back.full_tensor(), d.full_tensor())
+    (back * sw.distribute_tensor(w, MESH)).sum().backward()
+    check_shards(d.grad)
+    torch.testing.assert_close(d.grad.full_tensor(), w)
+
+
+@pytest.mark.parametrize(
+    ("placements", "grad_placements"),
+    [((S0, R), (S0, R)), ((S0, R), (S0, P)), ((R, R), (P, R)), ((R, R), (P, P)), ((R, S1), (P, S1))],
+    ids=str,
+)
+def test_to_local_with_grad_placements(placements: tuple, grad_placements: tuple) -> None:
+    """As the gradient of the local tensor is said to lie, so it is read: pending terms are added up."""
+    g = data(6, 4)
+    d = sw.distribute_tensor(data(6, 4), MESH, placements).requires_grad_()
+    gradient = sw.distribute_tensor(g, MESH, grad_placements)
+    torch.autograd.backward(d.to_local(grad_placements=grad_placements), gradient.to_local())
+    check_shards(d.grad)
+    assert d.grad.placements == placements
+    torch.testing.assert_close(d.grad.full_tensor(), g)
+
+
+@pytest.mark.parametrize("placements", [(S0, R), (R, S1), (S0, S0), (P, S1)], ids=str)
+def test_full_tensor_is_differentiable(placements: tuple) -> None:
+    x, w = data(5, 4), data(5, 4)
+    d = sw.distribute_tensor(x, MESH, placements).requires_grad_()
+    (d.full_tensor() * w).sum().backward()
+    torch.testing.assert_close(d.grad.full_tensor(), w)
+
+
+def test_full_tensor_with_grad_placements() -> None:
+    """Every rank computes a term of the loss from the whole tensor: its gradient is the sum over the ranks."""
+    x, w = data(4, 4), data(4, 4)
+    d = sw.distribute_tensor(x, MESH, [S0, R]).requires_grad_()
+    (d.full_tensor(grad_placements=[P, R]) * w).sum().backward()
+    torch.testing.assert_close(d.grad.full_tensor(), 2 * w)  # the simulator's one plain tensor stands for two terms
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_negative_dims(dim: int) -> None:
+    x = data(4, 6)
+    d = sw.distribute_tensor(x, MESH, [Shard(dim), R])
+    assert d.placements == (Shard(dim % 2), R)
+    assert torch.equal(d.redistribute(placements=[R, Shard(dim)]).full_tensor(), x)
+
+
+def test_submeshes() -> None:
+    x, w = data(4, 6), data(6, 5)
+    tp = MESH["tp"]
+    d, v = sw.distribute_tensor(x, tp, [S1]).requires_grad_(), sw.distribute_tensor(w, tp, [S0])
+    out = d @ v
+    assert out.device_mesh is tp and tp.mesh_dim_names == ("tp",) and MESH["tp"] is tp
+    torch.testing.assert_close(out.full_tensor(), x @ w)
+    out.sum().backward()
+    torch.testing.assert_close(d.grad.full_tensor(), w.sum(1).expand(4, 6))
+
+
+def test_redistribute_with_dtypes() -> None:
+    x = torch.randn(8, 4)
+    d = sw.distribute_tensor(x, MESH, [S0, R]).requires_grad_()
+    out = d.redistribute(placements=[R, R], forward_dtype=torch.bfloat16, backward_dtype=torch.float32)
+    assert out.dtype == torch.bfloat16 and torch.equal(out.full_tensor(), x.bfloat16())
+    out.float().sum().backward()
+    assert d.grad.dtype == torch.float32 and torch.equal(d.grad.full_tensor(), torch.ones_like(x))
+    assert torch.equal(d.redistribute(MESH, [S1, R], async_op=True).full_tensor(), x)
+
+
+def test_the_dtype_of_the_backward_is_the_one_communicated() -> None:
+    d = sw.distribute_tensor(torch.ones(8, 4), MESH, [P, R]).requires_grad_()
+    g = sw.distribute_tensor(torch.full((8, 4), 1.001), MESH, [S0, R])
+    d.redistribute(placements=[S0, R], backward_dtype=torch.bfloat16).backward(g)
+    assert d.grad.dtype == torch.float32 and torch.equal(d.grad.full_tensor(), torch.ones(8, 4))
+
+
+def test_a_pending_maximum_keeps_its_gradient_in_any_backward_dtype() -> None:
+    local = ranked([torch.tensor([float(n), -float(n)]) for n in range(4)])
+    d = DTensor.from_local(local, LINE, [Partial("max")]).requires_grad_()
+    d.redistribute(placements=[R], backward_dtype=torch.float64).sum().backward()
+    assert torch.equal(d.grad.full_tensor(), torch.ones(2))
+    assert torch.equal(torch.stack([x.grad for x in d._peers])[:, 0], torch.tensor([0.0, 0.0, 1.0]))
+
+
+def test_metadata_is_of_the_whole() -> None:
+    d = sw.distribute_tensor(data(5, 3), MESH, [S0, S1])
+    assert (d.shape, d.size(), d.size(-1), d.dim(), d.ndim) == ((5, 3), (5, 3), 3, 2, 2)
+    assert (d.numel(), d.nelement(), len(d), d.stride(), d.stride(0)) == (15, 15, 5, (3, 1), 3)
+    assert d.transpose(0, 1).stride() == (1, 3)
+    assert (d.dtype, d.device, d.is_leaf, d.requires_grad) == (torch.float64, torch.device("cpu"), True, False)
+    assert d.is_floating_point() and not d.is_complex() and d.element_size() == 8
+
+
+def test_repr() -> None:
+    d = sw.distribute_tensor(torch.arange(4.0), MESH, [S0, R])
+    text = "DTensor(tensor([0., 1.]), shape=[4], {dp: S(0), tp: R})"
+    assert repr(d) == str(d) == f"{d}" == text
+    assert repr(d.requires_grad_()) == text
+    assert f"{d.sum():.2f}" == "6.00"
+
+
+def test_a_dtensor_is_not_made_by_its_class() -> None:
+    with pytest.raises(TypeError, match=r"distribute_tensor, DTensor\.from_local or a shardwise factory"):
+        DTensor(torch.ones(2))
