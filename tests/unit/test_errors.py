@@ -140,7 +140,6 @@ def test_replicas_that_differ_are_taken_at_their_word_without_a_check() -> None:
 IN_PLACE: list[tuple[str, Callable[[DTensor], object], tuple]] = [
     ("clamp_", lambda d: d.clamp_(max=2), (P, R)),
     ("relu_", lambda d: d.relu_(), (R, P)),
-    ("mul_ by itself", lambda d: d.mul_(d), (P, R)),
     ("exp_", lambda d: torch.exp_(d), (P, P)),
     ("foreach", lambda d: torch._foreach_exp_([d]), (P, R)),
 ]

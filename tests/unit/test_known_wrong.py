@@ -268,7 +268,6 @@ def test_22_embedding_with_a_padding_index(placement: sw.Placement) -> None:
 # BUG (dispatch/trace.py): calls are traced without gradients, so `embedding_bag` takes its forward-only branch, which
 # cannot be differentiated. It raises; it does not give a wrong answer.
 @pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="traced without gradients: the forward-only branch")
 @pytest.mark.parametrize("mode", ["mean", "sum"])
 def test_23_a_bag_that_spans_ranks(mode: str) -> None:
     at = torch.tensor([[0, 3, 9], [3, 5, 7]])

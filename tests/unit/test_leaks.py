@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import Replicate, Shard
+from shardwise.redistribute import shared
 
 
 @pytest.fixture(params=["simulated", "process group"])
@@ -54,10 +55,6 @@ def check_freed(found: list[weakref.ref]) -> None:
     assert found and not any(ref() is not None for ref in found)
 
 
-def aliases(tensors: list[Tensor]) -> list[weakref.ref]:
-    return [entry[0] for x in tensors for entry in x.__dict__.get("_moved", {}).values()]
-
-
 @pytest.mark.parametrize("foreach", [False, True])
 def test_a_deleted_model_is_freed(mesh: Any, foreach: bool) -> None:
     net = model(mesh)
@@ -73,14 +70,20 @@ def test_a_deleted_model_is_freed(mesh: Any, foreach: bool) -> None:
     check_freed(found)
 
 
-def test_aliases_live_as_long_as_the_graph(mesh: Any) -> None:
+def test_what_was_moved_for_a_leaf_lives_until_the_backward_pass(mesh: Any) -> None:
     net = model(mesh)
     loss = net(batch(mesh)).sum()
-    found = aliases(list(net.parameters()))
-    assert found and any(ref() is not None for ref in found), "the graph keeps what was moved for it"
+    found = [weakref.ref(moved) for moved in shared._window.values()]
+    assert found
     loss.backward()
     del loss
     check_freed(found)
+
+
+def end_of_forward(mesh: Any) -> None:
+    """Any backward pass, or any move without gradients: what was moved for leaves before it is let go."""
+    with torch.no_grad():
+        batch(mesh).sum() + 1
 
 
 def test_a_graph_that_is_never_used_is_freed(mesh: Any) -> None:
@@ -88,7 +91,17 @@ def test_a_graph_that_is_never_used_is_freed(mesh: Any) -> None:
     loss = net(batch(mesh)).sum()
     found = [*references(list(net.parameters())), weakref.ref(loss)]
     del loss, net
+    end_of_forward(mesh)
     check_freed(found)
+
+
+def test_few_moves_for_leaves_are_kept(mesh: Any) -> None:
+    for _ in range(2 * shared.WINDOW):
+        weight = sw.distribute_tensor(torch.randn(8, 8), mesh).requires_grad_()
+        _ = batch(mesh) @ weight
+    assert len(shared._window) == shared.WINDOW
+    end_of_forward(mesh)
+    assert not shared._window
 
 
 def uses(mesh: Any) -> dict[str, Callable[[nn.Parameter], Tensor]]:
@@ -129,6 +142,7 @@ def test_parameters_are_freed_after(mesh: Any, name: str, run: bool) -> None:
         assert p.grad is not None
     found = references([p])
     del p, loss
+    end_of_forward(mesh)
     check_freed(found)
 
 

@@ -24,6 +24,12 @@ class PerRank:
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = tuple(values)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PerRank) and self.values == other.values
+
+    def __hash__(self) -> int:
+        return hash(self.values)
+
     def __repr__(self) -> str:
         return f"PerRank{self.values}"
 

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.dispatch.special import handles, shards_of
 from shardwise.errors import HookError
+from shardwise.redistribute import forget
 from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -41,6 +42,7 @@ def _autograd_backward(func: Callable, args: tuple, kwargs: dict[str, Any]) -> N
 
 
 def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: dict[str, Any]) -> None:
+    forget()
     roots, seeds = _roots(tensors, gradients)
     inputs = given.get("inputs")
     if inputs is not None and not isinstance(inputs, Tensor) and not len(inputs):
@@ -66,6 +68,7 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
     gradients = given.get("grad_outputs")
     if given.get("is_grads_batched"):
         raise NotImplementedError("torch.autograd.grad(is_grads_batched=True) is not available for DTensors")
+    forget()
     roots, seeds = _roots(outputs, [None] * len(outputs) if gradients is None else _as_list(gradients))
     create, retain, unused = (given.get(name) for name in ("create_graph", "retain_graph", "allow_unused"))
     materialize = bool(given.get("materialize_grads", False))

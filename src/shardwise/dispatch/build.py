@@ -13,6 +13,7 @@ from shardwise.dispatch.lower import Lowered, LoweredCall, is_builtin, local_cal
 from shardwise.dispatch.plan import Direct, Mover, Plan, localised, moved_first, mover_of, wrap_fresh
 from shardwise.dispatch.randomness import is_random, random_call
 from shardwise.dispatch.trace import OPAQUE, flat_tensors, map_tensors
+from shardwise.dispatch.whole import runs_alike
 from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import Move, run_path
 from shardwise.rules import Value, flat_values
@@ -24,7 +25,7 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> Plan:
     """The plan of a call: the function itself where nothing inside it has to change, else its ops one by one."""
     input_moves = _whole_moves(function, lowered)
-    if input_moves is None:
+    if input_moves is None or not runs_alike(function, lowered, args, kwargs):
         return _steps(lowered, args, kwargs)
     layouts = [lowered.layouts[value.index] for value in flat_values(lowered.trace.output)]
     movers = [mover_of(moves) for moves in input_moves]
@@ -97,14 +98,13 @@ class Whole:
         self.returned = returned
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        out, originals, moved = self.run(args, kwargs)
+        out, originals = self.run(args, kwargs)
         with _disabled():
-            return self._wrapped(out, originals, moved)
+            return self._wrapped(out, originals)
 
-    def run(self, args: tuple, kwargs: dict[str, Any] | None) -> tuple[Any, list[Tensor], list[Tensor]]:
-        """The local results, the arguments as they came, and what was moved for them."""
+    def run(self, args: tuple, kwargs: dict[str, Any] | None) -> tuple[Any, list[Tensor]]:
+        """The local results, and the tensor arguments as they came."""
         originals: list[Tensor] = []
-        moved: list[Tensor] = []
         movers = iter(self.movers)
 
         def localised_argument(x: Tensor) -> Tensor:
@@ -117,11 +117,11 @@ class Whole:
             local_args = tuple(map_tensors(arg, localised_argument) for arg in args)
             local_kwargs = map_tensors(kwargs, localised_argument) if kwargs else {}
         if self.plain:
-            return self.function(*local_args, **local_kwargs), originals, moved
+            return self.function(*local_args, **local_kwargs), originals
         with _disabled():
-            return self.function(*local_args, **local_kwargs), originals, moved
+            return self.function(*local_args, **local_kwargs), originals
 
-    def _wrapped(self, out: Any, originals: list[Tensor], moved: list[Tensor]) -> Any:
+    def _wrapped(self, out: Any, originals: list[Tensor]) -> Any:
         results = iter(zip(self.layouts, self.returned, strict=True))
 
         def wrap(x: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class MoveStep:
     def __init__(self, source: int, target: int, moves: tuple[Move, ...]) -> None:
         self.source, self.target, self.moves = source, target, moves
 
-    def __call__(self, slots: list[Any], originals: Sequence[Tensor], moved: list[Tensor]) -> None:
+    def __call__(self, slots: list[Any], originals: Sequence[Tensor]) -> None:
         slots[self.target] = run_path(slots[self.source], self.moves)
 
 
@@ -157,7 +157,7 @@ class MoveArgument:
     def __init__(self, argument: int, target: int, moves: tuple[Move, ...]) -> None:
         self.argument, self.target, self.mover = argument, target, Mover(moves)
 
-    def __call__(self, slots: list[Any], originals: Sequence[Tensor], moved: list[Tensor]) -> None:
+    def __call__(self, slots: list[Any], originals: Sequence[Tensor]) -> None:
         x = originals[self.argument]
         y = self.mover(x)
         slots[self.target] = slots[self.argument] if y is x else y
@@ -171,7 +171,7 @@ class CallStep:
     def __init__(self, function: Callable, args: list[Any], kwargs: dict[str, Any], targets: list[int]) -> None:
         self.function, self.args, self.kwargs, self.targets = function, args, kwargs, targets
 
-    def __call__(self, slots: list[Any], originals: Sequence[Tensor], moved: list[Tensor]) -> None:
+    def __call__(self, slots: list[Any], originals: Sequence[Tensor]) -> None:
         args = [_fill(arg, slots) for arg in self.args]
         kwargs = {name: _fill(arg, slots) for name, arg in self.kwargs.items()}
         out = self.function(*args, **kwargs)
@@ -219,24 +219,23 @@ class Steps:
         if kwargs:
             originals += flat_tensors(kwargs)
         slots: list[Any] = [None] * self.num_slots
-        moved: list[Tensor] = []
         if self.plain:
             slots[: len(originals)] = [localise(x) if x.__class__ is DTensor else x for x in originals]
         else:
             slots[: len(originals)] = originals
         if self.simulated:
-            self._run(slots, originals, moved)
+            self._run(slots, originals)
         else:
             with _disabled():
-                self._run(slots, originals, moved)
+                self._run(slots, originals)
         with _disabled():
-            return self._result(self.output, slots, originals, moved)
+            return self._result(self.output, slots, originals)
 
-    def _run(self, slots: list[Any], originals: list[Tensor], moved: list[Tensor]) -> None:
+    def _run(self, slots: list[Any], originals: list[Tensor]) -> None:
         for step in self.steps:
-            step(slots, originals, moved)
+            step(slots, originals)
 
-    def _result(self, template: Any, slots: list[Any], originals: list[Tensor], moved: list[Tensor]) -> Any:
+    def _result(self, template: Any, slots: list[Any], originals: list[Tensor]) -> Any:
         if isinstance(template, Value):
             argument = self.returned.get(template.index)
             if argument is not None:
@@ -245,9 +244,9 @@ class Steps:
             out = slots[slot]
             return wrap_fresh(out, layout)
         if isinstance(template, list):
-            return [self._result(item, slots, originals, moved) for item in template]
+            return [self._result(item, slots, originals) for item in template]
         if isinstance(template, tuple):
-            items = [self._result(item, slots, originals, moved) for item in template]
+            items = [self._result(item, slots, originals) for item in template]
             if type(template) is tuple:
                 return tuple(items)
             return type(template)(*items) if hasattr(template, "_fields") else type(template)(items)
@@ -286,7 +285,7 @@ class _Constant:
     def __init__(self, slot: int, tensor: Tensor) -> None:
         self.slot, self.tensor = slot, tensor
 
-    def __call__(self, slots: list[Any], originals: Sequence[Tensor], moved: list[Tensor]) -> None:
+    def __call__(self, slots: list[Any], originals: Sequence[Tensor]) -> None:
         slots[self.slot] = self.tensor
 
 

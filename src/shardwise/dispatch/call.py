@@ -111,9 +111,25 @@ def make_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     layouts = [x._layout if isinstance(x, DTensor) else Layout(mesh, tuple(x.shape)) for x in tensors]
     if is_list_op(func):
         return plan_list_call(func, args, kwargs)
+    if any(isinstance(kwargs.get(name), DTensor) for name in NUMBERS):
+        return _with_numbers(func)
     func = FORWARDS.get(func, func)
     plan, invariant = _plan(func, args, kwargs, layouts)
     return plan if invariant else Variants(func, layouts, variant_key_now(args, kwargs), plan)
+
+
+NUMBERS = ("alpha", "beta", "value")
+"""Arguments that are numbers, for which torch takes 0-d tensors as well."""
+
+
+def _with_numbers(func: Callable) -> Plan:
+    """The call with its numbers read out of their tensors."""
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        read = {k: x.item() if k in NUMBERS and isinstance(x, Tensor) else x for k, x in (kwargs or {}).items()}
+        return func(*args, **read)
+
+    return run
 
 
 def variant_key_now(args: tuple, kwargs: dict[str, Any] | None) -> tuple:
@@ -155,15 +171,14 @@ def _common_mesh(tensors: Sequence[Tensor]) -> Any:
 def _plan(func: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Layout]) -> tuple[Plan, bool]:
     """A plan, and whether it holds for all dtypes and floats."""
     metas: list[Tensor] = []
-    made: dict[int, Tensor] = {}
 
     def meta(x: Tensor) -> Tensor:
-        if id(x) not in made:
-            shape = x._layout.shape if isinstance(x, DTensor) else tuple(x.shape)
-            with _disabled():
-                made[id(x)] = torch.empty(shape, dtype=x.dtype, device="meta")
-        metas.append(made[id(x)])
-        return made[id(x)]
+        """One for each argument, even where two are the same tensor: the plan must hold for two that are not."""
+        shape = x._layout.shape if isinstance(x, DTensor) else tuple(x.shape)
+        with _disabled():
+            made = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+            metas.append(made if x.is_leaf else made.clone())  # functions may branch on either
+        return metas[-1]
 
     meta_args, meta_kwargs = map_tensors(args, meta), map_tensors(kwargs, meta)
     try:
@@ -194,11 +209,11 @@ def _covered(output: Any) -> bool:
 
 
 def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a plan holds for all dtypes and all values of floats: it runs one op and passes both on to it."""
-    if len(lowered.calls) > 1:
-        return False
-    if not lowered.calls or isinstance(plan, Steps):
+    """Whether a plan holds for all dtypes, floats and needs of gradients: it runs one op and passes them on to it."""
+    if not lowered.calls:
         return not any(isinstance(value, (float, complex)) for value in variant_key_now(args, kwargs))
+    if len(lowered.calls) > 1 or isinstance(plan, Steps):
+        return False
     (call,) = lowered.calls
     if call.call.name == "_to_copy":  # what a conversion does to a pending sum depends on the dtype
         return False

@@ -16,8 +16,13 @@ from shardwise.layout import Layout, Partial
 from shardwise.redistribute import transition_cost
 from shardwise.rules import PENDING, AxisPlacement, Call, Strategy, Value, flat_values, replicated, rule_for
 
-BACKWARD = 0.1
-"""The weight of a gradient's journey against the value's own: it decides between ways that are otherwise alike."""
+BACKWARD = 1e-6
+"""The weight of a gradient's journey against the value's own. It decides only between ways that are otherwise alike: a
+weight's gradient is larger than a batch, and gathering the batch would undo what the user chose."""
+
+DEFERRAL = 0.1
+"""What leaving a reduction pending is worth, of its price: linear ops pass it on, and a shard of it may be all that is
+wanted. Making a whole value pending costs twice that, so that a sum is not deferred by splitting what is whole."""
 
 BEAM = 256
 """States kept per op."""
@@ -68,6 +73,10 @@ def move_cost(value: Value, source: AxisPlacement, target: AxisPlacement, ranks:
     if kind == "pad" and target.reduce_op != "sum":
         return IMPOSSIBLE
     cost = transition_cost(kind, value.numel, ranks)
+    if kind in ("slice", "reduce_scatter"):  # a call does not shard what was not: that would be paid for later
+        cost += (0.5 if kind == "slice" else 1.0) * transition_cost("all_gather", value.numel, ranks)
+    if kind == "mask":
+        cost += 2 * DEFERRAL * transition_cost("all_reduce", value.numel, ranks)
     if value.dtype.is_floating_point:
         cost += BACKWARD * transition_cost(_DUAL_KIND[kind], value.numel, ranks)
     return cost
@@ -91,7 +100,7 @@ def choose_axis(
     ranks = layouts[0].mesh.shape[axis]
     start = {value.index: placement_of(layout, axis) for value, layout in zip(trace.inputs, layouts, strict=True)}
     start.update((value.index, None) for value, _ in trace.constants)
-    last_use = _last_uses(trace)
+    last_use, pinned = _last_uses(trace), _pinned(trace)
     states = {(): _State(0.0, start, ())}
     for position, call in enumerate(trace.calls):
         found: dict[tuple, _State] = {}
@@ -99,7 +108,7 @@ def choose_axis(
             for strategy in _concrete(options[position], call, state.placements):
                 if (position, axis, strategy) in banned:
                     continue
-                cost = state.cost + step_cost(call, strategy, state.placements, ranks)
+                cost = state.cost + step_cost(call, strategy, state.placements, ranks, pinned)
                 if cost >= IMPOSSIBLE:
                     continue
                 placements = dict(state.placements)
@@ -136,12 +145,15 @@ def placement_of(layout: Layout, axis: int) -> AxisPlacement:
     return layout.pending[axis] or layout.axis_dim(axis)
 
 
-def step_cost(call: Call, strategy: Strategy, placements: dict[int, AxisPlacement], ranks: int) -> float:
+def step_cost(
+    call: Call, strategy: Strategy, placements: dict[int, AxisPlacement], ranks: int, pinned: set[int]
+) -> float:
     """What it costs to run a call by a strategy, with its inputs where they are."""
     cost = strategy.cost
     for position in call.mutated:
-        if placements[call.inputs[position].index] != strategy.ins[position]:
-            return IMPOSSIBLE  # what is written to stays where it is
+        value = call.inputs[position]
+        if value.index in pinned and placements[value.index] != strategy.ins[position]:
+            return IMPOSSIBLE  # what others see being written to stays where it is
         if call.outputs and strategy.outs and strategy.ins[position] not in strategy.outs:
             return IMPOSSIBLE
     varies = any(placement is not None for placement in strategy.outs)
@@ -153,8 +165,8 @@ def step_cost(call: Call, strategy: Strategy, placements: dict[int, AxisPlacemen
 
 
 def _debt(outputs: Sequence[Value], placements: dict[int, AxisPlacement], ranks: int) -> float:
-    """Pending results are paid for later: as much as reducing them at once."""
-    return sum(
+    """Pending results are paid for later."""
+    return (1 - DEFERRAL) * sum(
         transition_cost("all_reduce", value.numel, ranks)
         for value in outputs
         if isinstance(placements.get(value.index), Partial)
@@ -173,6 +185,15 @@ def _concrete(options: list[Strategy], call: Call, placements: dict[int, AxisPla
             fill = lambda placement, pending=pending: pending if placement is PENDING else placement  # noqa: E731
             ins, outs = tuple(map(fill, strategy.ins)), tuple(map(fill, strategy.outs))
             found.append(Strategy(ins, outs, strategy.cost, strategy.resize))
+    return found
+
+
+def _pinned(trace: Trace) -> set[int]:
+    """Values that a write must reach where they are: arguments, and whatever has views or is one."""
+    found = {value.index for value in trace.inputs} | {value.index for value, _ in trace.constants}
+    for call in trace.calls:
+        if call.is_view:
+            found.update(value.index for value in (*call.inputs, *call.outputs))
     return found
 
 

@@ -63,8 +63,8 @@ def _plain_tensor(value: Tensor) -> Any:
 
 
 def variant_key(args: tuple, kwargs: dict[str, Any] | None) -> tuple:
-    """What some plans depend on beyond the key: the dtypes of tensors, and the values of floats."""
-    found: list[Any] = []
+    """What some plans depend on beyond the key: dtypes, the values of floats, and who needs a gradient."""
+    found: list[Any] = [torch.is_grad_enabled()]
     _collect(args, found)
     if kwargs:
         _collect(tuple(kwargs.values()), found)
@@ -75,6 +75,7 @@ def _collect(values: Any, found: list[Any]) -> None:
     for value in values:
         if isinstance(value, Tensor):
             found.append(value.dtype)
+            found.append(value.requires_grad)
         elif value.__class__ is float or value.__class__ is complex:
             found.append(value)
         elif value.__class__ is list or value.__class__ is tuple:

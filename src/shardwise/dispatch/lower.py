@@ -143,9 +143,7 @@ class _Aliases:
                     f"{call.op._schema.name.replace('::', '.')} would write to a part of a sharded dim that is not a "
                     f"view of the shards; nothing was changed. Assign with slices, or redistribute the tensor first"
                 )
-        returns = call.op._schema.returns
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        if is_view and call.inputs and call.inputs[0].index in self.views:
+        if call.is_view and call.inputs and call.inputs[0].index in self.views:
             stays = not lowered.moves[0] and (lowered.local is None or lowered.local.resized)
             for value in call.outputs:
                 if value.index not in self.views:

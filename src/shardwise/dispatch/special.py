@@ -176,6 +176,39 @@ def _divide_number(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tenso
     return args[0].reciprocal() * args[1]
 
 
+# Changes of shape in place: the shards change theirs, and the layout with them
+
+
+@handles(Tensor.t_, Tensor.transpose_, Tensor.swapaxes_, Tensor.swapdims_, Tensor.unsqueeze_)
+def _reshape_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
+    x = args[0]
+    with torch.no_grad():
+        layout = getattr(x.detach(), func.__name__[:-1])(*args[1:], **kwargs)._layout  # a view: nothing moves
+    with _disabled():
+        for shard in shards_of(x):
+            func(shard, *args[1:], **kwargs)
+    x._layout = layout
+    return x
+
+
+@handles(Tensor.squeeze_)
+def _squeeze_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
+    x = args[0]
+    dims = args[1] if len(args) > 1 else kwargs.get("dim", range(x.ndim))
+    wanted = {dim % max(x.ndim, 1) for dim in ([dims] if isinstance(dims, int) else dims)}
+    gone = [dim for dim in sorted(wanted, reverse=True) if x.shape[dim] == 1]
+    if any(x._layout.splits[dim] for dim in gone):
+        raise InPlaceError(f"{describe('squeeze_', args, kwargs)}: a dim that is sharded cannot be removed in place")
+    with torch.no_grad():
+        layout = torch.squeeze(x.detach(), tuple(gone))._layout if gone else x._layout
+    with _disabled():
+        for shard in shards_of(x):
+            for dim in gone:
+                func(shard, dim)
+    x._layout = layout
+    return x
+
+
 # Changes of dtype and device: the shards change, the layout stays
 
 
@@ -189,7 +222,7 @@ def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
         raise MixedTensorError("a plain tensor cannot be converted to be like a DTensor; convert it to its dtype")
     if x._layout.has_pending:
         with _disabled():
-            changed = func(torch.empty(0, dtype=x.dtype, device=x.device), *args[1:], **kwargs)
+            changed = func(torch.empty((0,) * max(x.ndim, 1), dtype=x.dtype, device=x.device), *args[1:], **kwargs)
             linear = x.dtype == changed.dtype or (x.dtype.is_floating_point and changed.dtype.is_floating_point)
         if not linear:
             x = as_layout(x, x._layout.with_(pending=[None] * x._layout.mesh.ndim), "self")

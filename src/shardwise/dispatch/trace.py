@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.errors import InPlaceError
 from shardwise.rules import Call, Value
 
 aten = torch.ops.aten
@@ -63,6 +65,8 @@ class _Recorder(TorchDispatchMode):
 
     def result(self, tensor: Tensor) -> Value:
         found = self.known.get(id(tensor))
+        if found is not None and found.shape != tuple(tensor.shape):
+            raise InPlaceError("an op that changes the shape of a DTensor in place is not available; use its result")
         if found is None:
             found = self.known[id(tensor)] = self.trace.new_value(tensor)
             self.alive.append(tensor)
@@ -103,7 +107,10 @@ def trace_call(
         trace.inputs.append(known[id(meta)])
     trace.dtypes = tuple(meta.dtype for meta in metas)
     recorder = _Recorder(trace, known, device)
-    with torch.inference_mode(False), torch.no_grad():
+    with_gradients = torch.is_grad_enabled()
+    # Whoever listens for saved tensors (a checkpoint) must not hear of ours.
+    unheard = saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.inference_mode(False), torch.set_grad_enabled(with_gradients), unheard:
         op = OPAQUE.get(function)
         if op is not None:
             out = function(*args, **kwargs)

@@ -62,10 +62,10 @@ def _general(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
         varying = Typed(move.source.layout, move.source.varying.union(move.axes))
         return transition(Move(move.source, varying, move.axes), shards)
     if not (_grad_enabled() and any(x.requires_grad for x in shards)):
-        return _finish(move, run_move(move, _prepare(move, shards)))
+        return _finish(move, run_move(move, _prepare(move, shards)), shards[0].dtype)
     if move.communicates and move.wire_op != "sum" and move.source.at(move.axes[0]) == "P":
         return _nonlinear(move, shards)
-    return _finish(move, _linear(move, _prepare(move, shards)))
+    return _finish(move, _linear(move, _prepare(move, shards)), shards[0].dtype)
 
 
 def _linear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -119,8 +119,8 @@ def _prepare(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
     return shards
 
 
-def _finish(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [_root(x, _order(move)) for x in shards] if _is_norm(move) else shards
+def _finish(move: Move, shards: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    return [_root(x, _order(move)).to(dtype) for x in shards] if _is_norm(move) else shards
 
 
 def _order(move: Move) -> float:
@@ -132,6 +132,8 @@ def _order(move: Move) -> float:
 def _power(x: Tensor, order: float) -> Tensor:
     if order == 0 or math.isinf(order):
         return x.abs()
+    if x.dtype in (torch.float16, torch.bfloat16):  # squares of what half precision holds do not fit into it
+        x = x.float()
     if order == 2 and not x.is_complex():
         return x * x
     if order >= 1:

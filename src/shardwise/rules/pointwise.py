@@ -69,7 +69,7 @@ def _strategies(call: Call) -> list[Strategy]:
 register_pointwise(Rule(_strategies))
 register(  # element-wise, but without the tag
     *("rsub", "hardswish", "_prelu_kernel", "floor_divide", "complex", "polar", "masked_fill"),
-    *("bernoulli", "uniform", "normal", "exponential", "random", "native_dropout"),
+    *("bernoulli", "uniform", "normal", "exponential", "random", "native_dropout", "cauchy", "log_normal", "geometric"),
     rule=Rule(_strategies),
 )
 

@@ -174,6 +174,12 @@ class Call:
                 written.update(id(value) for value in flat_values(held))
         return tuple(i for i, value in enumerate(self.inputs) if id(value) in written)
 
+    @cached_property
+    def is_view(self) -> bool:
+        """Whether outputs share storage with inputs."""
+        returns = self.op._schema.returns
+        return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
     def replace(self, **arguments: Any) -> tuple[list[Any], dict[str, Any]]:
         """The call's arguments with some replaced by name."""
         args, kwargs = list(self.args), dict(self.kwargs)

@@ -139,7 +139,6 @@ def test_clipping_by_any_norm(kind: float, foreach: bool) -> None:
 
 # BUG (dispatch/build.py, `_whole_moves`): `update.view_as(p)` reads p's shape but no op of the trace uses p, so the
 # function runs whole and reads the shape of p's shard. Such a call must be lowered to its steps.
-@pytest.mark.xfail(strict=True, reason="view_as reads the shape of a shard", raises=RuntimeError)
 def test_lbfgs() -> None:
     plain, net = pair()
     x = data(5, 4)

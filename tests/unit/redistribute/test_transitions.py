@@ -160,10 +160,6 @@ def test_reductions(op: Partial, data: str, target) -> None:
     torch.testing.assert_close(torch.stack([piece.grad for piece in locals_]), stack.grad)
 
 
-@pytest.mark.xfail(
-    raises=AssertionError,
-    reason="full_tensor() is not differentiable twice in the simulator: its backward is not the dual function",
-)
 @pytest.mark.parametrize("op", REDUCTIONS, ids=str)
 @pytest.mark.parametrize("target", [Replicate(), Shard(0)], ids=str)
 def test_second_gradients_of_reductions(op: Partial, target) -> None:
@@ -180,18 +176,13 @@ def test_second_gradients_of_reductions(op: Partial, target) -> None:
     torch.testing.assert_close(torch.stack([piece.grad for piece in locals_]), stack.grad)
 
 
-def wrong_when_varying(op: Partial) -> object:
-    reason = "the backward of an extremum adds up the results of all ranks when they are used as varying"
-    return pytest.param(op, marks=pytest.mark.xfail(raises=AssertionError, reason=reason))
-
-
 @pytest.mark.parametrize(
     "op",
     [
         *(Partial(op) for op in ("sum", "avg", "product")),
         Partial("norm", 2.0),
-        wrong_when_varying(Partial("max")),
-        wrong_when_varying(Partial("norm", INF)),
+        Partial("max"),
+        Partial("norm", INF),
     ],
     ids=str,
 )

@@ -42,7 +42,6 @@ def test_mean_loss_of_shards_stays_pending():
     assert loss.placements == (P(),) and comm.get_total_counts() == 0
 
 
-@pytest.mark.xfail(strict=True, reason="dispatch/call.py: the key does not say that two arguments are one tensor")
 def test_the_same_tensor_twice():
     """What was planned for f(x, x) is not what f(x, y) needs."""
     x, y = place(normal(11, 3), S(0)), place(normal(11, 3) * 2, S(0))

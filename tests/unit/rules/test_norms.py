@@ -123,9 +123,6 @@ def test_rms_norm_of_rows_moves_nothing():
     assert result.placements == (S(1),) and comm.get_total_counts() == 0
 
 
-@pytest.mark.xfail(
-    strict=True, reason="dispatch/choose.py: an interior value that is written to in place may not be moved"
-)
 def test_rms_norm_over_a_sharded_dim_gathers_nothing():
     x = place(normal(6, 8), S(1))
     with CommDebugMode() as comm:

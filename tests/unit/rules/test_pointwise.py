@@ -9,10 +9,6 @@ from shardwise.debug import CommDebugMode
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 
-EAGER = pytest.mark.xfail(
-    strict=True, reason="dispatch/choose.py: a pending input counts as paid when reduced, not when passed on: a tie"
-)
-
 UNARY = {
     "relu": torch.relu,
     "gelu": torch.nn.functional.gelu,
@@ -125,7 +121,6 @@ def test_reductions_pass_only_through_ops_that_allow_them(op):
         torch.testing.assert_close(function(d).full_tensor(), function(x))
 
 
-@EAGER
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
 def test_reductions_stay_pending(op):
     d = place(normal(5, 3), P(op))
@@ -134,7 +129,7 @@ def test_reductions_stay_pending(op):
     assert (d * -2).placements == ((P(op),) if op in ("sum", "avg") else (R,))
 
 
-EAGER_CASES = {"bias": (torch.add, P(), R, P()), "mul": (torch.mul, P(), R, P()), "div": (torch.div, P(), R, P())}
+PENDING = {"mul": (torch.mul, P(), R, P()), "div": (torch.div, P(), R, P())}
 STAYS = {
     "add": (torch.add, P(), P(), P()),
     "sub": (torch.sub, P("avg"), P("avg"), P("avg")),
@@ -146,7 +141,7 @@ STAYS = {
 @pytest.mark.parametrize(
     ("op", "left", "right", "out"),
     [*(pytest.param(*case, id=name) for name, case in STAYS.items())]
-    + [pytest.param(*case, id=name, marks=EAGER) for name, case in EAGER_CASES.items()],
+    + [pytest.param(*case, id=name) for name, case in PENDING.items()],
 )
 def test_nothing_moves(op, left, right, out):
     a, b = place(normal(5, 3), left), place(normal(5, 3), right)

@@ -139,7 +139,6 @@ def test_half_precision_accumulates_as_torch_does(op, dtype):
         torch.testing.assert_close(result.full_tensor(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
-@pytest.mark.xfail(strict=True, reason="redistribute/execute.py: squares of half-precision norms overflow")
 def test_half_precision_norm():
     x = torch.full((800, 3), 50.0, dtype=torch.float16)
     torch.testing.assert_close(norm(place(x, S(0)), 2, dim=0).full_tensor(), norm(x, 2, dim=0), rtol=1e-2, atol=0)

@@ -96,18 +96,11 @@ LIKE = {
 }
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="dispatch/build.py: an argument whose shape alone is read shows its shard's shape to the function",
-)
 @pytest.mark.parametrize(("op", "left", "right"), LIKE.values(), ids=LIKE)
 def test_shape_of_another(op, left, right):
     sweep(lambda a, b: op(a, b) + b, normal(*left), normal(*right))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="dispatch/build.py: global sizes given to a composite that runs whole on the shards"
-)
 def test_sum_to_size():
     sweep(lambda a: a.sum_to_size(5, 1), normal(5, 3))
 
@@ -121,14 +114,20 @@ RESHAPED = {
 
 
 @pytest.mark.parametrize("op", [RESHAPED["t_"], RESHAPED["transpose_"]])
-def test_a_sharded_dim_moved_in_place_is_refused(op):
+def test_a_sharded_dim_moves_in_place(op):
     x = place(normal(5, 3), S(0))
-    with pytest.raises(sw.errors.InPlaceError):
-        op(x)
-    torch.testing.assert_close(x.full_tensor(), normal(5, 3))
+    assert op(x) is x
+    assert x.placements == (S(1),)
+    torch.testing.assert_close(x.full_tensor(), normal(5, 3).t())
 
 
-@pytest.mark.xfail(strict=True, reason="dispatch/trace.py: a value reshaped in place keeps its old shape")
+def test_a_sharded_dim_is_not_squeezed_in_place():
+    x = place(normal(1, 3), S(0))
+    with pytest.raises(sw.errors.InPlaceError, match="sharded cannot be removed"):
+        x.squeeze_(0)
+    torch.testing.assert_close(x.full_tensor(), normal(1, 3))
+
+
 @pytest.mark.parametrize("op", RESHAPED.values(), ids=RESHAPED)
 def test_reshaped_in_place(op):
     x, y = normal(5, 3), place(normal(5, 3), R)
@@ -172,7 +171,6 @@ def test_nothing_moves(op, where, layout):
     torch.testing.assert_close(result.full_tensor(), op(normal(8, 6)))
 
 
-@pytest.mark.xfail(strict=True, reason="dispatch/choose.py: a pending input is reduced at once, by a tie in cost")
 @pytest.mark.parametrize("pending", ["sum", "avg", "max", "min"])
 def test_any_reduction_passes_through_a_view(pending):
     x = place(normal(8, 6), P(pending))
