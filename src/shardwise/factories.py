@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import as_mesh, ranked
+from shardwise.dispatch.randomness import check_in_step
 from shardwise.layout import Layout, Mesh, Placements, Replicate
 from shardwise.redistribute import plan_moves, run_path
 from shardwise.tensor import DTensor, spread, wrap
@@ -43,6 +44,7 @@ def _drawn(
     make: Callable[[tuple[int, ...]], Tensor], size: tuple, device_mesh: Any, placements: Any, grad: bool
 ) -> DTensor:
     mesh, layout = _mesh_and_layout(size, device_mesh, placements)
+    check_in_step(mesh)
     whole = make(layout.shape)
     moved = run_path(spread(whole, mesh), plan_moves(Layout(mesh, layout.shape), layout))
     return wrap(moved.clone() if layout.replicated else moved, layout).requires_grad_(grad)

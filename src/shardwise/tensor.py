@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from shardwise.comm import Ranked, as_mesh, ranked
-from shardwise.errors import MeshError, MixedTensorError, PlacementError, ReplicaError, ShardShapeError
-from shardwise.layout import Layout, Mesh, Partial, Placement, Placements, Replicate
+from shardwise.comm import Ranked, as_mesh, ranked, shards_of
+from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardShapeError
+from shardwise.from_local import layout_of_shards
+from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
+from shardwise.local import on_shards, single, spread
 from shardwise.redistribute import Move, Typed, plan_moves, run_path, transition
 
 _disabled = torch._C.DisableTorchFunctionSubclass
-_on_shard = (
-    torch._C._disabled_torch_function_impl
-)  # (function, types, args, kwargs): run it where a DTensor is its shard
+# (function, types, args, kwargs): run it where a DTensor is its shard
+_on_shard = torch._C._disabled_torch_function_impl
 _as_subclass = torch._C.TensorBase.as_subclass
-_get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]
-_set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
+_get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+_set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
 
 class DTensor(Tensor):
@@ -66,7 +66,7 @@ class DTensor(Tensor):
         """The whole layout: ordered axes per dim, pending reductions, explicit sizes."""
         return self._layout
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         shape = self._layout.size
         return shape if dim is None else shape[dim]
 
@@ -87,30 +87,11 @@ class DTensor(Tensor):
     # Gradients: torch accumulates plain shards; they become DTensors when looked at.
 
     @property
-    def grad(self) -> DTensor | None:  # type: ignore[override]
+    def grad(self) -> DTensor | None:
         grad = _on_shard(_get_grad, (), (self,), {})
         if grad is None or (grad.__class__ is DTensor and "_peers" not in self.__dict__):
             return grad
         return self._labelled(grad)
-
-    def _labelled(self, grad: Tensor) -> DTensor:
-        """What torch accumulated, as a DTensor."""
-        with _disabled():
-            peers = self.__dict__.get("_peers", ())
-            others = tuple(peer.grad for peer in peers)
-            if any(other is None for other in others):
-                raise RuntimeError(
-                    "only some of the simulated ranks have a gradient: a backward pass of a plain tensor was given "
-                    "this DTensor in inputs=; use torch.autograd.grad, or call backward on a DTensor"
-                )
-            if grad.requires_grad and _summed_axes(self._layout):
-                return gradient_tensor((grad, *others), self._layout)
-            if grad.__class__ is Tensor:
-                grad.__class__ = DTensor
-                grad._layout = self._layout.gradient
-            if peers:
-                grad._peers = others
-            return grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -130,6 +111,31 @@ class DTensor(Tensor):
     def grad(self) -> None:
         self.grad = None
 
+    def _labelled(self, grad: Any) -> DTensor:
+        """What torch accumulated, as a DTensor."""
+        with _disabled():
+            peers = self.__dict__.get("_peers", ())
+            others = tuple(peer.grad for peer in peers)
+            if any(other is None for other in others):
+                raise RuntimeError(
+                    "only some of the simulated ranks have a gradient: a backward pass of a plain tensor was given "
+                    "this DTensor in inputs=; use torch.autograd.grad, or call backward on a DTensor"
+                )
+            if grad.requires_grad and _summed_axes(self._layout):
+                return gradient_tensor((grad, *others), self._layout)
+            if not isinstance(grad, DTensor):
+                grad.__class__ = DTensor
+                grad._layout = self._layout.gradient
+            if peers:
+                grad._peers = others
+            return grad
+
+    if TYPE_CHECKING:  # torch says that these return a Tensor
+
+        def detach(self) -> DTensor: ...
+
+        def requires_grad_(self, mode: bool = True) -> DTensor: ...
+
     # Making and leaving
 
     @staticmethod
@@ -144,7 +150,16 @@ class DTensor(Tensor):
     ) -> DTensor:
         """A DTensor of the shards each rank has. Shards of a dim may differ in size between ranks if `shape` says so
         or if `run_check` may look; `run_check` also makes sure that the ranks agree where they must."""
-        return _from_local(local_tensor, as_mesh(device_mesh), placements, run_check, shape)
+        if isinstance(local_tensor, DTensor):
+            raise TypeError(
+                "from_local takes a plain tensor; this already is a DTensor (redistribute changes its placements)"
+            )
+        mesh = as_mesh(device_mesh)
+        local = local_tensor if isinstance(local_tensor, Ranked) else spread(local_tensor, mesh)
+        layout = layout_of_shards(local, mesh, placements, run_check=run_check, shape=shape)
+        with _disabled():
+            aliases = [_as_subclass(shard, Tensor) for shard in shards_of(local)]
+        return wrap(aliases[0] if len(aliases) == 1 else ranked(aliases), layout)
 
     def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
         """This rank's shard, as a plain tensor (in the simulator, all ranks' shards as one `Ranked` tensor).
@@ -219,7 +234,7 @@ class DTensor(Tensor):
             shards = [_as_subclass(x.detach(), Tensor) for x in (self, *self.__dict__.get("_peers", ()))]
         return _rebuild, (shards, self._layout, self.requires_grad, getattr(self, "_is_param", False))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         names = ", ".join(f"{name}: {p}" for name, p in zip(self._layout.mesh.names, self.placements, strict=True))
         with _disabled(), torch.no_grad():
             local = repr(_as_subclass(self.detach(), Tensor))
@@ -234,11 +249,10 @@ class DTensor(Tensor):
 
 def wrap(local: Tensor, layout: Layout) -> DTensor:
     """The DTensor whose shard is `local`. A fresh result becomes it; anything else is aliased first."""
-    if local.__class__ is DTensor:
-        local = localise(local)
-    local.__class__ = DTensor
-    local._layout = layout
-    return local
+    made: Any = localise(local) if isinstance(local, DTensor) else local
+    made.__class__ = DTensor
+    made._layout = layout
+    return made
 
 
 def localise(x: DTensor) -> Tensor:
@@ -249,31 +263,6 @@ def localise(x: DTensor) -> Tensor:
             return ranked(x._hooks.uses(x))  # type: ignore[attr-defined]
         local = _as_subclass(x, Tensor)
         return local if peers is None else ranked((local, *peers))
-
-
-def on_shards(local: Tensor, function: Callable[[Sequence[Tensor]], Any]) -> Tensor:
-    """Apply a function of all held shards to a local tensor."""
-    with _disabled():
-        out = function((local, *local.__dict__.get("_peers", ())))
-        if type(local) is not Ranked:
-            return out[0] if isinstance(out, tuple) else out
-        return ranked(out if isinstance(out, tuple) else (out,))
-
-
-def single(local: Tensor) -> Tensor:
-    """A replicated local tensor as one plain tensor."""
-    if type(local) is not Ranked:
-        return local
-    with _disabled():
-        return _OneOfAll.apply(local, *local._peers)
-
-
-def spread(plain: Tensor, mesh: Mesh) -> Tensor:
-    """A plain tensor as the local tensor that every rank holds alike."""
-    if len(mesh.held) == 1:
-        return plain
-    with _disabled():
-        return ranked(_AllOfOne.apply(len(mesh.held), plain))
 
 
 def as_layout(value: Tensor, layout: Layout, name: str) -> DTensor:
@@ -318,31 +307,6 @@ def _summed_axes(layout: Layout) -> tuple[int, ...]:
     return tuple(axis for axis, p in enumerate(layout.pending) if p is not None and p.reduce_op == "sum")
 
 
-class _OneOfAll(torch.autograd.Function):
-    """All ranks' equal tensors → one of them; each rank gets the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, *shards: Tensor) -> Tensor:
-        ctx.num_ranks = len(shards)
-        return shards[0].clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _AllOfOne.apply(ctx.num_ranks, grad)
-
-
-class _AllOfOne(torch.autograd.Function):
-    """One tensor → the same on all ranks. The ranks' gradients agree; one of them is it."""
-
-    @staticmethod
-    def forward(ctx: Any, num_ranks: int, x: Tensor) -> Any:
-        return tuple(x.view_as(x) for _ in range(num_ranks))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, _OneOfAll.apply(*grads)
-
-
 class _MoveGradient(torch.autograd.Function):
     """The same shards; their gradient is moved on its way back."""
 
@@ -375,102 +339,6 @@ class _CastBackward(torch.autograd.Function):
         for move in reversed(ctx.moves):
             shards = transition(move.dual, shards)
         return None, None, *(shard.to(ctx.original) for shard in shards)
-
-
-# from_local
-
-
-def _from_local(
-    local: Tensor, mesh: Mesh, placements: Placements | None, run_check: bool, shape: Sequence[int] | None
-) -> DTensor:
-    if isinstance(local, DTensor):
-        raise TypeError(
-            "from_local takes a plain tensor; this already is a DTensor (redistribute changes its placements)"
-        )
-    if placements is None:
-        placements = [Replicate()] * mesh.ndim
-    local = local if isinstance(local, Ranked) else spread(local, mesh)
-    with _disabled():
-        shards = (local, *local.__dict__.get("_peers", ()))
-        shapes = [tuple(shard.shape) for shard in shards]
-    probe = Layout.of(mesh, shapes[0], placements)
-    if run_check and len(mesh.held) == 1:
-        coordinates, all_shapes = _gather_shapes(shards[0], mesh)
-    else:
-        coordinates, all_shapes = mesh.held, shapes
-    layout = _infer_layout(probe, coordinates, all_shapes, shape)
-    for coordinate, found in zip(coordinates, all_shapes, strict=True):
-        if found != layout.local_shape(coordinate):
-            raise ShardShapeError(
-                f"the shard at {_place(mesh, coordinate)} has shape {list(found)}, but {layout} wants "
-                f"{list(layout.local_shape(coordinate))} there"
-            )
-    if run_check:
-        _check_replicas(shards, layout)
-    with _disabled():
-        alias = [_as_subclass(x, Tensor) for x in shards]
-    return wrap(alias[0] if len(alias) == 1 else ranked(alias), layout)
-
-
-def _place(mesh: Mesh, coordinate: Sequence[int]) -> str:
-    return ", ".join(f"{name}={at}" for name, at in zip(mesh.names, coordinate, strict=True))
-
-
-def _gather_shapes(shard: Tensor, mesh: Mesh) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    axes = tuple(range(mesh.ndim))
-    mine = torch.tensor(tuple(shard.shape), dtype=torch.int64, device=shard.device)
-    rows = mesh.port.all_gather([mine], mesh, axes, [[(shard.dim(),)] * mesh.size()])[0]
-    coordinates = [
-        tuple(c) for c in torch.cartesian_prod(*(torch.arange(n) for n in mesh.shape)).reshape(-1, mesh.ndim).tolist()
-    ]
-    return coordinates, [tuple(row.tolist()) for row in rows]
-
-
-def _infer_layout(
-    probe: Layout,
-    coordinates: Sequence[tuple[int, ...]],
-    shapes: Sequence[tuple[int, ...]],
-    shape: Sequence[int] | None,
-) -> Layout:
-    """The layout whose shards have these shapes. Where only one rank's is known, the others are taken to be alike."""
-    mesh, sizes, whole = probe.mesh, [], []
-    for dim, axes in enumerate(probe.splits):
-        num_pieces = math.prod(mesh.shape[axis] for axis in axes)
-        known = {probe.piece_index(dim, at): found[dim] for at, found in zip(coordinates, shapes, strict=True)}
-        if not axes:
-            sizes.append(None)
-            whole.append(shapes[0][dim])
-        elif len(known) == num_pieces:
-            sizes.append(tuple(known[index] for index in range(num_pieces)))
-            whole.append(sum(known.values()))
-        else:
-            sizes.append(None)
-            whole.append(shapes[0][dim] * num_pieces)
-    if shape is None:
-        return Layout(mesh, whole, probe.splits, probe.pending, sizes)
-    if len(shape) != len(whole):
-        raise ShardShapeError(f"shape={list(shape)} has {len(shape)} dims, the shard has {len(whole)}")
-    if list(shape) == whole:
-        return Layout(mesh, whole, probe.splits, probe.pending, sizes)
-    return Layout(mesh, shape, probe.splits, probe.pending)
-
-
-def _check_replicas(shards: Sequence[Tensor], layout: Layout) -> None:
-    """Ranks that hold the same piece must hold the same values. All ranks find out, and raise, together."""
-    mesh = layout.mesh
-    for axis in range(mesh.ndim):
-        if layout.axis_dim(axis) is None and layout.pending[axis] is None:
-            with _disabled(), torch.no_grad():
-                first = mesh.port.broadcast([x.detach() for x in shards], mesh, (axis,), 0)
-                same = [
-                    torch.tensor(float(torch.equal(a, b)), device=a.device) for a, b in zip(first, shards, strict=True)
-                ]
-                agree = mesh.port.all_reduce(same, mesh, tuple(range(mesh.ndim)), "min")
-            if not all(bool(flag) for flag in agree):
-                raise ReplicaError(
-                    f"from_local: {layout} says that the ranks along {mesh.names[axis]!r} hold the same values, but "
-                    f"they differ; use Shard or Partial there, or make them equal first"
-                )
 
 
 def _rebuild(shards: list[Tensor], layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:

@@ -260,3 +260,59 @@ def uneven_shards_are_all_accounted_for(mesh: Any) -> None:
         rows = sorted(value for shard in shards.values() for value in shard[:, 0].tolist())
         assert rows == [0.0, 3.0, 6.0, 9.0, 12.0]
         assert sorted(len(shard) for shard in shards.values()) == [1, 1, 1, 2]
+
+
+# Shards that do not go together: each rank's own, the placements, and the error that all ranks raise.
+UNFIT = [
+    (
+        (torch.ones(2), torch.ones(2, 2)),
+        [S(0)],
+        "from_local: shards have one dtype and number of dims on all ranks, but the one at tp=0 is float32 with 1 dim "
+        "and the one at tp=1 is float32 with 2 dims",
+    ),
+    (
+        (torch.ones(2), torch.ones(2, 2)),
+        [S(1)],
+        "from_local: shards have one dtype and number of dims on all ranks, but the one at tp=0 is float32 with 1 dim "
+        "and the one at tp=1 is float32 with 2 dims",
+    ),
+    (
+        (torch.ones(()), torch.ones(1)),
+        [R],
+        "from_local: shards have one dtype and number of dims on all ranks, but the one at tp=0 is float32 with 0 dims "
+        "and the one at tp=1 is float32 with 1 dim",
+    ),
+    (
+        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+        [R],
+        "from_local: shards have one dtype and number of dims on all ranks, but the one at tp=0 is float32 with 1 dim "
+        "and the one at tp=1 is float64 with 1 dim",
+    ),
+    (
+        (torch.ones(2, 3), torch.ones(2, 4)),
+        [S(0)],
+        "the shard at tp=1 has shape [2, 4], but [4,3] S(0)@tp wants [2, 3] there",
+    ),
+    (
+        (torch.tensor([1.0, torch.nan]), torch.tensor([torch.nan, 1.0])),
+        [R],
+        "from_local: [2] R says that the ranks along 'tp' hold the same values, but they differ; use Shard or Partial "
+        "there, or make them equal first",
+    ),
+]
+
+
+@body(2, same_record=False)
+def unfit_shards_are_refused_on_all_ranks(mesh: Any) -> None:
+    for shards, placements, text in UNFIT:
+        with pytest.raises((ShardShapeError, ReplicaError)) as error:
+            sw.DTensor.from_local(per_rank(mesh, lambda at: shards[at[0]].clone()), mesh, placements, run_check=True)  # noqa: B023
+        assert str(error.value) == text
+
+
+@body(2, same_record=False)
+def replicas_may_hold_nans(mesh: Any) -> None:
+    for values in ([torch.nan, 2.0], [1 + 2j, complex(torch.nan, 1)], torch.nan):
+        whole = torch.tensor(values)
+        x = sw.DTensor.from_local(per_rank(mesh, lambda at: whole.clone()), mesh, [R], run_check=True)  # noqa: B023
+        assert x.shape == whole.shape and x.full_tensor().isnan().any()

@@ -15,7 +15,7 @@ import shardwise as sw
 from bodies import R, S, assert_close, doubles, everywhere, held
 from launch import run_ranks
 from shardwise.comm import as_mesh
-from shardwise.errors import MeshError, ShardwiseError
+from shardwise.errors import MeshError, ReplicaError, ShardwiseError
 
 pytestmark = pytest.mark.multiprocess
 
@@ -80,60 +80,71 @@ def test_two_ranks_together() -> None:
 
 
 def one_rank_keeps_its_loss(rank: int, world_size: int) -> None:
-    """Rank 0 keeps a loss with its graph, as for a log: what was moved for it must not be reused there alone."""
-    mesh, kept = line(world_size), []
+    """Rank 0 keeps a loss with its graph, as for a log: whether what was moved for it is reused is the same for all.
+
+    Ranks that do not communicate alike hang, or fail, in what comes next.
+    """
+    mesh, kept, num_reduced = line(world_size), [], 0
     w = sw.distribute_tensor(doubles(5, 3), mesh, [sw.Partial()]).requires_grad_()
-    for _ in range(2):
-        # A rank that does not communicate makes up for it below, so that the difference shows as such, not as a hang.
-        with sw.debug.CommDebugMode() as comm:
-            loss = w.sigmoid().sum()
-        if rank == 0:
-            kept.append(loss)
-        del loss
-        if rank == 0 and not comm.comms:
-            w.detach().full_tensor()
-        counts: list[Any] = [None] * world_size
-        dist.all_gather_object(counts, [c.kind for c in comm.comms])
-        assert counts[0] == counts[1]
+    for x in (w, w * 2, w, w * 2):
+        for _ in range(2):
+            with sw.debug.CommDebugMode() as comm:
+                loss = x.sigmoid().sum()
+            if rank == 0:
+                kept.append(loss)
+            del loss
+            counts: list[Any] = [None] * world_size
+            dist.all_gather_object(counts, [c.kind for c in comm.comms])
+            assert counts[0] == counts[1]
+            num_reduced += len(comm.comms)
+        (x * 1).sum().backward()
+    assert num_reduced
 
 
-# src/shardwise/dispatch/plan.py, Mover: a weak reference that still lives on one rank spares only that rank the move.
-@pytest.mark.xfail(strict=True, reason="what one rank keeps alive decides whether that rank communicates")
 def test_one_rank_may_keep_its_loss() -> None:
     run_ranks(one_rank_keeps_its_loss, 2, timeout=15)
 
 
 def ranks_with_other_seeds(rank: int, world_size: int) -> None:
-    torch.manual_seed(rank)
+    mesh = line(world_size)
+    x, w = (sw.zeros(64, device_mesh=mesh, placements=[p]) for p in (R, S(0)))
+    draws = {
+        "dropout": lambda: F.dropout(x, 0.5),
+        "dropout of shards": lambda: F.dropout(w, 0.5),
+        "initialisation": lambda: torch.nn.init.normal_(w),
+        "in place": lambda: x.uniform_(),
+        "alike": lambda: torch.randn_like(x),
+        "rand": lambda: sw.rand(4, device_mesh=mesh, placements=[S(0)]),
+        "randn": lambda: sw.randn(4, device_mesh=mesh),
+    }
+    for name, draw in draws.items():
+        for low, high in ((0, 1), (-1, 2**63 - 1)):
+            torch.manual_seed(high if rank else low)
+            state = torch.get_rng_state()
+            with pytest.raises(ReplicaError) as error:
+                draw()
+            assert str(error.value) == (
+                f"random numbers on Mesh(tp=2) need its ranks in step, but their generators were seeded differently, "
+                f"from {low} to {high}; call torch.manual_seed with the same seed on every rank"
+            ), name
+            assert torch.equal(torch.get_rng_state(), state), f"{name} drew numbers before it was refused"
+    assert not x.any() and not w.any(), "a refused draw has written"
+    own = torch.Generator().manual_seed(3)
+    assert_close(
+        w.clone().uniform_(generator=own), torch.zeros(64).uniform_(generator=own.clone_state().manual_seed(3))
+    )
+
+
+def ranks_with_one_seed(rank: int, world_size: int) -> None:
     mesh = line(world_size)
     x = sw.ones(64, device_mesh=mesh, placements=[R])
-    shards = everywhere(held(F.dropout(x, 0.5)))
-    assert torch.equal(shards[0,], shards[1,]), "replicas have drawn different numbers"
+    torch.manual_seed(5)
+    with sw.debug.CommDebugMode() as comm:
+        shards = everywhere(held(F.dropout(x, 0.5)))
+    assert torch.equal(shards[0,], shards[1,])
+    assert not comm.comms, "the comparison of seeds is not the program's"
 
 
-# src/shardwise/dispatch/randomness.py: the seed of a draw comes from each rank's own generator.
-@pytest.mark.xfail(strict=True, reason="ranks that were seeded differently draw different numbers for replicas")
-def test_ranks_with_other_seeds_agree_on_replicas() -> None:
-    run_ranks(ranks_with_other_seeds, 2, timeout=15)
-
-
-def dims_that_differ(rank: int, world_size: int) -> None:
-    with pytest.raises(ShardwiseError):
-        sw.DTensor.from_local(torch.ones(2, 2) if rank else torch.ones(2), line(world_size), [S(0)], run_check=True)
-
-
-# src/shardwise/tensor.py, _gather_shapes: the ranks gather `dim()` numbers each, which they do not agree on.
-@pytest.mark.xfail(strict=True, reason="from_local(run_check=True) with shards of differing dims aborts the process")
-def test_shards_of_differing_dims_are_refused_together() -> None:
-    run_ranks(dims_that_differ, 2, timeout=10)
-
-
-def placement_beyond_one_rank(rank: int, world_size: int) -> None:
-    with pytest.raises(ShardwiseError):
-        sw.DTensor.from_local(torch.ones(2, 2) if rank else torch.ones(2), line(world_size), [S(1)], run_check=True)
-
-
-# src/shardwise/tensor.py, _from_local: the placements are checked against the own shard before the shapes are known.
-@pytest.mark.xfail(strict=True, reason="from_local(run_check=True) raises on one rank alone, the others hang")
-def test_a_placement_that_fits_only_some_ranks_is_refused_together() -> None:
-    run_ranks(placement_beyond_one_rank, 2, timeout=5)
+@pytest.mark.parametrize("body", [ranks_with_other_seeds, ranks_with_one_seed])
+def test_random_numbers_need_one_seed(body: Any) -> None:
+    run_ranks(body, 2, timeout=15)

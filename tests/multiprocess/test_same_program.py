@@ -90,18 +90,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, 
     return found
 
 
-# Bodies that only the simulator does not pass yet.
-SIMULATOR_FAILS = {
-    "recomputation": "saved tensors of uneven shards: their recomputed shape is a PerRank, which checkpoint compares",
-}
-
-
-def marked(name: str) -> Any:
-    reason = SIMULATOR_FAILS.get(name)
-    return pytest.param(name, marks=[pytest.mark.xfail(strict=True, reason=reason)] if reason else [])
-
-
-@pytest.mark.parametrize("name", [marked(name) for name in BODIES])
+@pytest.mark.parametrize("name", BODIES)
 def test_on_the_simulator(name: str) -> None:
     body = BODIES[name]
     body(sw.simulate(body.shape, body.axes))

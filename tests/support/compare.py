@@ -69,7 +69,7 @@ def compare(
             atol=atol,
             rtol=rtol,
             equal_nan=True,
-            msg=lambda m: f"value: {context} -> {a._layout}\n{m}",
+            msg=lambda m, a=a: f"value: {context} -> {a._layout}\n{m}",
         )
     differentiable = [i for i, e in enumerate(expected) if e.requires_grad]
     if not backward or not differentiable:

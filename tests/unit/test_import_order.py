@@ -17,6 +17,8 @@ ORDER = (
     "rules",
     "comm",
     "redistribute",
+    "local",
+    "from_local",
     "tensor",
     "dispatch",
     "factories",

@@ -187,8 +187,11 @@ def shards_of(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def pick(value: Any, rank: int) -> Any:
+    """One rank's part of an argument."""
     if isinstance(value, Tensor):
-        return value if rank == 0 or type(value) is not Ranked else value._peers[rank - 1]
+        if type(value) is not Ranked:
+            return value
+        return value._peers[rank - 1] if rank else _first(value)
     if isinstance(value, PerRank):
         return value.values[rank]
     if isinstance(value, (list, tuple)):
@@ -197,6 +200,14 @@ def pick(value: Any, rank: int) -> Any:
     if isinstance(value, dict):
         return {key: pick(item, rank) for key, item in value.items()}
     return value
+
+
+def _first(value: Ranked) -> Tensor:
+    """Rank 0's tensor: the object itself, as long as nobody looks at what autograd saves. Those who do (a checkpoint)
+    compare it later, and then it must be one rank's tensor and not speak for all."""
+    if value.requires_grad or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return value
+    return value.as_subclass(Tensor)
 
 
 def _num_ranks(values: Sequence[Any]) -> int:

@@ -59,29 +59,33 @@ def clear_cache() -> None:
     _plans.clear()
 
 
-def dispatch(func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+def dispatch(
+    cls: type, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+) -> Any:
     """Run a torch function on DTensors."""
     special = SPECIAL.get(func)
     if special is not None:
         return special(func, args, kwargs or {})
-    key = [func]
     try:
-        for arg in args:
-            kind = arg.__class__
-            if kind is DTensor:
-                key.append(arg._layout)
-            elif kind is int:
-                key.append(arg)
-            else:
-                key.append(key_of(arg))
         if kwargs:
-            for name, arg in kwargs.items():
-                key.append(name)
-                key.append(arg._layout if arg.__class__ is DTensor else key_of(arg))
+            key = (func, *[key_of(arg) for arg in args], *[(k, key_of(arg)) for k, arg in kwargs.items()])
+        elif len(args) == 2:  # unrolled: most calls have two arguments
+            x, y = args
+            key = (
+                func,
+                x._layout if x.__class__ is DTensor else key_of(x),
+                y._layout if y.__class__ is DTensor else y if y.__class__ is int else key_of(y),
+            )
+        else:
+            parts = [func]
+            for arg in args:
+                kind = arg.__class__
+                parts.append(arg._layout if kind is DTensor else arg if kind is int else key_of(arg))
+            key = tuple(parts)
     except Uncacheable:
         return make_plan(func, args, kwargs or {})(args, kwargs)
     _call()
-    plan = _plans.get(tuple(key))
+    plan = _plans.get(key)
     if plan.__class__ is Direct:
         with _disabled():
             out = plan.function(*args, **kwargs) if kwargs else plan.function(*args)
@@ -91,7 +95,7 @@ def dispatch(func: Callable, types: Sequence[type], args: tuple = (), kwargs: di
                 return out
             return wrap_fresh(out, plan.layout)
     if plan is None:
-        plan = _remember(tuple(key), func, args, kwargs or {})
+        plan = _remember(key, func, args, kwargs or {})
     return plan(args, kwargs)
 
 
@@ -233,9 +237,7 @@ class Reported:
         return self.plan(args, kwargs)
 
 
-# Static: torch looks the handler up for every tensor of every list it is given, and a class method would be bound anew
-# each time.
-DTensor.__torch_function__ = staticmethod(dispatch)  # type: ignore[assignment]
+DTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment]
 
 
 # The most common methods go to `dispatch` straight from Python: torch's argument parser would only send them back.
@@ -261,7 +263,7 @@ def _straight(function: Callable) -> Callable:
     @functools.wraps(function)
     def method(*args: Any, **kwargs: Any) -> Any:
         if _enabled():
-            return dispatch(function, (), args, kwargs)
+            return dispatch(DTensor, function, (), args, kwargs)
         return function(*args, **kwargs)
 
     return method

@@ -11,7 +11,6 @@ from shardwise.dispatch.modes import replicates_implicitly
 from shardwise.errors import MixedTensorError
 from shardwise.tensor import DTensor
 
-
 _ALL_INTS = {int}
 
 
@@ -55,9 +54,9 @@ def _plain_tensor(value: Tensor) -> Any:
     shape = tuple(value.shape)
     if shape and not replicates_implicitly():
         raise MixedTensorError(
-            f"a plain tensor of shape {list(shape)} meets DTensors in one call, and how it lies on the mesh is unknown. "
-            f"Make it a DTensor with shardwise.distribute_tensor(tensor, mesh, placements), or, if every rank holds the "
-            f"same values, run the call inside shardwise.experimental.implicit_replication()"
+            f"a plain tensor of shape {list(shape)} meets DTensors in one call, and how it lies on the mesh is "
+            f"unknown. Make it a DTensor with shardwise.distribute_tensor(tensor, mesh, placements), or, if every rank "
+            f"holds the same values, run the call inside shardwise.experimental.implicit_replication()"
         )
     return (Tensor, shape)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.comm import Ranked
 from shardwise.layout import Layout
-from shardwise.redistribute import Move, forget, recall, remember, run_path, transition
+from shardwise.redistribute import Move, differentiable, forget, recall, remember, run_path, transition
 from shardwise.tensor import DTensor, localise, spread
 
 Plan = Callable[[tuple, dict[str, Any] | None], Any]
@@ -26,12 +26,13 @@ class Mover:
     and backward (see `redistribute.shared`).
     """
 
-    __slots__ = ("key", "moves", "only_gradient")
+    __slots__ = ("key", "moves", "only", "only_gradient")
 
     def __init__(self, moves: tuple[Move, ...]) -> None:
         self.moves = moves
         self.key = id(moves)  # the planner gives equal paths as one object
         self.only_gradient = all(move.keeps_value for move in moves)
+        self.only = differentiable(moves[0]) if len(moves) == 1 and moves[0].is_linear else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` in the new layout. It is a DTensor, or a plain tensor taken as replicated; under `_disabled`."""
@@ -51,7 +52,10 @@ class Mover:
                 moved = recall(moved)
             if moved is not None:
                 return moved
-        moved = self._moved(x, facts)
+        if self.only is not None and x.__class__ is DTensor and "_peers" not in facts:
+            moved = self.only(x)
+        else:
+            moved = self._moved(x, facts)
         kept[self.key] = remember(moved) if x.grad_fn is None else moved, version, self.moves
         return moved
 
@@ -75,7 +79,7 @@ def mover_of(moves: tuple[Move, ...]) -> Mover | None:
     return None if all(move.is_identity for move in moves) else Mover(moves)
 
 
-def wrap_fresh(out: Tensor, layout: Layout) -> Tensor:
+def wrap_fresh(out: Any, layout: Layout) -> DTensor:
     """A result of a local call as a DTensor; one that is its own argument is left as it is."""
     cls = out.__class__
     if cls is Tensor or cls is Ranked:
@@ -89,7 +93,7 @@ def wrap_fresh(out: Tensor, layout: Layout) -> Tensor:
 
 
 class Direct:
-    """The function itself on the shards, one tensor out, nothing to move: the common case. `dispatch` runs it in line."""
+    """The function itself on the shards, one tensor out, nothing to move: so common that `dispatch` runs it inline."""
 
     __slots__ = ("function", "layout")
 
@@ -134,12 +138,7 @@ def moved_first(function: Callable, movers: Sequence[tuple[int, Mover]], layout:
             local = list(args)
             for position, mover in movers:
                 local[position] = mover(local[position])
-            out = function(*local, **kwargs) if kwargs else function(*local)
-            if out.__class__ is Tensor:
-                out.__class__ = DTensor
-                out._layout = layout
-                return out
-            return wrap_fresh(out, layout)
+            return wrap_fresh(function(*local, **kwargs) if kwargs else function(*local), layout)
 
     return run
 
@@ -150,11 +149,6 @@ def localised(function: Callable, template: Sequence[Any], position: int, layout
 
     def run(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
         with _disabled():
-            out = function(*before, args[0], *after)
-            if out.__class__ is Tensor:
-                out.__class__ = DTensor
-                out._layout = layout
-                return out
-            return wrap_fresh(out, layout)
+            return wrap_fresh(function(*before, args[0], *after), layout)
 
     return run

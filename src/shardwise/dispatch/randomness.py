@@ -10,14 +10,17 @@ import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.ranked import join, pick, ranked, shards_of
+from shardwise.comm.record import off_the_record
 from shardwise.dispatch.realise import Realised
 from shardwise.dispatch.trace import flat_tensors
-from shardwise.layout import Layout
+from shardwise.errors import ReplicaError
+from shardwise.layout import Layout, Mesh
 from shardwise.rules import Call
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -56,10 +59,41 @@ def seeded(seed: int, generator: torch.Generator | None) -> Iterator[None]:
         generator.set_state(state)
 
 
+_in_step: WeakSet[Mesh] = WeakSet()
+
+
+def check_in_step(mesh: Mesh) -> None:
+    """The first time numbers are drawn on a mesh, make sure that its ranks were seeded alike. All ranks find out."""
+    if mesh in _in_step:
+        return
+    if len(mesh.held) < mesh.size() and mesh.device_type != "meta":
+        generators = (torch.default_generator, _default_generator(torch.device(mesh.device_type)))
+        seeds = [_signed(generator.initial_seed()) for generator in generators if generator is not None]
+        # The largest of `~seed` is that of the smallest seed: one reduction finds both ends.
+        ends = torch.tensor([seeds, [~seed for seed in seeds]], dtype=torch.int64, device=mesh.device_type)
+        with _disabled(), off_the_record():
+            largest, inverted = mesh.port.all_reduce([ends], mesh, tuple(range(mesh.ndim)), "max")[0].tolist()
+        for high, low in zip(largest, inverted, strict=True):
+            if high != ~low:
+                raise ReplicaError(
+                    f"random numbers on {mesh} need its ranks in step, but their generators were seeded differently, "
+                    f"from {~low} to {high}; call torch.manual_seed with the same seed on every rank"
+                )
+    _in_step.add(mesh)
+
+
+def _signed(seed: int) -> int:
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
 def draw_seed(generator: torch.Generator | None = None) -> int:
     """One number from a generator (by default the CPU's), which all ranks keep in step."""
     device = "cpu" if generator is None else generator.device
     return int(torch.empty((), dtype=torch.int64, device=device).random_(2**62, generator=generator))
+
+
+def _given_generator(args: tuple, kwargs: dict[str, Any]) -> torch.Generator | None:
+    return next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Generator)), None)
 
 
 def _default_generator(device: torch.device) -> torch.Generator | None:
@@ -87,15 +121,18 @@ def random_call(function: Callable, call: Call, layouts: Realised, arguments: Co
 class RandomCall:
     """A local function that draws random numbers, run with the stream of the shard it makes."""
 
-    __slots__ = ("function", "streams")
+    __slots__ = ("function", "mesh", "streams")
 
     def __init__(self, function: Callable, layout: Layout) -> None:
         self.function = function
+        self.mesh = layout.mesh
         self.streams = [stream_of(layout, coordinate) for coordinate in layout.mesh.held]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with _disabled():
-            given = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Generator)), None)
+            given = _given_generator(args, kwargs)
+            if given is None:
+                check_in_step(self.mesh)
             seed = draw_seed(given)
             tensors = flat_tensors(args)
             generator = given or _default_generator(tensors[0].device if tensors else torch.device("cpu"))
@@ -110,16 +147,19 @@ class ExactCall:
     """A function that fills a tensor, run once for the whole tensor, as one device would run it (in the order of a
     contiguous tensor); every shard takes its part."""
 
-    __slots__ = ("boxes", "function", "in_place", "shape")
+    __slots__ = ("boxes", "function", "in_place", "mesh", "shape")
 
     def __init__(self, function: Callable, layout: Layout, *, in_place: bool) -> None:
         self.function = function
         self.in_place = in_place
+        self.mesh = layout.mesh
         self.shape = layout.shape
         self.boxes = [layout.box(coordinate) for coordinate in layout.mesh.held]
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         with _disabled():
+            if _given_generator(args, kwargs) is None:
+                check_in_step(self.mesh)
             shards = shards_of(x)
             with torch.no_grad():
                 whole = self.function(torch.empty(self.shape, dtype=x.dtype, device=x.device), *args, **kwargs)

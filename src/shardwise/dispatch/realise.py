@@ -112,13 +112,13 @@ def _common_cut(call: Call, strategy: Strategy, axes: list[int], current: Sequen
         layout, written = current[i], i in call.mutated
         cut = layout.splits[placement]
         if set(cut) == set(axes):
-            rank = (written, layout.sizes[placement] is None, layout.numel)
-            if best is None or rank > best[0]:
-                best = rank, (cut, layout.sizes[placement])
+            weight = (written, layout.sizes[placement] is None, layout.numel)
+            if best is None or weight > best[0]:
+                best = weight, (cut, layout.sizes[placement])
         elif cut:
-            rank = (written, layout.numel)
-            if partial_order is None or rank > partial_order[0]:
-                partial_order = rank, tuple(axis for axis in cut if axis in axes)
+            claim = (written, layout.numel)
+            if partial_order is None or claim > partial_order[0]:
+                partial_order = claim, tuple(axis for axis in cut if axis in axes)
     if best is not None:
         return best[1]
     begun = partial_order[1] if partial_order else ()

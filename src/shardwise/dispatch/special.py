@@ -92,8 +92,8 @@ def _stride(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     for dim in sorted(range(len(local)), key=lambda d: (local[d], -d)):
         strides[dim] = step if local[dim] else 0
         step *= max(x._layout.shape[dim], 1) if local[dim] else 1
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return tuple(strides) if dim is None else strides[dim]
+    wanted = args[1] if len(args) > 1 else kwargs.get("dim")
+    return tuple(strides) if wanted is None else strides[wanted]
 
 
 @handles(
@@ -200,7 +200,7 @@ def _squeeze_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DT
     if any(x._layout.splits[dim] for dim in gone):
         raise InPlaceError(f"{describe('squeeze_', args, kwargs)}: a dim that is sharded cannot be removed in place")
     with torch.no_grad():
-        layout = torch.squeeze(x.detach(), tuple(gone))._layout if gone else x._layout
+        layout = x.detach().squeeze(tuple(gone))._layout if gone else x._layout
     with _disabled():
         for shard in shards_of(x):
             for dim in gone:

@@ -1,7 +1,7 @@
 """Whether a function may run whole: on the shards it must make the very calls that were planned for them.
 
-A function may read sizes off its arguments, or be given some, and on shards those are other sizes. So where it could have,
-it is traced once more, on meta tensors of the shards' shapes, and the two traces are compared.
+A function may read sizes off its arguments, or be given some, and on shards those are other sizes. So where it could
+have, it is traced once more, on meta tensors of the shards' shapes, and the two traces are compared.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ A local tensor is a plain tensor under torchrun and a `Ranked` one in the simula
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,34 +71,40 @@ def _general(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
 def _linear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
     if move.is_identity:
         return shards
-    out = _apply_transition(move, *shards)
+    out = differentiable(move)(*shards)
     return (out,) if out.__class__ is Tensor else out
 
 
-class _Transition(torch.autograd.Function):
-    """A linear move; its backward is the dual move, run through here again when it must itself be differentiable."""
+def differentiable(move: Move) -> Callable[..., Any]:
+    """A linear move as a function of the held shards that autograd knows; made once per move."""
+    function = move.__dict__.get("_function")
+    return function if function is not None else _make_function(move)
 
-    @staticmethod
-    def forward(ctx: Any, move: Move, *shards: Tensor) -> Any:
-        ctx.dual = move.dual
+
+def _make_function(move: Move) -> Callable[..., Any]:
+    """Forward is the move, backward its dual, run through here again when it must itself be differentiable."""
+    dual = move.dual
+
+    def forward(ctx: Any, *shards: Tensor) -> Any:
         out = run_move(move, shards)
         return out[0] if len(out) == 1 else tuple(out)
 
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         forget()
-        dual = ctx.dual
         if _grad_enabled():
             with _disabled():
-                return None, *_linear(dual, grads)
+                return tuple(_linear(dual, grads))
         if dual.keeps_value:
-            return None, *grads
+            return grads
         with _disabled():
-            return None, *run_move(dual, grads)
+            return tuple(run_move(dual, grads))
 
-
-# `Function.apply` itself, without the detour for functorch's transforms, which have no business with shards.
-_apply_transition = super(torch.autograd.Function, _Transition).apply  # type: ignore[misc]
+    name = "".join(word.capitalize() for word in move.kind.split("_"))
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type(name, (torch.autograd.Function,), methods)
+    # `apply` itself, without the detour for functorch's transforms, which have no business with shards.
+    move.__dict__["_function"] = apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 # Averages and norms: a local step before the reduction, and one after it. Both are ordinary differentiable ops.

@@ -2,8 +2,8 @@
 
 Whether a use shares an earlier move decides whether a rank communicates, so it must be decided alike on all ranks: by
 the program, never by what one rank happens to keep alive. A moved copy is therefore held strongly: by the tensor it was
-made from, or, for a leaf, by the window here (a leaf that held it would never be freed: copy → graph → leaf). The window
-is bounded, and emptied by every backward pass and every move without gradients.
+made from, or, for a leaf, by the window here (a leaf that held it would never be freed: copy → graph → leaf). The
+window is bounded, and emptied by every backward pass and every move without gradients.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """The recording port: a program on ten thousand ranks, counted without memory."""
 
-import pytest
 import torch
 
 import shardwise as sw

@@ -1,0 +1,64 @@
+"""Local tensors: what the ranks held here have. A plain tensor under torchrun, a `Ranked` one in the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Ranked, ranked
+from shardwise.layout import Mesh
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+
+def on_shards(local: Tensor, function: Callable[[Sequence[Tensor]], Any]) -> Tensor:
+    """Apply a function of all held shards to a local tensor."""
+    with _disabled():
+        out = function((local, *local.__dict__.get("_peers", ())))
+        if type(local) is not Ranked:
+            return out[0] if isinstance(out, tuple) else out
+        return ranked(out if isinstance(out, tuple) else (out,))
+
+
+def single(local: Tensor) -> Tensor:
+    """A replicated local tensor as one plain tensor."""
+    if type(local) is not Ranked:
+        return local
+    with _disabled():
+        return _OneOfAll.apply(local, *local._peers)
+
+
+def spread(plain: Tensor, mesh: Mesh) -> Tensor:
+    """A plain tensor as the local tensor that every rank holds alike."""
+    if len(mesh.held) == 1:
+        return plain
+    with _disabled():
+        return ranked(_AllOfOne.apply(len(mesh.held), plain))
+
+
+class _OneOfAll(torch.autograd.Function):
+    """All ranks' equal tensors → one of them; each rank gets the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *shards: Tensor) -> Tensor:
+        ctx.num_ranks = len(shards)
+        return shards[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _AllOfOne.apply(ctx.num_ranks, grad)
+
+
+class _AllOfOne(torch.autograd.Function):
+    """One tensor → the same on all ranks. The ranks' gradients agree; one of them is it."""
+
+    @staticmethod
+    def forward(ctx: Any, num_ranks: int, x: Tensor) -> Any:
+        return tuple(x.view_as(x) for _ in range(num_ranks))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, _OneOfAll.apply(*grads)
