@@ -11,7 +11,8 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table as RichTable
 
-SLICE_SECONDS = 0.004
+SLICE_SECONDS = 0.02
+WARM_UP_CALLS = 2  # after each change of system: a program runs one of them, and finds its own code in the caches
 
 Call = Callable[[], object]
 Row = tuple[str, ...]
@@ -39,6 +40,8 @@ def race(calls: dict[str, Call], *, num_rounds: int) -> dict[str, Timing]:
     try:
         for _ in range(num_rounds):
             for name in order:
+                for _ in range(WARM_UP_CALLS):
+                    calls[name]()
                 samples[name].append(time_per_call(calls[name], sizes[name]))
             order.append(order.pop(0))
     finally:

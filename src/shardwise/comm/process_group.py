@@ -132,6 +132,9 @@ class ProcessGroupPort:
         if record.listeners:
             record.note("all_reduce", mesh, axes, out)
         group = self.group(mesh, axes)
+        if out.dtype in _KNOWN:
+            _wait(group.process_group.allreduce([_lent(out)], _ALL_REDUCE[op]))
+            return [out]
         if op == "product" and out.is_complex():
             return [torch.stack(_gather(group, out.view(-1), [tuple(out.shape)] * group.size)).prod(0)]
         wire, op = _reducible(out, op)
@@ -249,8 +252,8 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 def _lent(out: Tensor) -> Tensor:
     """The same memory as another tensor, that does not refer to `out` as a view would.
 
-    A backend's thread may hold what it was given a little longer than the collective lasts, and whether a result is
-    still alive must not differ between the ranks: weak references decide what is communicated again.
+    A backend's thread may hold what it was given a little longer than the collective lasts; a result should not live
+    longer for that, nor its end differ between the ranks.
     """
     return out.data
 
