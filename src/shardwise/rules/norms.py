@@ -173,15 +173,19 @@ def _attention(call: Call) -> list[Strategy]:
 
 
 def _attention_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if call["attn_mask"] is None or all(map(math.prod, outs[0].held_shapes)):
+    if all(map(math.prod, outs[0].held_shapes)):
         return None
-    return Local(_attention_or_empty, [call["attn_mask"], *call.args], call.kwargs)
+    return Local(_attention_or_empty, [HeldValues(outs[0].held_shapes), *call.args], call.kwargs)
 
 
-def _attention_or_empty(mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Torch leaves the mask out of the graph where there is nothing to attend; every rank takes part in backward."""
-    out = torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
-    return out if out.numel() or not mask.requires_grad else out + mask.sum() * 0
+def _attention_or_empty(shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Tensor:
+    """Where there is nothing to attend, some releases of torch crash and others leave the mask out of the graph, in
+    which every rank must take part."""
+    if math.prod(shape):
+        return torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
+    inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    connected = [x.sum() * 0 for x in inputs if x.is_floating_point()]
+    return inputs[0].new_zeros(shape) + sum(connected)
 
 
 register("scaled_dot_product_attention", rule=Rule(_attention, _attention_local))
