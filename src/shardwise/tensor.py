@@ -14,7 +14,7 @@ from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardS
 from shardwise.from_local import layout_of_shards
 from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
 from shardwise.local import on_shards, single, spread
-from shardwise.redistribute import Move, Typed, plan_moves, run_path, transition
+from shardwise.redistribute import Move, Typed, plan_moves, run_path, second_order, transition
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 # (function, types, args, kwargs): run it where a DTensor is its shard
@@ -167,13 +167,12 @@ class DTensor(Tensor):
         `grad_placements` says how the gradient that comes back lies, where that is not how the tensor lies.
         """
         local = localise(self)
-        if grad_placements is None:
-            return local
         layout = self._layout
-        given = Layout.of(layout.mesh, layout.shape, grad_placements)
-        if given is layout.gradient:
-            return local
+        given = layout.gradient if grad_placements is None else Layout.of(layout.mesh, layout.shape, grad_placements)
         back = plan_moves(given, layout.gradient)
+        leaves_the_graph = len(layout.mesh.held) == 1 and local.requires_grad and not self.is_leaf
+        if not back and not (leaves_the_graph and torch.is_grad_enabled()):
+            return local
         return on_shards(local, lambda shards: _MoveGradient.apply(back, *shards))
 
     def redistribute(
@@ -308,7 +307,11 @@ def _summed_axes(layout: Layout) -> tuple[int, ...]:
 
 
 class _MoveGradient(torch.autograd.Function):
-    """The same shards; their gradient is moved on its way back."""
+    """The same shards; their gradient is moved on its way back.
+
+    Here a backward pass that began with plain tensors enters the graph of DTensors, which must be told if the pass will
+    itself be differentiated.
+    """
 
     @staticmethod
     def forward(ctx: Any, moves: Sequence[Move], *shards: Tensor) -> Any:
@@ -317,6 +320,8 @@ class _MoveGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            second_order([node for node, _ in ctx.next_functions])
         shards: Sequence[Tensor] = grads
         for move in ctx.moves:
             shards = transition(move, shards)

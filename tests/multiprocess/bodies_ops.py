@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -213,6 +214,29 @@ def in_place_writes(mesh: Any) -> None:
             tensor[0].zero_()
             tensor[:, 1] = -1.0
         assert_close(x, plain, placement)
+
+
+@body(2, 2)
+def second_derivatives_of_a_plain_loss(mesh: Any) -> None:
+    """The backward pass begins with plain tensors and enters the graph of DTensors where they left it."""
+    whole, weight = doubles(4, 3), doubles(3, 3)
+
+    def penalise(x: Tensor, w: Tensor) -> None:
+        out = ((x @ w).tanh() @ w).tanh()
+        loss = ((out.full_tensor() if isinstance(out, sw.DTensor) else out) ** 2).sum()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of the cycle that is broken two lines below
+            loss.backward(create_graph=True)
+        first, x.grad, w.grad = x.grad, None, None
+        (first**2).sum().backward()
+
+    plain = [whole.clone().requires_grad_(), weight.clone().requires_grad_()]
+    penalise(*plain)
+    for placements in ([[S(0), R], [R, S(1)]], [[S(0), S(1)], [R, S(0)]], [[S(1), S(1)], [S(0), S(0)]]):
+        dist = [leaf(whole, mesh, placements[0]), leaf(weight, mesh, placements[1])]
+        penalise(*dist)
+        for d, p in zip(dist, plain, strict=True):
+            assert_close(d.grad, p.grad, placements)
 
 
 @body(2, 2)

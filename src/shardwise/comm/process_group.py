@@ -141,6 +141,15 @@ class ProcessGroupPort:
         _wait(group.process_group.allreduce([_lent(wire)], _ALL_REDUCE[op]))
         return [_restored(wire, out.dtype)]
 
+    def all_reduce_(self, x: Tensor, mesh: Mesh, axes: Axes, op: str) -> None:
+        """`all_reduce` of a contiguous tensor of our own, in place where the backend knows its dtype."""
+        if x.dtype not in _KNOWN:
+            x.copy_(self.all_reduce((x,), mesh, axes, op)[0])
+            return
+        if record.listeners:
+            record.note("all_reduce", mesh, axes, x)
+        _wait(self.group(mesh, axes).process_group.allreduce([x], _ALL_REDUCE[op]))
+
     def all_gather(
         self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Sequence[Sequence[tuple]]
     ) -> list[list[Tensor]]:

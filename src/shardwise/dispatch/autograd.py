@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.dispatch.special import handles, shards_of
 from shardwise.errors import HookError
-from shardwise.redistribute import forget
+from shardwise.redistribute import forget, second_order
 from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -48,6 +48,8 @@ def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: 
     if inputs is not None and not isinstance(inputs, Tensor) and not len(inputs):
         raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
     create = bool(given.get("create_graph", False))
+    if create:
+        second_order([root.grad_fn for root in roots])
     retain = given.get("retain_graph")
     _engine_run_backward(
         roots,
@@ -71,6 +73,8 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
     forget()
     roots, seeds = _roots(outputs, [None] * len(outputs) if gradients is None else _as_list(gradients))
     create, retain, unused = (given.get(name) for name in ("create_graph", "retain_graph", "allow_unused"))
+    if create:
+        second_order([root.grad_fn for root in roots])
     materialize = bool(given.get("materialize_grads", False))
     found = _engine_run_backward(
         roots,

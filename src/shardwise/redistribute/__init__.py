@@ -2,7 +2,7 @@
 
 from shardwise.redistribute.collectives import Group
 from shardwise.redistribute.cost import LATENCY, LOCAL, transition_cost
-from shardwise.redistribute.execute import differentiable, redistribute_local, run_path, transition
+from shardwise.redistribute.execute import differentiable, redistribute_local, run_path, second_order, transition
 from shardwise.redistribute.planner import path_cost, plan_moves
 from shardwise.redistribute.shared import forget, recall, remember
 from shardwise.redistribute.transitions import TABLE, Move, Typed
@@ -22,6 +22,7 @@ __all__ = [
     "redistribute_local",
     "remember",
     "run_path",
+    "second_order",
     "transition",
     "transition_cost",
 ]

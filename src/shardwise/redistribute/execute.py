@@ -82,6 +82,65 @@ def differentiable(move: Move) -> Callable[..., Any]:
 
 
 def _make_function(move: Move) -> Callable[..., Any]:
+    mesh = move.source.layout.mesh
+    if move.kind == "all_reduce" and move.dual.keeps_value and hasattr(mesh.port, "all_reduce_"):
+        function = _settling(move)
+    else:
+        function = _custom_function(move)
+    move.__dict__["_function"] = function
+    return function
+
+
+def _settling(move: Move) -> Callable[[Tensor], Tensor]:
+    """P → R on one rank without a node of our own: the gradient passes through a copy as it is.
+
+    Only where that gradient is differentiated again must it be marked as varying: see `second_order`.
+    """
+    mesh, axes, op, dual = move.source.layout.mesh, move.axes, move.wire_op, move.dual
+    reduce = mesh.port.all_reduce_
+
+    def settle(x: Tensor) -> Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        reduce(out.detach(), mesh, axes, op)
+        out.grad_fn.metadata[SECOND_ORDER] = dual  # type: ignore[union-attr, index]
+        return out
+
+    return settle
+
+
+SECOND_ORDER = "shardwise.second_order"
+
+
+def second_order(nodes: Sequence[Any]) -> None:
+    """Prepare the graph below some nodes for a backward pass that will itself be differentiated.
+
+    Every P → R in it will pass its gradient on as varying, R → V, whose own backward is the all-reduce that first-order
+    gradients do without.
+    """
+    seen: set[Any] = set()
+    waiting = [node for node in nodes if node is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        dual = node.metadata.pop(SECOND_ORDER, None)
+        if dual is not None:
+            node.register_prehook(_marking(dual))
+        waiting += [following for following, _ in node.next_functions if following is not None]
+
+
+def _marking(dual: Move) -> Callable[[Any], Any]:
+    def mark(grads: tuple[Tensor, ...]) -> Any:
+        if not _grad_enabled():
+            return None
+        with _disabled():
+            return tuple(_linear(dual, grads))
+
+    return mark
+
+
+def _custom_function(move: Move) -> Callable[..., Any]:
     """Forward is the move, backward its dual, run through here again when it must itself be differentiable."""
     dual = move.dual
 
@@ -103,8 +162,7 @@ def _make_function(move: Move) -> Callable[..., Any]:
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function = type(name, (torch.autograd.Function,), methods)
     # `apply` itself, without the detour for functorch's transforms, which have no business with shards.
-    move.__dict__["_function"] = apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 # Averages and norms: a local step before the reduction, and one after it. Both are ordinary differentiable ops.
