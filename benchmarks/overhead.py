@@ -223,7 +223,7 @@ def build_models(bench: Bench, mesh: DeviceMesh) -> dict[str, Training]:
     builders = {PLAIN: partial(blocks.plain, SIZES, NUM_RANKS)}
     for library in bench.libraries:
         builders[library.name] = partial(library.block, mesh)
-        if library.parallel is not None:
+        if hasattr(library.parallel, "parallelize_module"):
             styles = TORCH_STYLES if library.name == TORCH else SHARDWISE_STYLES
             builders[styles] = partial(blocks.by_styles, library.tensors, library.parallel, mesh, SIZES)
     models = {}
