@@ -67,9 +67,7 @@ def dispatch(
     if special is not None:
         return special(func, args, kwargs or {})
     try:
-        if kwargs:
-            key = (func, *[key_of(arg) for arg in args], *[(k, key_of(arg)) for k, arg in kwargs.items()])
-        elif len(args) == 2:  # unrolled: most calls have two arguments
+        if len(args) == 2 and not kwargs:  # unrolled: most calls have two arguments
             x, y = args
             key = (
                 func,
@@ -77,10 +75,15 @@ def dispatch(
                 y._layout if y.__class__ is DTensor else y if y.__class__ is int else key_of(y),
             )
         else:
-            parts = [func]
+            parts: list[Any] = [func]
             for arg in args:
                 kind = arg.__class__
                 parts.append(arg._layout if kind is DTensor else arg if kind is int else key_of(arg))
+            if kwargs:
+                for name, arg in kwargs.items():
+                    parts.append(name)
+                    kind = arg.__class__
+                    parts.append(arg._layout if kind is DTensor else arg if kind is int else key_of(arg))
             key = tuple(parts)
     except Uncacheable:
         return make_plan(func, args, kwargs or {})(args, kwargs)

@@ -132,6 +132,8 @@ def direct_in_place(function: Callable) -> Plan:
 
 def moved_first(function: Callable, movers: Sequence[tuple[int, Mover]], layout: Layout) -> Plan:
     """The function on the shards after moving some positional arguments; one tensor out."""
+    if len(movers) == 1:
+        return _one_moved_first(function, *movers[0], layout)
 
     def run(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
         with _disabled():
@@ -139,6 +141,18 @@ def moved_first(function: Callable, movers: Sequence[tuple[int, Mover]], layout:
             for position, mover in movers:
                 local[position] = mover(local[position])
             return wrap_fresh(function(*local, **kwargs) if kwargs else function(*local), layout)
+
+    return run
+
+
+def _one_moved_first(function: Callable, position: int, mover: Mover, layout: Layout) -> Plan:
+    rest = position + 1
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
+        with _disabled():
+            local = (*args[:position], mover(args[position]), *args[rest:])
+            out = function(*local, **kwargs) if kwargs else function(*local)
+            return wrap_fresh(out, layout)
 
     return run
 

@@ -142,7 +142,8 @@ def _marking(dual: Move) -> Callable[[Any], Any]:
 
 def _custom_function(move: Move) -> Callable[..., Any]:
     """Forward is the move, backward its dual, run through here again when it must itself be differentiable."""
-    dual = move.dual
+    dual, mesh = move.dual, move.source.layout.mesh
+    reduce = getattr(mesh.port, "all_reduce_", None) if dual.kind == "all_reduce" else None
 
     def forward(ctx: Any, *shards: Tensor) -> Any:
         out = run_move(move, shards)
@@ -155,6 +156,10 @@ def _custom_function(move: Move) -> Callable[..., Any]:
                 return tuple(_linear(dual, grads))
         if dual.keeps_value:
             return grads
+        if reduce is not None:
+            out = grads[0].clone(memory_format=torch.contiguous_format)
+            reduce(out, mesh, dual.axes, dual.wire_op)
+            return out
         with _disabled():
             return tuple(run_move(dual, grads))
 
