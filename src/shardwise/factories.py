@@ -47,7 +47,7 @@ def _drawn(
     check_in_step(mesh)
     whole = make(layout.shape)
     moved = run_path(spread(whole, mesh), plan_moves(Layout(mesh, layout.shape), layout))
-    return wrap(moved.clone() if layout.replicated else moved, layout).requires_grad_(grad)
+    return wrap(moved.clone() if layout.replicated or layout.has_pending else moved, layout).requires_grad_(grad)
 
 
 def zeros(

@@ -57,7 +57,7 @@ class _AllOfOne(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, num_ranks: int, x: Tensor) -> Any:
-        return tuple(x.view_as(x) for _ in range(num_ranks))
+        return (x.view_as(x), *(x.clone() for _ in range(1, num_ranks)))  # a write must reach each rank once
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -381,7 +381,7 @@ def distribute_tensor(
             for axis in range(mesh.ndim):
                 plain = mesh.port.broadcast([plain] * len(mesh.held), mesh, (axis,), src_data_rank)[0]
         moved = run_path(spread(plain, mesh), plan_moves(Layout(mesh, tensor.shape), layout))
-        if moved is plain or layout.replicated:
+        if layout.replicated or layout.has_pending:  # some ranks would share storage with the user's tensor
             moved = moved.clone()
         made = wrap(moved, layout)
     return made.requires_grad_(tensor.requires_grad)

@@ -2,7 +2,7 @@
 
 from shardwise.redistribute.collectives import Group
 from shardwise.redistribute.cost import LATENCY, LOCAL, transition_cost
-from shardwise.redistribute.execute import differentiable, redistribute_local, run_path, second_order, transition
+from shardwise.redistribute.execute import differentiable, run_path, second_order, transition
 from shardwise.redistribute.planner import path_cost, plan_moves
 from shardwise.redistribute.shared import forget, recall, remember
 from shardwise.redistribute.transitions import TABLE, Move, Typed
@@ -19,7 +19,6 @@ __all__ = [
     "path_cost",
     "plan_moves",
     "recall",
-    "redistribute_local",
     "remember",
     "run_path",
     "second_order",

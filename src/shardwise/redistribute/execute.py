@@ -16,17 +16,11 @@ from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
 from shardwise.redistribute.cost import group_size
 from shardwise.redistribute.kernels import run_move
-from shardwise.redistribute.planner import plan_moves
 from shardwise.redistribute.shared import forget
 from shardwise.redistribute.transitions import Move, Typed
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled
-
-
-def redistribute_local(x: Tensor, source: Layout, target: Layout, varying: frozenset[int] = frozenset()) -> Tensor:
-    """`x: source -> target`, for the local tensor of the ranks held here."""
-    return run_path(x, plan_moves(source, target, varying))
 
 
 def run_path(x: Tensor, moves: Sequence[Move]) -> Tensor:
