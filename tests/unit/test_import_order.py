@@ -29,6 +29,7 @@ ORDER = (
     "checkpoint",
     "explain",
     "sim",
+    "proof",
     "cli",
     "__init__",
 )

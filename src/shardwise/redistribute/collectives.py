@@ -11,6 +11,8 @@ from torch import Tensor
 
 from shardwise.comm.ranked import PerRank, Ranked, join, per_rank, pick, shards_of
 from shardwise.layout import Layout, Mesh, Partial
+from shardwise.redistribute import exchange
+from shardwise.redistribute.exchange import Interval
 from shardwise.redistribute.execute import run_path
 from shardwise.redistribute.kernels import members
 from shardwise.redistribute.transitions import Move, Typed
@@ -51,6 +53,21 @@ class Group:
             shapes = [[tuple(shard.shape)] * self.size for shard in shards]
             rows = self.mesh.port.all_gather(shards, self.mesh, self.axes, shapes)
             return self._local([torch.stack(row) for row in rows], x)
+
+    def window(self, x: Tensor, dim: int, have: Sequence[Interval], want: Sequence[Interval]) -> Tensor:
+        return self._exchange(exchange.window(exchange.Along(self.mesh, self.axes, dim), have, want), x)
+
+    def gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        return self._exchange(exchange.gather(exchange.Along(self.mesh, self.axes, dim), sizes), x)
+
+    def scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        forth, back = exchange.gather(exchange.Along(self.mesh, self.axes, dim), sizes)
+        return self._exchange((back, forth), x)
+
+    def _exchange(self, kernels: tuple[exchange.Kernel, exchange.Kernel], x: Tensor) -> Tensor:
+        if not self.axes:
+            return x
+        return self._local(exchange.run_exchange(kernels, shards_of(x)), x)
 
     @property
     def size(self) -> int:

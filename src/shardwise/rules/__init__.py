@@ -1,6 +1,24 @@
 """Rules: how each op may run on shards. Data, one file per family."""
 
-from shardwise.rules import losses, matmul, norms, pointwise, reductions, views
+from shardwise.rules import (
+    convolution,
+    embeddings,
+    indexing,
+    linalg,
+    losses,
+    matmul,
+    norms,
+    ordering,
+    pointwise,
+    pooling,
+    random,
+    recurrent,
+    reductions,
+    scans,
+    shaping,
+    spectral,
+    views,
+)
 from shardwise.rules.registry import register, rule_for
 from shardwise.rules.types import (
     PENDING,
@@ -24,14 +42,25 @@ __all__ = [
     "Rule",
     "Strategy",
     "Value",
+    "convolution",
+    "embeddings",
     "flat_values",
+    "indexing",
+    "linalg",
     "losses",
     "matmul",
     "norms",
+    "ordering",
     "pointwise",
+    "pooling",
+    "random",
+    "recurrent",
     "reductions",
     "register",
     "replicated",
     "rule_for",
+    "scans",
+    "shaping",
+    "spectral",
     "views",
 ]

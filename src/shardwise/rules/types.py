@@ -27,6 +27,9 @@ class _Pending:
 PENDING: Any = _Pending()
 """In a strategy: whatever reduction is pending on the input, for ops that any reduction passes through."""
 
+Interval = tuple[int, int]
+"""Part of a global dim: (start, stop)."""
+
 Resize = Callable[[tuple[int, ...]], Sequence[tuple[int, ...]] | None]
 
 
@@ -84,16 +87,29 @@ class Local:
 class Collectives(Protocol):
     """What a distributed implementation may ask of the axes along which it is distributed, all merged into one group.
 
-    Local tensors go in and come out. Only `psum` and `vary` carry gradients.
+    Local tensors go in and come out. `psum`, `vary`, `window`, `gather` and `scatter` carry gradients, of any order;
+    every member of the group must call them, in the same order, whatever its data. Members are numbered in the order
+    of the axes, so member i of the axes that split a dim holds its i-th piece.
     """
 
     ins: Sequence[Layout]
+    size: int
 
     def psum(self, x: Tensor) -> Tensor:
         """P -> R: the sum over the group."""
 
     def vary(self, x: Tensor) -> Tensor:
         """R -> V: the same value, about to be used differently on each rank."""
+
+    def window(self, x: Tensor, dim: int, have: Sequence[Interval], want: Sequence[Interval]) -> Tensor:
+        """S -> S: member i has the interval `have[i]` of a global dim, and gets `want[i]`, which lies within the dim.
+        Wanted intervals may overlap: a halo. The gradient adds up where they do."""
+
+    def gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """S -> V: every member's part, of `sizes[i]` in `dim`, joined along it, to be used differently on each rank."""
+
+    def scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """P -> S: of the sum over the group, our part of `sizes[i]` in `dim`."""
 
     def reduce(self, x: Tensor, op: str) -> Tensor:
         """The `sum`, `max` or `min` over the group, without gradient."""

@@ -1,0 +1,1 @@
+"""Convolutions: batch and channels are free, spatial dims exchange their borders."""

@@ -1,0 +1,1 @@
+"""Look-ups and writes by index: gather, index, scatter and their kin, also over a sharded dim."""

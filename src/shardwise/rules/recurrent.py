@@ -1,0 +1,1 @@
+"""Recurrent layers: the batch is free, time is whole."""

@@ -1,0 +1,1 @@
+"""Running sums, products and extrema along a dim."""
