@@ -316,3 +316,24 @@ def replicas_may_hold_nans(mesh: Any) -> None:
         whole = torch.tensor(values)
         x = sw.DTensor.from_local(per_rank(mesh, lambda at: whole.clone()), mesh, [R], run_check=True)  # noqa: B023
         assert x.shape == whole.shape and x.full_tensor().isnan().any()
+
+
+@body(2)
+def extrema_keep_nans_infinities_and_signs(mesh: Any) -> None:
+    """Backends disagree about NaNs in maxima and minima; torch on one device lets them win."""
+    nan, inf = float("nan"), float("inf")
+    rows = torch.tensor(
+        [[1.0, nan, -inf, -0.5, nan, -inf, 3.0, -1e-30], [2.0, 0.0, -2.0, -0.25, nan, inf, nan, 1e-30]],
+        dtype=torch.float64,
+    )
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        x = rows.to(dtype)
+        d = sw.distribute_tensor(x, mesh, [S(0)])
+        for function in (lambda t: t.amax(0), lambda t: t.amin(0), lambda t: t.max(), lambda t: t.min(0).values):
+            found, expected = function(d).full_tensor(), function(x)
+            assert found.dtype == dtype
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        for op in ("max", "min"):
+            spread = sw.DTensor.from_local(d.to_local(), mesh, [sw.Partial(op)], run_check=False)
+            expected = (torch.amax if op == "max" else torch.amin)(x, 0, keepdim=True)
+            torch.testing.assert_close(spread.full_tensor(), expected, rtol=0, atol=0, equal_nan=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from bodies import P, R, S, assert_close, body, doubles, everywhere, held, leaf
+from shardwise.comm.record import off_the_record
 
 WIDTH, HEADS, TOKENS, BATCH, CLASSES = 8, 2, 3, 4, 6
 
@@ -99,6 +102,28 @@ def training_with_fused_adamw(mesh: Any) -> None:
 @body(2, 2)
 def training_with_plain_adamw(mesh: Any) -> None:
     check_training(mesh, {"foreach": False})
+
+
+@body(2, 2, same_record=False)
+def a_model_is_freed_and_steps_leave_nothing_behind(mesh: Any) -> None:
+    block = Block()
+    shard_block(block, mesh)
+    optimizer = torch.optim.AdamW(block.parameters(), lr=1e-2, foreach=True)
+    x = sw.distribute_tensor(doubles(BATCH, TOKENS, WIDTH), mesh, [S(0), R])
+    y = sw.distribute_tensor(torch.randint(CLASSES, (BATCH * TOKENS,)), mesh, [S(0), R])
+    counts = []
+    for _ in range(8):
+        with off_the_record():  # the record of what is communicated is meant to grow
+            optimizer.zero_grad()
+            F.cross_entropy(block(x).flatten(0, 1), y).backward()
+            optimizer.step()
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    assert counts[-1] <= counts[3] + 8, counts  # the first steps fill caches
+    alive = [weakref.ref(parameter) for parameter in block.parameters()]
+    del block, optimizer
+    gc.collect()
+    assert not any(parameter() is not None for parameter in alive)
 
 
 @body(2, 2)

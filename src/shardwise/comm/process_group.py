@@ -7,7 +7,7 @@ fresh tensors only.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -132,7 +132,7 @@ class ProcessGroupPort:
         if record.listeners:
             record.note("all_reduce", mesh, axes, out)
         group = self.group(mesh, axes)
-        if out.dtype in _KNOWN:
+        if _is_reducible(out.dtype, op):
             _wait(group.process_group.allreduce([_lent(out)], _ALL_REDUCE[op]))
             return [out]
         if op == "product" and out.is_complex():
@@ -141,14 +141,25 @@ class ProcessGroupPort:
         _wait(group.process_group.allreduce([_lent(wire)], _ALL_REDUCE[op]))
         return [_restored(wire, out.dtype)]
 
-    def all_reduce_(self, x: Tensor, mesh: Mesh, axes: Axes, op: str) -> None:
-        """`all_reduce` of a contiguous tensor of our own, in place where the backend knows its dtype."""
-        if x.dtype not in _KNOWN:
-            x.copy_(self.all_reduce((x,), mesh, axes, op)[0])
-            return
-        if record.listeners:
-            record.note("all_reduce", mesh, axes, x)
-        _wait(self.group(mesh, axes).process_group.allreduce([x], _ALL_REDUCE[op]))
+    def reducer(self, mesh: Mesh, axes: Axes, op: str) -> Callable[[Tensor], None]:
+        """`all_reduce` of contiguous tensors of our own, in place, with everything looked up beforehand."""
+        all_reduce: Any = None
+        options = _ALL_REDUCE[op]
+
+        def reduce(x: Tensor) -> None:
+            nonlocal all_reduce
+            if not _is_reducible(x.dtype, op):
+                x.copy_(self.all_reduce((x,), mesh, axes, op)[0])
+                return
+            if all_reduce is None:  # groups are made by the first collective that needs them
+                all_reduce = self.group(mesh, axes).process_group.allreduce
+            if record.listeners:
+                record.note("all_reduce", mesh, axes, x)
+            work = all_reduce([x], options)
+            if work is not None:
+                work.wait()
+
+        return reduce
 
     def all_gather(
         self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Sequence[Sequence[tuple]]
@@ -272,10 +283,17 @@ def _movable(flat: Tensor) -> Tensor:
     return flat if flat.dtype in _KNOWN else flat.view(torch.uint8)
 
 
+def _is_reducible(dtype: torch.dtype, op: str) -> bool:
+    """Whether every backend reduces a dtype as torch does. Extrema of floats are not: backends lose NaNs."""
+    return dtype in _KNOWN and (op not in ("max", "min") or not dtype.is_floating_point)
+
+
 def _reducible(fresh: Tensor, op: str) -> tuple[Tensor, str]:
     """A contiguous tensor of our own as any backend reduces it, and the operator that does to it what `op` means."""
-    if fresh.dtype in _KNOWN:
+    if _is_reducible(fresh.dtype, op):
         return fresh, op
+    if fresh.dtype.is_floating_point:
+        return _ordered(fresh, op), op
     if fresh.dtype == torch.bool:
         return fresh.view(torch.uint8), "max" if op == "sum" else op
     if fresh.is_complex():
@@ -290,4 +308,25 @@ def _restored(wire: Tensor, dtype: torch.dtype) -> Tensor:
         return wire
     if dtype == torch.bool:
         return wire.view(torch.bool)
+    if dtype.is_floating_point:
+        return _flipped(wire).view(_FLOATS[wire.dtype]).to(dtype)
     return torch.view_as_complex(wire) if dtype.is_complex else wire.to(dtype)
+
+
+# Floats as integers of the same order, in which a NaN is the end that wins
+
+
+_FLOATS = {torch.int32: torch.float32, torch.int64: torch.float64}
+
+
+def _ordered(x: Tensor, op: str) -> Tensor:
+    x = x if x.dtype == torch.float64 else x.float()
+    bits = torch.int64 if x.dtype == torch.float64 else torch.int32
+    ends = torch.iinfo(bits)
+    return torch.where(x.isnan(), ends.max if op == "max" else ends.min, _flipped(x.view(bits)))
+
+
+def _flipped(bits: Tensor) -> Tensor:
+    """The bits of a float as an integer of the same order, and back: negative floats grow downwards."""
+    ends = torch.iinfo(bits.dtype)
+    return torch.where(bits < 0, bits ^ ends.max, bits)

@@ -64,6 +64,8 @@ class Ranked(Tensor):
             if func in _TOGETHER:
                 return _TOGETHER[func](*args, **kwargs)
             num_ranks = _num_ranks((*args, *kwargs.values()))
+            if isinstance(func, torch._ops.OpOverload) and func.namespace != "aten":
+                args, kwargs = _apart(args), _apart(kwargs)  # it may be Python, and must not find the others' tensors
             results = [func(*pick(args, rank), **pick(kwargs, rank)) for rank in range(num_ranks)]
             return join(results, func)
 
@@ -200,6 +202,16 @@ def pick(value: Any, rank: int) -> Any:
     if isinstance(value, dict):
         return {key: pick(item, rank) for key, item in value.items()}
     return value
+
+
+def _apart(value: Any) -> Any:
+    """Arguments in which rank 0's tensors are plain aliases, without their peers."""
+    if type(value) is Ranked:
+        return PerRank((value.as_subclass(Tensor), *value._peers))
+    if isinstance(value, (list, tuple)):
+        items = [_apart(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return {key: _apart(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _first(value: Ranked) -> Tensor:

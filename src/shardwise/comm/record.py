@@ -42,6 +42,16 @@ def note(kind: str, mesh: Mesh, axes: tuple[int, ...], payload: Tensor | list[Te
         listener.append(comm)
 
 
+fallbacks: list[list[str]] = []
+"""Listeners for calls without a sharding rule, which gather their inputs."""
+
+
+def note_fallback(name: str) -> None:
+    """Tell every listener about a call that was gathered."""
+    for listener in fallbacks:
+        listener.append(name)
+
+
 @contextmanager
 def off_the_record() -> Iterator[None]:
     """Inside, nobody is told: for checks that a program did not ask for and that run only once."""

@@ -19,6 +19,7 @@ from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tenso
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled
+_enabled = torch._C._is_torch_function_enabled
 
 
 # Backward passes. The engine is called directly, with `__torch_function__` on: hooks, user-written functions and
@@ -30,6 +31,30 @@ def _tensor_backward(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Non
     names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
     given = dict(zip(names, args, strict=False)) | kwargs
     _run_backward([given["self"]], [given.get("gradient")], given)
+
+
+def _backward(
+    self: DTensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`loss.backward()`, straight from Python. The ordinary case, a whole scalar and no options, needs no thought."""
+    facts = self.__dict__
+    simple = gradient is None and inputs is None and not create_graph and len(facts) == 1  # nothing but a layout
+    if simple and _enabled() and self._layout.numel == 1 and not self._layout.has_pending:
+        forget()
+        with _disabled():
+            seed = torch.ones_like(self)
+        _engine_run_backward(
+            (self,), (seed,), bool(retain_graph), False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    else:
+        Tensor.backward(self, gradient, retain_graph, create_graph, inputs)
+
+
+DTensor.backward = _backward  # type: ignore[assignment]
 
 
 @handles(torch.autograd.backward)

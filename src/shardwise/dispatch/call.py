@@ -18,7 +18,7 @@ from shardwise.dispatch.lists import plan_list_call
 from shardwise.dispatch.lower import Lowered, lower
 from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
-from shardwise.dispatch.trace import FORWARDS, flat_tensors, map_tensors, trace_call
+from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call
 from shardwise.errors import MeshError
 from shardwise.layout import Layout
 from shardwise.rules import flat_values
@@ -67,12 +67,20 @@ def dispatch(
     if special is not None:
         return special(func, args, kwargs or {})
     try:
-        if len(args) == 2 and not kwargs:  # unrolled: most calls have two arguments
+        if len(args) == 2 and not kwargs:  # unrolled: most calls have two arguments, or three
             x, y = args
+            key: tuple = (
+                func,
+                x._layout if x.__class__ is DTensor else key_of(x),
+                y._layout if y.__class__ is DTensor else y if y.__class__ is int else key_of(y),
+            )
+        elif len(args) == 3 and not kwargs:
+            x, y, z = args
             key = (
                 func,
                 x._layout if x.__class__ is DTensor else key_of(x),
                 y._layout if y.__class__ is DTensor else y if y.__class__ is int else key_of(y),
+                z._layout if z.__class__ is DTensor else z if z.__class__ is int else key_of(z),
             )
         else:
             parts: list[Any] = [func]
@@ -188,13 +196,14 @@ def _plan(func: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Lay
         return metas[-1]
 
     meta_args, meta_kwargs = map_tensors(args, meta), map_tensors(kwargs, meta)
+    device = _device(args, kwargs)
     try:
-        trace = trace_call(func, meta_args, meta_kwargs, metas, _device(args, kwargs))
+        trace = trace_call(func, meta_args, meta_kwargs, metas, device)
     except (NotImplementedError, RuntimeError) as error:
         if isinstance(error, NotImplementedError) or "meta" in str(error):
             return Gathered(func, layouts[0].mesh), True
         raise
-    if not _covered(trace.output):
+    if not _covered(trace.output) or _lost_constants(trace, device):
         return Gathered(func, layouts[0].mesh), True
     lowered = lower(trace, layouts)
     plan = build(func, lowered, args, kwargs)
@@ -213,6 +222,11 @@ def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
 def _covered(output: Any) -> bool:
     """Whether a traced call returned something made of tensors, not a number read off a meta tensor."""
     return bool(flat_values(output)) or output is None
+
+
+def _lost_constants(trace: Trace, device: torch.device) -> bool:
+    """Whether the function made a tensor of numbers of its own where its arguments were, on meta: they are lost."""
+    return device.type != "meta" and any(constant.is_meta for _, constant in trace.constants)
 
 
 def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:

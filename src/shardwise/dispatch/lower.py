@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import PerRank, Ranked, shards_of
+from shardwise.comm import PerRank
 from shardwise.comm.ranked import join, pick
 from shardwise.dispatch.choose import NoStrategyError, choose_axis, strategies_of
 from shardwise.dispatch.fast import fast_callable
 from shardwise.dispatch.realise import CannotRealise, Realised, realise
-from shardwise.dispatch.trace import Trace, flat_tensors
+from shardwise.dispatch.trace import Trace
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import Group, Move, plan_moves
@@ -160,22 +160,21 @@ def local_call(lowered: LoweredCall, mesh: Mesh) -> tuple[Callable, list[Any], d
         return fast_callable(call), list(call.args), dict(call.kwargs)
     groups = [Group(mesh, axes, lowered.layouts.ins) for axes in local.groups]
     args = [*groups, *(_held(arg) for arg in local.args)]
-    function = local.function if groups or len(mesh.held) == 1 else EachRank(local.function)
+    function = local.function if groups or len(mesh.held) == 1 else EachRank(local.function, len(mesh.held))
     return function, args, {name: _held(arg) for name, arg in local.kwargs.items()}
 
 
 class EachRank:
     """An ordinary local function, run for every rank of the simulator."""
 
-    __slots__ = ("function",)
+    __slots__ = ("function", "num_ranks")
 
-    def __init__(self, function: Callable) -> None:
-        self.function = function
+    def __init__(self, function: Callable, num_ranks: int) -> None:
+        self.function, self.num_ranks = function, num_ranks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        num_ranks = len(shards_of(next(x for x in flat_tensors(args) if isinstance(x, Ranked))))
         with _disabled():
-            return join([self.function(*pick(args, rank), **pick(kwargs, rank)) for rank in range(num_ranks)])
+            return join([self.function(*pick(args, rank), **pick(kwargs, rank)) for rank in range(self.num_ranks)])
 
 
 def _held(argument: Any) -> Any:

@@ -56,7 +56,7 @@ class Mover:
             moved = self.only(x)
         else:
             moved = self._moved(x, facts)
-        kept[self.key] = remember(moved) if x.grad_fn is None else moved, version, self.moves
+        kept[self.key] = remember(moved) if x.is_leaf else moved, version, self.moves
         return moved
 
     def _moved(self, x: Tensor, facts: dict[str, Any]) -> Tensor:
@@ -150,8 +150,15 @@ def _one_moved_first(function: Callable, position: int, mover: Mover, layout: La
 
     def run(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
         with _disabled():
-            local = (*args[:position], mover(args[position]), *args[rest:])
+            if position:
+                local = (*args[:position], mover(args[position]), *args[rest:])
+            else:
+                local = (mover(args[0]), *args[1:])
             out = function(*local, **kwargs) if kwargs else function(*local)
+            if out.__class__ is Tensor:
+                out.__class__ = DTensor
+                out._layout = layout
+                return out
             return wrap_fresh(out, layout)
 
     return run

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import InPlaceError
 from shardwise.rules import Call, Value
+from shardwise.rules.registry import FUNCTIONS
 
 aten = torch.ops.aten
 
@@ -26,8 +27,10 @@ OPAQUE: dict[Any, Any] = {
 
 FORWARDS: dict[Any, Any] = {
     torch.nn.functional.layer_norm: torch.layer_norm,
+    **FUNCTIONS,
 }
-"""Python functions that do nothing but call a binding with the same arguments: the binding can run whole."""
+"""Python functions that do nothing but call a binding with the same arguments: the binding can run whole. And those
+that have a rule of their own: one op, not traced further."""
 
 
 class Trace:
@@ -54,6 +57,7 @@ class _Recorder(TorchDispatchMode):
         self.trace = trace
         self.device = device
         self.known = known
+        self.arguments = set(known)
         self.alive: list[Tensor] = []  # ids stay unique while the tensors live
 
     def value_of(self, tensor: Tensor) -> Value:
@@ -74,9 +78,18 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.Tag.inplace_view in func.tags and id(args[0]) not in self.arguments:
+            return self.reshape_in_place(func, args, kwargs)
         out = func(*args, **kwargs)
         self.record(func, args, kwargs, out)
         return out
+
+    def reshape_in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor of the function's own that changes its shape in place (`unsqueeze_`) is a new value from then on."""
+        with self:
+            view = getattr(aten, func._schema.name.split("::")[1][:-1])(*args, **kwargs)
+        self.known[id(args[0])] = self.known[id(view)]
+        return func(*args, **kwargs)
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         inputs: list[Value] = []

@@ -76,30 +76,49 @@ def differentiable(move: Move) -> Callable[..., Any]:
 
 
 def _make_function(move: Move) -> Callable[..., Any]:
-    mesh = move.source.layout.mesh
-    if move.kind == "all_reduce" and move.dual.keeps_value and hasattr(mesh.port, "all_reduce_"):
-        function = _settling(move)
-    else:
-        function = _custom_function(move)
+    function = (_in_cpp(move) if hasattr(move.source.layout.mesh.port, "reducer") else None) or _custom_function(move)
     move.__dict__["_function"] = function
     return function
 
 
-def _settling(move: Move) -> Callable[[Tensor], Tensor]:
-    """P → R on one rank without a node of our own: the gradient passes through a copy as it is.
+# What row-parallel layers do, on one rank without a node of ours: a copy whose own node passes the gradient on as it
+# is. It costs no Python in the backward pass. Only where that gradient is differentiated again must it be given its
+# type: see `second_order`.
 
-    Only where that gradient is differentiated again must it be marked as varying: see `second_order`.
-    """
-    mesh, axes, op, dual = move.source.layout.mesh, move.axes, move.wire_op, move.dual
-    reduce = mesh.port.all_reduce_
+
+def _in_cpp(move: Move) -> Callable[[Tensor], Tensor] | None:
+    if move.kind == "all_reduce" and move.dual.keeps_value:
+        return _settling(move)
+    if move.kind == "mask" and move.dual.keeps_value and not move.keeps_value:
+        return _silencing(move)
+    return None
+
+
+def _settling(move: Move) -> Callable[[Tensor], Tensor]:
+    """P → R."""
+    mesh, dual = move.source.layout.mesh, move.dual
+    reduce = mesh.port.reducer(mesh, move.axes, move.wire_op)
 
     def settle(x: Tensor) -> Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
-        reduce(out.detach(), mesh, axes, op)
+        reduce(out.detach())
         out.grad_fn.metadata[SECOND_ORDER] = dual  # type: ignore[union-attr, index]
         return out
 
     return settle
+
+
+def _silencing(move: Move) -> Callable[[Tensor], Tensor]:
+    """R → P on a rank that is to contribute nothing."""
+    dual = move.dual
+
+    def silence(x: Tensor) -> Tensor:
+        out = x.clone()
+        out.detach().zero_()
+        out.grad_fn.metadata[SECOND_ORDER] = dual  # type: ignore[union-attr, index]
+        return out
+
+    return silence
 
 
 SECOND_ORDER = "shardwise.second_order"
@@ -109,7 +128,7 @@ def second_order(nodes: Sequence[Any]) -> None:
     """Prepare the graph below some nodes for a backward pass that will itself be differentiated.
 
     Every P → R in it will pass its gradient on as varying, R → V, whose own backward is the all-reduce that first-order
-    gradients do without.
+    gradients do without; every R → P, as V → R.
     """
     seen: set[Any] = set()
     waiting = [node for node in nodes if node is not None]
@@ -137,7 +156,9 @@ def _marking(dual: Move) -> Callable[[Any], Any]:
 def _custom_function(move: Move) -> Callable[..., Any]:
     """Forward is the move, backward its dual, run through here again when it must itself be differentiable."""
     dual, mesh = move.dual, move.source.layout.mesh
-    reduce = getattr(mesh.port, "all_reduce_", None) if dual.kind == "all_reduce" else None
+    reduce = None
+    if dual.kind == "all_reduce" and hasattr(mesh.port, "reducer"):
+        reduce = mesh.port.reducer(mesh, dual.axes, dual.wire_op)
 
     def forward(ctx: Any, *shards: Tensor) -> Any:
         out = run_move(move, shards)
@@ -152,7 +173,7 @@ def _custom_function(move: Move) -> Callable[..., Any]:
             return grads
         if reduce is not None:
             out = grads[0].clone(memory_format=torch.contiguous_format)
-            reduce(out, mesh, dual.axes, dual.wire_op)
+            reduce(out)
             return out
         with _disabled():
             return tuple(run_move(dual, grads))

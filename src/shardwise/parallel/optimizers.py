@@ -1,0 +1,139 @@
+"""Element-wise optimizers step on the shards themselves.
+
+A DTensor is its shard, so an optimizer that treats every element alike needs no dispatch: its step runs on plain
+tensors that share storage with the parameters and their state. torch offers the place for it, a hook before every step,
+which may replace what the step is given: here, by an optimizer of the same class that holds the plain tensors. A first
+step, which makes the state, and every step that this does not fit, runs on DTensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, optim
+from torch.optim import optimizer as torch_optimizer
+
+from shardwise.dispatch.views import carry_on
+from shardwise.layout import Layout
+from shardwise.tensor import DTensor
+
+ELEMENTWISE = frozenset(
+    {
+        *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+        *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
+    }
+)
+"""What these do to an element depends on that element's gradient and state alone. Not so Adafactor, Muon, LBFGS."""
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_pointer = torch._C.TensorBase.data_ptr
+_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+_set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
+
+
+class _Twin:
+    """A plain tensor that shares storage with a DTensor, as long as neither gets another."""
+
+    __slots__ = ("layout", "local", "pointer")
+
+    def __init__(self, x: DTensor) -> None:
+        self.layout: Layout = x._layout
+        self.local: Tensor = x.detach()
+        self.pointer = _pointer(x)
+
+    def fits(self, x: Any) -> bool:
+        return x.__class__ is DTensor and x._layout is self.layout and _pointer(x) == self.pointer
+
+
+class _Shadow:
+    """The plain twin of one parameter and the state that an optimizer keeps for it."""
+
+    __slots__ = ("param", "state", "state_of", "twins")
+
+    def __init__(self, param: DTensor, state: dict[str, Any]) -> None:
+        self.param = _Twin(param)
+        self.twins = {name: _Twin(value) for name, value in state.items() if value.__class__ is DTensor}
+        self.state_of = dict(state)
+        self.state = {name: self.twins[name].local if name in self.twins else value for name, value in state.items()}
+
+    def fits(self, param: DTensor, state: dict[str, Any]) -> bool:
+        if not self.param.fits(param) or len(state) != len(self.state_of):
+            return False
+        for name, value in state.items():
+            if value is not self.state_of.get(name):
+                return False
+        return all(twin.fits(state[name]) for name, twin in self.twins.items())
+
+
+_shadows: WeakKeyDictionary[optim.Optimizer, dict[int, _Shadow]] = WeakKeyDictionary()
+
+
+def step_on_shards(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+    """Before a step: its arguments, with the optimizer's plain twin in its place where that gives the same."""
+    if optimizer.__class__ not in ELEMENTWISE or len(args) != 1 or kwargs:  # a closure looks at the parameters
+        return None
+    if optimizer._optimizer_step_pre_hooks or len(torch_optimizer._global_optimizer_pre_hooks) != 1:
+        return None  # hooks that follow may give the parameters other gradients
+    with _disabled():
+        twin = _twin_of(optimizer)
+    return None if twin is None else ((twin,), kwargs)
+
+
+def let_go_of_gradients(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """After a step on shards: gradients belong to the parameters alone again."""
+    if args[0] is not optimizer:
+        for shadow in _shadows[optimizer].values():
+            _set_grad(shadow.param.local, None)
+        carry_on([shadow.param.local for shadow in _shadows[optimizer].values()])
+
+
+def _twin_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
+    """An optimizer of the same class with plain tensors for parameters and state; None where that is not the same."""
+    before = _shadows.get(optimizer, {})
+    after = _shadows[optimizer] = {}
+    groups, states = [], {}
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return None
+        params = []
+        for param in group["params"]:
+            grad = _grad(param)
+            if grad is None:
+                continue
+            if param.__class__ is not DTensor:
+                params.append(param)
+                states[param] = optimizer.state[param]
+                continue
+            state = optimizer.state.get(param, {})
+            shadow = before.get(id(param))
+            if shadow is None or not shadow.fits(param, state):
+                if not _is_elementwise(param, state, group):
+                    return None
+                shadow = _Shadow(param, state)
+            after[id(param)] = shadow
+            local = shadow.param.local
+            _set_grad(local, grad.detach() if grad.__class__ is DTensor else grad)
+            params.append(local)
+            states[local] = shadow.state
+        groups.append({**group, "params": params})
+    if not after:
+        return None
+    twin = optimizer.__class__.__new__(optimizer.__class__)
+    twin.__dict__.update(optimizer.__dict__)
+    twin.param_groups, twin.state = groups, states  # type: ignore[assignment]
+    return twin
+
+
+def _is_elementwise(param: DTensor, state: dict[str, Any], group: dict[str, Any]) -> bool:
+    """Whether a parameter's elements, gradients and state lie side by side on every rank, and the state is made."""
+    layout = param._layout
+    stateless = "momentum" in group and not group["momentum"]  # plain SGD
+    if layout.has_pending or len(layout.mesh.held) > 1 or not (state or stateless):
+        return False
+    return all(value._layout is layout for value in state.values() if value.__class__ is DTensor)
+
+
+torch_optimizer.register_optimizer_step_pre_hook(step_on_shards)
+torch_optimizer.register_optimizer_step_post_hook(let_go_of_gradients)

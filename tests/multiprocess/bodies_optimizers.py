@@ -1,0 +1,128 @@
+"""Bodies about optimizers: on real ranks element-wise ones step on the shards themselves, and nobody can tell."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+import shardwise as sw
+from bodies import R, S, assert_close, body, doubles
+
+STEPS = 4
+WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (optim.SGD, {"lr": 0.1}),
+    "sgd_momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "adam": (optim.Adam, {"lr": 0.1, "amsgrad": True, "maximize": True}),
+    "adamw": (optim.AdamW, {"lr": 0.1}),
+    "adamax": (optim.Adamax, {"lr": 0.1}),
+    "nadam": (optim.NAdam, {"lr": 0.1}),
+    "radam": (optim.RAdam, {"lr": 0.1}),
+    "adagrad": (optim.Adagrad, {"lr": 0.1}),
+    "adadelta": (optim.Adadelta, {"lr": 0.5}),
+    "rmsprop": (optim.RMSprop, {"lr": 0.1, "momentum": 0.5, "centered": True}),
+    "rprop": (optim.Rprop, {"lr": 0.1}),
+    "asgd": (optim.ASGD, {"lr": 0.1}),
+}
+LOOPS: dict[str, dict[str, Any]] = {"foreach": {"foreach": True}, "loop": {"foreach": False}}
+PLACEMENTS = ([S(0)], [S(1)], [R], [S(0)])
+
+
+class Model(nn.Module):
+    """Parameters in several layouts, one that never gets a gradient, and, if `mixed`, one that is left plain."""
+
+    def __init__(self, weights: list[Tensor], mesh: Any, *, mixed: bool = False) -> None:
+        super().__init__()
+        placed = [
+            w.clone() if mesh is None else sw.distribute_tensor(w, mesh, where)
+            for w, where in zip(weights, PLACEMENTS, strict=True)
+        ]
+        self.weights = nn.ParameterList(nn.Parameter(w) for w in placed)
+        self.plain = nn.Parameter(weights[0].clone()) if mixed else None
+
+    def gradients(self, step: int) -> None:
+        for index, weight in enumerate(self.weights[:-1]):
+            ((weight - index) ** 2 * (step + 1)).sum().backward()
+        if self.plain is not None:
+            (self.plain**2).sum().backward()
+
+
+@body(2)
+def every_optimizer_steps_as_on_one_device(mesh: Any) -> None:
+    weights = [doubles(5, 3), doubles(2, 4), doubles(3), doubles(4)]
+    for name, (kind, options) in WAYS.items():
+        for loop, how in LOOPS.items():
+            mixed = loop == "loop"  # lists of plain tensors and DTensors together are refused
+            models = Model(weights, None, mixed=mixed), Model(weights, mesh, mixed=mixed)
+            plain, ours = (kind(model.parameters(), **options, **how) for model in models)
+            for step in range(STEPS):
+                for model, optimizer in zip(models, (plain, ours), strict=True):
+                    optimizer.zero_grad()
+                    model.gradients(step)
+                    optimizer.step()
+                    if step == 1:  # new state objects, as after loading a checkpoint
+                        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                if step == 2:  # and new storage
+                    for parameter in models[1].weights:
+                        parameter.data = parameter.data.clone()
+            for a, b in zip(models[1].parameters(), models[0].parameters(), strict=True):
+                assert_close(a, b, f"{name} {loop}")
+                check_state(ours.state[a], plain.state[b], a, f"{name} {loop}")
+
+
+def check_state(ours: dict[str, Any], theirs: dict[str, Any], parameter: Tensor, context: str) -> None:
+    assert ours.keys() == theirs.keys(), context
+    for key, value in theirs.items():
+        if isinstance(value, Tensor) and isinstance(parameter, sw.DTensor) and value.dim():
+            assert isinstance(ours[key], sw.DTensor), f"{context}: {key} is no DTensor"
+        if isinstance(value, Tensor):
+            assert_close(ours[key], value, f"{context}: {key}")
+
+
+@body(2)
+def gradients_are_freed_when_their_parameters_let_go_of_them(mesh: Any) -> None:
+    model = Model([doubles(5, 3), doubles(2, 4), doubles(3), doubles(4)], mesh)
+    optimizer = optim.AdamW(model.parameters(), foreach=True)
+    for step in range(3):
+        model.gradients(step)
+        optimizer.step()
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = model.weights[0].grad.untyped_storage()._weak_ref()
+        optimizer.zero_grad()
+        assert torch.UntypedStorage._expired(storage), step
+
+
+@body(2)
+def a_hook_that_replaces_gradients_is_heeded(mesh: Any) -> None:
+    weight = doubles(4, 3)
+    x, expected = nn.Parameter(sw.distribute_tensor(weight, mesh, [S(0)])), nn.Parameter(weight.clone())
+    for parameter in (x, expected):
+        optimizer = optim.SGD([parameter], lr=0.5)
+
+        def halve(opt: Any, args: Any, kwargs: Any) -> None:
+            for p in opt.param_groups[0]["params"]:
+                p.grad = p.grad * 0.5
+
+        optimizer.register_step_pre_hook(halve)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (parameter**2).sum().backward()
+            optimizer.step()
+    assert_close(x, expected)
+
+
+@body(2)
+def a_closure_is_run_on_distributed_parameters(mesh: Any) -> None:
+    x = nn.Parameter(sw.distribute_tensor(doubles(4, 3), mesh, [S(0)]))
+    optimizer = optim.SGD([x], lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (x**2).sum()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2]
