@@ -1,21 +1,24 @@
-"""Losses and look-ups that models end and begin with."""
+"""Losses that are summed where they lie: element by element, or row by row. Those over classes are in `entropy`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import _reduction
+from torch.nn import functional as F
 
 from shardwise.layout import Layout
-from shardwise.rules.notation import Factor, Factors, dims_of, factor_rule
+from shardwise.rules.notation import Factors, dims_of, factor_rule
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.reductions import PROGRAM_COST, wide
-from shardwise.rules.registry import register
-from shardwise.rules.types import SUM, Call, Collectives, Local, Rule, Strategy
+from shardwise.rules.reductions import wide
+from shardwise.rules.registry import register, register_function
+from shardwise.rules.types import SUM, AxisPlacement, Call, Collectives, Local, Lowering, Rule, Strategy, replicated
 
-NONE, MEAN = 0, 1  # torch's reduction enum; 2 is the sum
+NONE, MEAN, TOTAL = 0, 1, 2  # torch's reduction enum
 
 
 # Element-wise losses with a reduction
@@ -43,87 +46,161 @@ def _scaled(loss: Any, count: int, *args: Any, **kwargs: Any) -> Tensor:
 
 
 register(
-    *("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"),
+    *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
     rule=factor_rule(_pointwise_loss, _pointwise_loss_local),
 )
 
 
-# Negative log likelihood, with the batch or the classes sharded
+# Gaussian likelihood: element-wise, but the variances are looked at first
 
 
-def _class_dim(call: Call) -> int:
-    return 1 if call.inputs[0].ndim > 1 else 0
+def _gaussian_shapes(call: Call) -> tuple[tuple[int, ...], ...]:
+    """The shapes as they broadcast: a variance for each row has one dim less."""
+    x, target, var = call["input"].shape, call["target"].shape, call["var"].shape
+    return x, target, var if var == x or var != x[:-1] else (*var, 1)
 
 
-def _nll(call: Call) -> list[Strategy]:
-    x, classes = call.inputs[0], _class_dim(call)
-    num_weights = len(call.inputs) - 2
-    found = [Strategy((None,) * len(call.inputs), (None, None))]
-    for dim in range(x.ndim):
-        if dim == classes:
-            found.append(Strategy((dim, None, *([0] * num_weights)), (None, None), 2 * PROGRAM_COST))
-            continue
-        target = dim if dim < classes else dim - 1
-        loss = target if call["reduction"] == NONE else SUM
-        found.append(Strategy((dim, target, *([None] * num_weights)), (loss, None), PROGRAM_COST))
-    return found
+def _gaussian(call: Call) -> Factors:
+    shapes = _gaussian_shapes(call)
+    names = dims_of(len(torch.broadcast_shapes(*shapes)))
+    full = torch.broadcast_shapes(*shapes)
+    ins = [[names[d] if isinstance(d, int) else None for d in broadcast(shape, full)] for shape in shapes]
+    ins[2] = ins[2][: call["var"].ndim]
+    return Factors(ins, [names if call["reduction"] == "none" else ()])
 
 
-def _nll_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if not any(ins[0].splits):
-        return None
-    classes = _class_dim(call)
-    batch_axes = tuple(axis for dim, axes in enumerate(ins[0].splits) if dim != classes for axis in axes)
-    args = [call["self"], call["target"], call["weight"], call["reduction"], call["ignore_index"], classes]
-    return Local(_sharded_nll, args, groups=(batch_axes, ins[0].splits[classes]))
+def _gaussian_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
+    axes = tuple(sorted({axis for layout in ins for cut in layout.splits for axis in cut}))
+    shapes = _gaussian_shapes(call)
+    count = torch.broadcast_shapes(*shapes).numel() if call["reduction"] == "mean" else 1
+    options = [len(shapes[2]) > call["var"].ndim, call["full"], call["eps"], call["reduction"], count]
+    return Local(_sharded_gaussian, [call["input"], call["target"], call["var"], *options], groups=(axes,))
 
 
-def _sharded_nll(
-    batch: Collectives,
-    shards: Collectives,
+def _sharded_gaussian(
+    group: Collectives,
     x: Tensor,
     target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore: int,
-    classes: int,
-) -> tuple[Tensor, Tensor]:
-    """Each rank looks up the targets that fall into its classes; weights are summed over batch and classes."""
-    losses, weights = batch.map(_local_nll, x, target, weight, ignore, classes, shards.offset(0, classes))
-    if reduction == NONE:
-        return shards.psum(losses), x.new_zeros(())
-    total = shards.reduce(batch.reduce(wide(weights).sum(), "sum"), "sum")
-    loss = shards.psum(wide(losses).sum())
-    loss = loss / total if reduction == MEAN else loss
-    return loss.to(x.dtype), total.to(x.dtype)
+    var: Tensor,
+    by_row: bool,
+    full: bool,
+    eps: float,
+    reduction: str,
+    count: int,
+) -> Tensor:
+    if not var.is_meta and int(group.reduce((var < 0).any().long(), "max")):
+        raise ValueError("var has negative entry/entries")
+    terms = group.map(_gaussian_terms, x, target, var.unsqueeze(-1) if by_row else var, full, eps)
+    return terms if reduction == "none" else (wide(terms).sum() / count).to(terms.dtype)
 
 
-def _local_nll(
-    x: Tensor, target: Tensor, weight: Tensor | None, ignore: int, classes: int, offset: int
-) -> tuple[Tensor, Tensor]:
-    """The loss terms, and their weights, of the targets whose class is held here; zero elsewhere."""
-    index = target - offset
-    mine = (index >= 0) & (index < x.shape[classes]) & (target != ignore)
-    if not x.shape[classes]:  # no classes here: zeros that are still part of the graph
-        nothing = x.sum(classes)
-        return nothing, nothing.detach()
-    index = index.clamp(0, x.shape[classes] - 1)
-    weights = mine.to(x.dtype) if weight is None else torch.where(mine, weight.detach()[index], 0)
-    picked = x.gather(classes, index.unsqueeze(classes)).squeeze(classes)
-    return -torch.where(mine, picked, 0) * weights, weights
+def _gaussian_terms(x: Tensor, target: Tensor, var: Tensor, full: bool, eps: float) -> Tensor:
+    var = var.clone()
+    with torch.no_grad():  # as in torch, the floor does not stop the gradient
+        var.clamp_(min=eps)
+    terms = 0.5 * (torch.log(var) + (x - target) ** 2 / var)
+    return terms + 0.5 * math.log(2 * math.pi) if full else terms
 
 
-register("nll_loss_forward", "nll_loss2d_forward", rule=Rule(_nll, _nll_local))
+def _gaussian_on_meta(
+    x: Tensor, target: Tensor, var: Tensor, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """The shape of the result, and torch's complaints."""
+    by_row = var.shape != x.shape and var.shape == x.shape[:-1]
+    if var.shape != x.shape and not by_row:
+        if x.ndim != var.ndim or sum(b for a, b in zip(x.shape, var.shape, strict=True) if a != b) != 1:
+            raise ValueError("var is of incorrect size")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    terms = _gaussian_terms(x, target, var.unsqueeze(-1) if by_row else var, full, eps)
+    return terms if reduction == "none" else terms.sum()
 
 
-# Embedding with a table that is whole, or split by columns
+def _with_variances(
+    input: Tensor, target: Tensor, var: Any, *args: Any, **options: Any
+) -> tuple[tuple, dict[str, Any]]:
+    """One number for all variances, as a tensor of them."""
+    if isinstance(var, float):
+        if var < 0:
+            raise ValueError("var has negative entry/entries")
+        var = var * torch.ones_like(input)
+    return (input, target, var, *args), options
 
 
-def _embedding(call: Call) -> Factors:
-    rows: Sequence[Factor] = dims_of(call.inputs[1].ndim, "index")
-    if call["scale_grad_by_freq"]:  # the gradient counts how often each index occurs, so it must see them all
-        rows = [None] * len(rows)
-    return Factors([[None, "column"], rows], [[*rows, "column"]])
+register_function(
+    F.gaussian_nll_loss,
+    "Tensor input, Tensor target, Tensor var, bool full=False, float eps=1e-6, str reduction='mean'",
+    rule=factor_rule(_gaussian, _gaussian_local),
+    before=_with_variances,
+    meta=_gaussian_on_meta,
+)
 
 
-register("embedding", rule=factor_rule(_embedding))
+# Margins between the classes of one row: rows are free
+
+
+def reduction_of(call: Call) -> str:
+    """The reduction that a call asks for, in whatever way: ops have a number for it, Python functions a name."""
+    if isinstance(call["reduction"], int):
+        return ("none", "mean", "sum")[call["reduction"]]
+    if call["size_average"] is not None or call["reduce"] is not None:
+        return _reduction.legacy_get_string(call["size_average"], call["reduce"], emit_warning=False)
+    return call["reduction"]
+
+
+def _row_loss(call: Call) -> list[Strategy]:
+    if call.inputs[0].ndim < 2:
+        return [replicated(call)]
+    loss: AxisPlacement = 0 if reduction_of(call) == "none" else SUM
+    outs = (loss, *[0] * (len(call.outputs) - 1))
+    return [replicated(call), Strategy((0, 0, *[None] * (len(call.inputs) - 2)), outs)]
+
+
+def _row_loss_of(function: Any) -> Lowering:
+    def local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
+        if reduction_of(call) != "mean" or not any(ins[0].splits):
+            return Local(function, call.args, call.kwargs)
+        options = {name: call[name] for name in call.bound if name not in ("size_average", "reduce", "reduction")}
+        return Local(_scaled, [function, call.inputs[0].shape[0]], {**options, "reduction": "none"})
+
+    return local
+
+
+def _row_loss_on_meta(function: Any) -> Any:
+    def meta(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = function(x, *args, **kwargs)
+        return found if x.ndim > 1 else found.reshape(())  # torch's meta kernels give a single row's loss a dim
+
+    return meta
+
+
+# The same by the ops' own names, where a reduction is a number
+
+
+def _row_op_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    if call["reduction"] != MEAN or not any(ins[0].splits):
+        return None
+    args, kwargs = call.replace(reduction=NONE)
+    return Local(_scaled_rows, [call.op, call.inputs[0].shape[0], *args], kwargs)
+
+
+def _scaled_rows(op: Any, count: int, *args: Any, **kwargs: Any) -> Any:
+    out = op(*args, **kwargs)
+    terms, *rest = [out] if isinstance(out, Tensor) else out
+    loss = (wide(terms).sum() / count).to(terms.dtype)
+    return (loss, *rest) if rest else loss
+
+
+register("multi_margin_loss", "multilabel_margin_loss_forward", rule=Rule(_row_loss, _row_op_local))
+
+
+_REDUCTION = "bool? size_average=None, bool? reduce=None, str reduction='mean'"
+_BY_ROW: dict[Any, str] = {
+    F.multi_margin_loss: f"Tensor input, Tensor target, int p=1, float margin=1.0, Tensor? weight=None, {_REDUCTION}",
+    F.multilabel_margin_loss: f"Tensor input, Tensor target, {_REDUCTION}",
+}
+for _function, _schema in _BY_ROW.items():
+    register_function(
+        _function, _schema, rule=Rule(_row_loss, _row_loss_of(_function)), meta=_row_loss_on_meta(_function)
+    )

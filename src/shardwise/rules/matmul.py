@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
+from torch import Tensor
+
+from shardwise.layout import Layout
 from shardwise.rules.notation import Factor, Factors, einsum, factor_rule
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.registry import register
-from shardwise.rules.types import Call
+from shardwise.rules.types import Call, HeldValues, Local
 
 EITHER = [{0}, {1}]
 
@@ -28,6 +33,7 @@ _PRODUCT = {
     "addmv": ("ik", "k", "i"),
     "baddbmm": ("bik", "bkj", "bij"),
     "addr": ("i", "j", "ij"),
+    "addbmm": ("bik", "bkj", "ij"),
 }
 
 
@@ -40,7 +46,41 @@ def _sum_of_product(call: Call) -> Factors:
     return Factors([addend, tuple(left), tuple(right)], [tuple(out)], linear=linear, addends=frozenset({0}))
 
 
-register(*_PRODUCT, rule=factor_rule(_sum_of_product))
+def _sum_of_product_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    """Of an empty matrix, `addmv` returns the addend as it is, not as it broadcasts."""
+    if not call.name.startswith("addmv") or ins[0].shape == outs[0].shape or all(map(math.prod, ins[1].held_shapes)):
+        return None
+    return Local(_expanded_first, [call.op, HeldValues(outs[0].held_shapes), *call.args], call.kwargs)
+
+
+def _expanded_first(op: Any, shape: Sequence[int], addend: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return op(addend.expand(shape), *args, **kwargs)
+
+
+register(*_PRODUCT, rule=factor_rule(_sum_of_product, _sum_of_product_local))
+
+
+def _activated(call: Call) -> Factors:
+    """`activation(self + a @ b)`: the contracted dim must be whole, and nothing may be pending."""
+    addend = _renamed(call.inputs[0].shape, ("i", "j"), call.outputs[0].shape)
+    return Factors([addend, (("i", None)), ((None, "j"))], [("i", "j")])
+
+
+register("_addmm_activation", rule=factor_rule(_activated))
+
+
+def _trilinear(call: Call) -> Factors:
+    """The product of three tensors with dims added to each, summed over some dims: what `bilinear` is made of."""
+    ndim = call.inputs[0].ndim + len(call["expand1"])
+    ins: list[list[Factor]] = []
+    for value, added in zip(call.inputs, ("expand1", "expand2", "expand3"), strict=True):
+        there = [d for d in range(ndim) if d not in call[added]]
+        ins.append([d if size != 1 else None for d, size in zip(there, value.shape, strict=True)])
+    out = [d if any(d in dims for dims in ins) else None for d in range(ndim) if d not in call["sumdim"]]
+    return Factors(ins, [out], linear=[frozenset({i}) for i in range(3)])
+
+
+register("_trilinear", rule=factor_rule(_trilinear))
 
 
 def _linear(call: Call) -> Factors:

@@ -28,8 +28,8 @@ def _softmax_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
     (dim,) = call.dims()
     if not call.inputs[0].ndim or not ins[0].splits[dim]:
         return None
-    program = _sharded_log_softmax if call.name == "_log_softmax" else _sharded_softmax
-    return Local(program, [call.inputs[0], dim, call["half_to_float"]], groups=(ins[0].splits[dim],))
+    program, to_float = _PROGRAMS[call.name], call.bound.get("half_to_float") or call.bound.get("dtype")
+    return Local(program, [call.inputs[0], dim, bool(to_float)], groups=(ins[0].splits[dim],))
 
 
 def _sharded_softmax(group: Collectives, x: Tensor, dim: int, to_float: bool) -> Tensor:
@@ -46,63 +46,76 @@ def _sharded_log_softmax(group: Collectives, x: Tensor, dim: int, to_float: bool
     return (x - group.vary(total.log())).to(dtype)
 
 
-register("_softmax", "_log_softmax", rule=Rule(_softmax, _softmax_local))
+def _sharded_safe_softmax(group: Collectives, x: Tensor, dim: int, to_float: bool) -> Tensor:
+    """Zeros, not NaN, where all of a row is minus infinity."""
+    top = maximum(group, x, (dim,))
+    masked = top == -math.inf
+    return torch.where(masked, 0, _sharded_softmax(group, torch.where(masked, 0, x), dim, to_float))
 
 
-# `_safe_softmax` gives zeros, not NaN, for rows that are masked everywhere
+_PROGRAMS = {
+    "_softmax": _sharded_softmax,
+    "_log_softmax": _sharded_log_softmax,
+    "_safe_softmax": _sharded_safe_softmax,
+}
 
-
-def _safe_softmax(call: Call) -> list[Strategy]:
-    (dim,) = call.dims()
-    free = [None if d == dim else name for d, name in enumerate(dims_of(call.inputs[0].ndim))]
-    return Factors([free], [free]).strategies()
-
-
-register("_safe_softmax", rule=Rule(_safe_softmax))
+register(*_PROGRAMS, rule=Rule(_softmax, _softmax_local))
 
 
 # Layer norm
 
 
 def _layer_norm(call: Call) -> list[Strategy]:
-    """Leading dims are free. A single normalised dim may be sharded too, together with weight and bias."""
+    """Leading dims are free. Normalised dims may be sharded too, together with weight and bias."""
     ndim, inner = call.inputs[0].ndim, len(call["normalized_shape"])
     lead = dims_of(ndim - inner)
     rest: list[Factor] = [None] * inner
-    params = [rest] * (len(call.inputs) - 1)
+    params = len(call.inputs) - 1
     stats = (*lead, *rest)
-    found = Factors([stats, *params], [stats, stats, stats]).strategies()
-    if inner == 1:
-        found.append(Strategy((ndim - 1, *([0] * len(params))), (ndim - 1, None, None), 2 * PROGRAM_COST))
+    found = Factors([stats, *[rest] * params], [stats, stats, stats]).strategies()
+    for dim in range(inner):
+        at = ndim - inner + dim
+        found.append(Strategy((at, *([dim] * params)), (at, None, None), 2 * PROGRAM_COST))
     return found
 
 
 def _layer_norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if not ins[0].splits[-1]:
+    inner = len(call["normalized_shape"])
+    axes = tuple(axis for cut in ins[0].splits[-inner:] for axis in cut)
+    if not axes:
         return None
-    args = [call["input"], call["weight"], call["bias"], call["eps"], call.inputs[0].shape[-1]]
-    return Local(_sharded_layer_norm, args, groups=(ins[0].splits[-1],))
+    dims, count = tuple(range(-inner, 0)), math.prod(call["normalized_shape"])
+    args = [call["input"], call["weight"], call["bias"], call["eps"], dims, count, call.outputs[1].dtype]
+    return Local(_sharded_layer_norm, args, groups=(axes,))
 
 
 def _sharded_layer_norm(
-    group: Collectives, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, count: int
+    group: Collectives,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dims: tuple[int, ...],
+    count: int,
+    stats: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype, x = x.dtype, wide(x)
-    mean = group.psum(x.sum(-1, keepdim=True)) / count
+    mean = group.psum(x.sum(dims, keepdim=True)) / count
     away = x - group.vary(mean)
-    rstd = (group.psum((away * away).sum(-1, keepdim=True)) / count + eps).rsqrt()
-    out = away * group.vary(rstd)
-    if weight is not None:
-        out = out * weight
-    if bias is not None:
-        out = out + bias
-    return out.to(dtype), mean, rstd
+    rstd = (group.psum((away * away).sum(dims, keepdim=True)) / count + eps).rsqrt()
+    out = _affine(away * group.vary(rstd), weight, bias)
+    return out.to(dtype), mean.detach().to(stats), rstd.detach().to(stats)
+
+
+def _affine(out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
 
 
 register("native_layer_norm", rule=Rule(_layer_norm, _layer_norm_local))
 
 
-# Group norm: batch free; channels in whole groups
+# Group norm: batch free; channels in whole groups. Otherwise the sums of each group are added up over the ranks
 
 
 def _group_norm(call: Call) -> list[Strategy]:
@@ -116,16 +129,28 @@ def _group_norm(call: Call) -> list[Strategy]:
         groups = tuple(size // channels for size in sizes)
         return [sizes, groups, groups]
 
-    return [
+    found = [
         replicated(call),
         Strategy((0, *([None] * params)), (0, 0, 0)),
         Strategy((1, *([0] * params)), (1, 1, 1), resize=whole_groups),
     ]
+    if not x.numel:
+        return found[:1]
+    found.append(Strategy((1, *([0] * params)), (1, None, None), 2 * PROGRAM_COST))
+    spatial = range(2, x.ndim)
+    return [*found, *(Strategy((dim, *([None] * params)), (dim, None, None), 2 * PROGRAM_COST) for dim in spatial)]
 
 
 def _group_norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    shapes = ins[0].held_shapes
-    channels = call.inputs[0].shape[1] // call["group"]
+    shapes, shape = ins[0].held_shapes, call.inputs[0].shape
+    channels = shape[1] // call["group"]
+    split_groups = bool(ins[0].splits[1]) and not outs[1].splits[1]
+    axes = tuple(axis for dim, cut in enumerate(ins[0].splits) if dim >= 2 - split_groups for axis in cut)
+    if axes:
+        starts = [0 if outs[1].splits[1] else ins[0].box(coordinate)[0][1] for coordinate in ins[0].mesh.held]
+        args = [call["input"], call["weight"], call["bias"], call["eps"], channels, math.prod(shape[2:]) * channels]
+        groups = HeldValues([out[1] for out in outs[1].held_shapes])
+        return Local(_sharded_group_norm, [*args, groups, HeldValues(starts)], groups=(axes,))
     args, kwargs = call.replace(
         N=HeldValues([shape[0] for shape in shapes]),
         C=HeldValues([shape[1] for shape in shapes]),
@@ -133,6 +158,44 @@ def _group_norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout])
         HxW=math.prod(call.inputs[0].shape[2:]),
     )
     return Local(_group_norm_or_empty, args, kwargs)
+
+
+def _sharded_group_norm(
+    group: Collectives,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    channels: int,
+    count: int,
+    num_groups: Any,
+    start: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, x = x.dtype, wide(x)
+    mean = group.psum(group.map(_sum_by_group, x, channels, num_groups, start)) / count
+    away = x - group.map(_by_channel, group.vary(mean), x, channels, start)
+    squares = group.psum(group.map(_sum_by_group, away * away, channels, num_groups, start))
+    rstd = (squares / count + eps).rsqrt()
+    out = away * group.map(_by_channel, group.vary(rstd), x, channels, start)
+    shape = [-1, *[1] * (x.dim() - 2)]
+    weight, bias = (None if param is None else param.reshape(shape) for param in (weight, bias))
+    return _affine(out, weight, bias).to(dtype), mean.to(dtype), rstd.to(dtype)
+
+
+def _group_of(x: Tensor, channels: int, start: int) -> Tensor:
+    """The number of the group of each channel at hand."""
+    return torch.arange(start, start + x.shape[1], device=x.device) // channels
+
+
+def _sum_by_group(x: Tensor, channels: int, num_groups: int, start: int) -> Tensor:
+    """[batch, channels, ...] -> [batch, groups]"""
+    sums = x.flatten(2).sum(2) if x.dim() > 2 else x
+    return x.new_zeros(x.shape[0], num_groups).index_add(1, _group_of(x, channels, start), sums)
+
+
+def _by_channel(stats: Tensor, x: Tensor, channels: int, start: int) -> Tensor:
+    """[batch, groups] -> [batch, channels, 1...]"""
+    return stats[:, _group_of(x, channels, start)].reshape(*x.shape[:2], *[1] * (x.dim() - 2))
 
 
 def _group_norm_or_empty(x: Tensor, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float) -> Any:
@@ -148,44 +211,33 @@ def _group_norm_or_empty(x: Tensor, weight: Any, bias: Any, n: int, c: int, hxw:
 register("native_group_norm", rule=Rule(_group_norm, _group_norm_local))
 
 
-# Attention: batch and heads are free; so are queries, unless the mask is causal
+# Weight norm: the direction of each row (or column) and its length
 
 
-def _attention(call: Call) -> list[Strategy]:
-    query, key, value = call["query"], call["key"], call["value"]
-    mask = call["attn_mask"]
-    batch = query.ndim - 2
-    if not query.ndim == key.ndim == value.ndim or (mask is not None and mask.ndim > query.ndim):
-        return [replicated(call)]
-    lead: list[Factor] = [
-        name if query.shape[d] == key.shape[d] == value.shape[d] else None for d, name in enumerate(dims_of(batch))
-    ]
-    rows: Factor = None if call["is_causal"] else "row"
-    ins: list[list[Factor]] = [[*lead, rows, None], [*lead, None, None], [*lead, None, "v"]]
-    if mask is not None:
-        full = [*lead, rows, None]
-        shape = (*query.shape[:-1], key.shape[-2])
-        skip = len(full) - mask.ndim
-        ins.append(
-            [None if size == 1 and shape[skip + d] != 1 else full[skip + d] for d, size in enumerate(mask.shape)]
-        )
-    return Factors(ins, [[*lead, rows, "v"]]).strategies()
+def _weight_norm(call: Call) -> list[Strategy]:
+    """The dim that is kept is free; over the others the length is added up."""
+    ndim = call.inputs[0].ndim
+    kept = call["dim"] % ndim
+    away = [dim for dim in range(ndim) if dim != kept]
+    found = [replicated(call), Strategy((kept, kept), (kept, kept))]
+    return [*found, *(Strategy((dim, None), (dim, None), PROGRAM_COST) for dim in away)]
 
 
-def _attention_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if all(map(math.prod, outs[0].held_shapes)):
+def _weight_norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    ndim = call.inputs[0].ndim
+    others = tuple(dim for dim in range(ndim) if dim != call["dim"] % ndim)
+    axes = tuple(axis for dim in others for axis in ins[0].splits[dim])
+    if not axes and all(map(math.prod, ins[0].held_shapes)):
         return None
-    return Local(_attention_or_empty, [HeldValues(outs[0].held_shapes), *call.args], call.kwargs)
+    args = [call["v"], call["g"], others, call.outputs[1].dtype]
+    return Local(_sharded_weight_norm, args, groups=(axes,))
 
 
-def _attention_or_empty(shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Tensor:
-    """Where there is nothing to attend, some releases of torch crash and others leave the mask out of the graph, in
-    which every rank must take part."""
-    if math.prod(shape):
-        return torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
-    inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    connected = [x.sum() * 0 for x in inputs if x.is_floating_point()]
-    return inputs[0].new_zeros(shape) + sum(connected)
+def _sharded_weight_norm(
+    group: Collectives, v: Tensor, g: Tensor, others: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    length = group.psum((wide(v) * wide(v)).sum(others, keepdim=True)).sqrt()
+    return (v * (g / group.vary(length))).to(v.dtype), length.detach().to(dtype)
 
 
-register("scaled_dot_product_attention", rule=Rule(_attention, _attention_local))
+register("_weight_norm_interface", rule=Rule(_weight_norm, _weight_norm_local))

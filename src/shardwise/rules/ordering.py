@@ -1,1 +1,170 @@
-"""Sorting, order statistics and counting."""
+"""Sorting and the largest elements. Other dims are free, so a sharded dim is usually sorted after an all-to-all that
+makes it whole; where there is no other dim, ranks exchange sorted parts, and none ever holds more than two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.layout import Layout
+from shardwise.layout.sizes import chunk_sizes, offsets
+from shardwise.rules.notation import Factor, Factors, dims_of
+from shardwise.rules.reductions import PROGRAM_COST
+from shardwise.rules.registry import register
+from shardwise.rules.types import Call, Collectives, Interval, Local, Rule, Strategy
+
+EXCHANGES = 30 * PROGRAM_COST
+"""What exchanging sorted parts counts for where another dim could take the sharding: more than an all-to-all."""
+
+
+def other_dims(call: Call) -> list[Strategy]:
+    """Every dim but the one that is sorted is free."""
+    value, (dim,) = call.inputs[0], call.dims()
+    free: list[Factor] = [None if d == dim else name for d, name in enumerate(dims_of(value.ndim))]
+    return Factors([free], [free] * len(call.outputs)).strategies()
+
+
+def _sort(call: Call) -> list[Strategy]:
+    value, (dim,) = call.inputs[0], call.dims()
+    found = other_dims(call)
+    if value.ndim:
+        alone = value.numel == value.shape[dim]  # no other dim that could take the sharding
+        found.append(Strategy((dim,), (dim, dim), 3 * PROGRAM_COST if alone else EXCHANGES + value.numel))
+    return found
+
+
+def _sort_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    (dim,) = call.dims()
+    if not call.inputs[0].ndim or not ins[0].splits[dim]:
+        return None
+    args = [call.inputs[0], dim, bool(call["descending"]), ins[0].pieces(dim)]
+    return Local(_sharded_sort, args, groups=(ins[0].splits[dim],))
+
+
+def _sharded_sort(
+    group: Collectives, x: Tensor, dim: int, descending: bool, pieces: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """A sorting network whose comparators merge two ranks' sorted parts and split them again.
+
+    It needs parts of one size. Cut as `torch.chunk` cuts, only the last ones are smaller; they are as if filled up with
+    elements that come after all others, which never leave the end. Ties are decided by index: the sort is stable.
+    """
+    even = chunk_sizes(sum(pieces), (group.size,))
+    x = _recut(group, x, dim, pieces, even)
+    values, indices = group.map(_sorted_part, x, dim, descending, group.index(), offsets(even))
+    have = _intervals(even)
+    for pairs in network(sum(size > 0 for size in even)):
+        want = [have[pairs[i]] if i in pairs else (0, 0) for i in range(group.size)]
+        theirs = group.window(values, dim, have, want), group.window(indices, dim, have, want)
+        values, indices = group.map(_merged, values, indices, *theirs, dim, descending, group.index(), pairs)
+    return _recut(group, values, dim, even, pieces), _recut(group, indices, dim, even, pieces)
+
+
+def network(size: int) -> list[dict[int, int]]:
+    """Batcher's merge exchange for any number of inputs: rounds of disjoint pairs, each as a mapping both ways."""
+    rounds = []
+    top = 1 << max(size - 1, 0).bit_length() >> 1
+    p = top
+    while p:
+        q, r, d = top, 0, p
+        while True:
+            pairs = [(i, i + d) for i in range(size - d) if i & p == r]
+            rounds.append({a: b for pair in pairs for a, b in (pair, pair[::-1])})
+            if q == p:
+                break
+            d, q, r = q - p, q >> 1, p
+        p >>= 1
+    return rounds
+
+
+def _intervals(sizes: Sequence[int]) -> list[Interval]:
+    return [(start, start + size) for start, size in zip(offsets(sizes), sizes, strict=True)]
+
+
+def _recut(group: Collectives, x: Tensor, dim: int, have: tuple[int, ...], want: tuple[int, ...]) -> Tensor:
+    return x if have == want else group.window(x, dim, _intervals(have), _intervals(want))
+
+
+def _sorted_part(x: Tensor, dim: int, descending: bool, index: int, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    values, indices = x.sort(dim=dim, descending=descending, stable=True)
+    return values, indices + starts[index]
+
+
+def _merged(
+    values: Tensor,
+    indices: Tensor,
+    their_values: Tensor,
+    their_indices: Tensor,
+    dim: int,
+    descending: bool,
+    index: int,
+    pairs: dict[int, int],
+) -> tuple[Tensor, Tensor]:
+    """The first of both parts on the lower rank, as many as it had; the last ones on the other."""
+    if index not in pairs:  # nothing came, but the exchange is part of the graph on every rank
+        return torch.cat([values, their_values], dim), indices
+    size = values.shape[dim]
+    both, places = torch.cat([values, their_values], dim), torch.cat([indices, their_indices], dim)
+    by_index = places.argsort(dim)
+    by_value = both.detach().gather(dim, by_index).sort(dim=dim, descending=descending, stable=True).indices
+    order = by_index.gather(dim, by_value)
+    order = order.narrow(dim, 0 if index < pairs[index] else order.shape[dim] - size, size)
+    return both.gather(dim, order), places.gather(dim, order)
+
+
+register("sort", rule=Rule(_sort, _sort_local))
+
+
+# The k largest: each rank's own candidates, and the largest among all ranks'
+
+
+def _topk(call: Call) -> list[Strategy]:
+    value, (dim,) = call.inputs[0], call.dims()
+    found = other_dims(call)
+    if value.ndim and 4 * call["k"] <= value.shape[dim]:  # the candidates are few; else whoever wants k wants it all
+        found.append(Strategy((dim,), (None, None), 2 * PROGRAM_COST))
+    return found
+
+
+def _topk_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    (dim,) = call.dims()
+    if not call.inputs[0].ndim or not ins[0].splits[dim]:
+        return None
+    args = [call.inputs[0], dim, call["k"], bool(call["largest"]), bool(call["sorted"]), ins[0].pieces(dim)]
+    return Local(_sharded_topk, args, groups=(ins[0].splits[dim],))
+
+
+def _sharded_topk(
+    group: Collectives, x: Tensor, dim: int, k: int, largest: bool, ordered: bool, pieces: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    values, indices = group.map(_candidates, x.detach(), dim, k, largest, group.offset(0, dim))
+    counts = [min(k, size) for size in pieces]
+    values, indices = group.gather(values, dim, counts), group.gather(indices, dim, counts)
+    values, at = values.topk(k, dim, largest, ordered)
+    indices = indices.gather(dim, at)
+    return take(group, x, dim, indices) if x.requires_grad else values, indices
+
+
+def _candidates(x: Tensor, dim: int, k: int, largest: bool, offset: int) -> tuple[Tensor, Tensor]:
+    values, indices = x.topk(min(k, x.shape[dim]), dim, largest, True)
+    return values, indices + offset
+
+
+def take(group: Collectives, x: Tensor, dim: int, indices: Tensor) -> Tensor:
+    """S -> R: the elements at the same global indices for all. The gradient goes to them."""
+    return group.psum(group.map(_own, x, dim, indices, group.offset(0, dim)))
+
+
+def _own(x: Tensor, dim: int, indices: Tensor, offset: int) -> Tensor:
+    """Those of the elements that are held here, and zeros, which are part of the graph even where there are none."""
+    size = x.shape[dim]
+    if not size:
+        return x.sum(dim, keepdim=True).to(x.dtype).expand(indices.shape)
+    local = indices - offset
+    mine = (local >= 0) & (local < size)
+    return torch.where(mine, x.gather(dim, local.clamp(0, size - 1)), 0)
+
+
+register("topk", rule=Rule(_topk, _topk_local))

@@ -1,1 +1,50 @@
-"""Random ops."""
+"""Random ops. How the numbers are drawn is for `dispatch.randomness` to say; here only which dims are free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.layout import Layout
+from shardwise.rules.notation import Factor, Factors
+from shardwise.rules.pointwise import pointwise_factors
+from shardwise.rules.registry import register
+from shardwise.rules.types import Call, Local, Rule, Strategy
+
+
+def _element_wise(call: Call) -> list[Strategy]:
+    return pointwise_factors(call).strategies()
+
+
+register("poisson", "_standard_gamma", "normal_functional", rule=Rule(_element_wise))
+
+
+# Samples of each row's distribution: the classes must be whole
+
+
+def _multinomial(call: Call) -> list[Strategy]:
+    lead: list[Factor] = ["row"] if call.inputs[0].ndim > 1 else []
+    return Factors([[*lead, None]], [[*lead, None]]).strategies()
+
+
+register("multinomial", rule=Rule(_multinomial))
+
+
+# Of nothing, torch's kernel returns its own argument, which autograd then takes for a result
+
+
+def _dropout_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    return None if all(map(math.prod, ins[0].held_shapes)) else Local(_dropout_or_empty, call.args, call.kwargs)
+
+
+def _dropout_or_empty(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if x.numel():
+        return torch.native_dropout(x, *args, **kwargs)
+    return x * 1, x.new_empty(x.shape, dtype=torch.bool)
+
+
+register("native_dropout", rule=Rule(_element_wise, _dropout_local))

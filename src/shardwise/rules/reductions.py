@@ -21,7 +21,10 @@ than any move of the input. What can be computed where it lies is not gathered, 
 
 
 def reduced_dims(call: Call) -> tuple[int, ...]:
+    """The dims that are gone, or of size one, afterwards. No dims mean every dim, but to `all` and `any` none."""
     ndim = call.inputs[0].ndim
+    if call.bound.get("dim") == [] and call.name in ("all", "any") and call.outputs[0].ndim == ndim:
+        return ()
     return call.dims() if "dim" in call.bound and ndim else tuple(range(ndim))
 
 
@@ -53,28 +56,52 @@ def split_axes(call: Call, layout: Layout) -> tuple[tuple[int, ...], ...]:
     return (tuple(axis for dim in sorted(reduced_dims(call)) for axis in layout.splits[dim]),)
 
 
-def _reduction(call: Call, reduction: Partial | None, *, linear: bool = False) -> list[Strategy]:
+def is_linear(call: Call, op: str) -> bool:
+    """Whether a sum, or an average, that is pending on the input passes through the op: not if the op first converts to
+    a dtype that cuts digits off, nor where the terms themselves do not add up in full."""
+    source, target = call.inputs[0].dtype, call.outputs[0].dtype
+    if source.is_floating_point or source.is_complex:
+        return target.is_floating_point or target.is_complex
+    return op == "sum" and source != torch.bool
+
+
+def reduction_ways(call: Call, reduction: Partial | None, *, linear: bool = False) -> list[Strategy]:
+    """Dims that stay are free; a dim that is reduced may be sharded if that leaves `reduction` pending."""
     names = dims_of(call.inputs[0].ndim)
     out = kept(call, names)
     reduce: dict[Factor, Partial | None] = {names[d]: reduction for d in reduced_dims(call)}
-    return Factors(
-        [names], [out] * len(call.outputs), reduce=reduce, linear=[frozenset({0})] if linear else []
-    ).strategies()
+    found = Factors([names], [out] * len(call.outputs), reduce=reduce).strategies()
+    pending = [Partial(op) for op in ("sum", "avg") if linear and is_linear(call, op)]
+    return [*found, *(Strategy((p,), (p,) * len(call.outputs)) for p in pending)]
 
 
-def _program_strategies(call: Call, cost: float = PROGRAM_COST) -> list[Strategy]:
-    """Reduced dims may be sharded too; the program makes the outputs whole."""
+def program_ways(call: Call, cost: float = PROGRAM_COST) -> list[Strategy]:
+    """Reduced dims may be sharded too; the program makes the outputs whole. What to say of nothing is left to torch."""
+    if not _count(call):
+        return reduction_ways(call, None)
     outs = (None,) * len(call.outputs)
-    return [*_reduction(call, None), *(Strategy((dim,), outs, cost) for dim in reduced_dims(call))]
+    return [*reduction_ways(call, None), *(Strategy((dim,), outs, cost) for dim in reduced_dims(call))]
 
 
 # Sums, means, products
 
 
+def converted(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    """Whether a pending input passes through a conversion depends on its dtype. A call of something else than the op
+    itself is planned for each dtype anew."""
+    if call.bound.get("dtype") is None or not ins[0].has_pending:
+        return None
+    return Local(_call, [call.op, *call.args], call.kwargs)
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
 def _mean_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     """Shards may differ in size: each sums its elements, and the sum is divided by the global count."""
     if not is_split(call, ins[0]):
-        return None
+        return converted(call, ins, outs)
     keepdim = bool(call.bound.get("keepdim"))
     return Local(_scaled_sum, [call.inputs[0], reduced_dims(call), keepdim, call["dtype"], _count(call)])
 
@@ -84,39 +111,18 @@ def _scaled_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dt
     return (wide(x).sum(dims, keepdim) / count).to(x.dtype)
 
 
-register("sum", "nansum", rule=Rule(lambda call: _reduction(call, SUM, linear=call.name == "sum")))
-register("mean", rule=Rule(lambda call: _reduction(call, SUM, linear=True), _mean_local))
-register("prod", rule=Rule(lambda call: _reduction(call, Partial("product"))))
-register("count_nonzero", rule=Rule(lambda call: _reduction(call, SUM)))
+register("sum", rule=Rule(lambda call: reduction_ways(call, SUM, linear=True), converted))
+register("nansum", rule=Rule(lambda call: reduction_ways(call, SUM)))
+register("mean", rule=Rule(lambda call: reduction_ways(call, SUM, linear=True), _mean_local))
+register("prod", rule=Rule(lambda call: reduction_ways(call, Partial("product"))))
+register("count_nonzero", rule=Rule(lambda call: reduction_ways(call, SUM)))
+register("hash_tensor", rule=Rule(lambda call: reduction_ways(call, None)))
 
 
 # All and any are minimum and maximum of booleans; an empty shard's answer is the neutral one.
 
-register("all", rule=Rule(lambda call: _reduction(call, Partial("min"))))
-register("any", rule=Rule(lambda call: _reduction(call, Partial("max"))))
-
-
-# Norms
-
-
-def _norm(call: Call) -> list[Strategy]:
-    return _reduction(call, Partial("norm", float(call["ord"])))
-
-
-def _norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if not is_split(call, ins[0]) or (call["ord"] >= 0 and not math.isinf(call["ord"])):
-        return None
-    return Local(_norm_or_neutral, [call.inputs[0], call["ord"], reduced_dims(call), call["keepdim"], call["dtype"]])
-
-
-def _norm_or_neutral(x: Tensor, order: float, dims: tuple[int, ...], keepdim: bool, dtype: Any) -> Tensor:
-    """Torch refuses an infinite or negative norm of nothing; an empty shard's is the neutral one of the reduction."""
-    if all(x.shape[d] for d in dims):
-        return torch.linalg.vector_norm(x, order, dims, keepdim, dtype=dtype)
-    return torch.sum(x.abs(), dims, keepdim, dtype=dtype) + (0 if order > 0 else math.inf)
-
-
-register("linalg_vector_norm", rule=Rule(_norm, _norm_local))
+register("all", rule=Rule(lambda call: reduction_ways(call, Partial("min"))))
+register("any", rule=Rule(lambda call: reduction_ways(call, Partial("max"))))
 
 
 # Extrema: values, indices, or both
@@ -125,25 +131,34 @@ register("linalg_vector_norm", rule=Rule(_norm, _norm_local))
 def _extremum_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     if not is_split(call, ins[0]):
         return None
-    largest = "max" in call.name
-    return Local(
-        _extremum,
-        [call.inputs[0], reduced_dims(call), bool(call.bound.get("keepdim")), largest],
-        groups=split_axes(call, ins[0]),
-    )
+    args = [call.inputs[0], reduced_dims(call), bool(call.bound.get("keepdim")), call.name]
+    return Local(extremum, args, groups=split_axes(call, ins[0]))
 
 
-def _extremum(group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool, largest: bool) -> Tensor:
-    """The global extremum; its gradient is shared equally by all elements that attain it, on whatever rank."""
-    best = group.reduce(group.map(_extremum_or_neutral, x.detach(), dims, largest), "max" if largest else "min")
-    if x.requires_grad:
-        hit = wide(((x.detach() == best) | (x.detach().isnan() & best.isnan())).to(x.dtype))
-        ties = group.reduce(hit.sum(dims, keepdim=True), "sum")
-        best = group.attach(best, group.psum((x * (hit / ties).to(x.dtype)).sum(dims, keepdim=True)))
-    return best if keepdim else best.squeeze(dims)
+def extremum(group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool, name: str) -> Any:
+    """The global extremum, or both of them, the minimum first."""
+    found = []
+    for op in ("min", "max"):
+        if op in name:
+            best = group.reduce(group.map(extremum_or_neutral, x.detach(), dims, op == "max"), op)
+            if x.requires_grad:
+                best = shared_gradient(group, x, best, dims, of_nan=name in ("max", "min"))
+            found.append(best if keepdim else best.squeeze(dims))
+    return found[0] if len(found) == 1 else tuple(found)
 
 
-def _extremum_or_neutral(x: Tensor, dims: tuple[int, ...], largest: bool) -> Tensor:
+def shared_gradient(
+    group: Collectives, x: Tensor, value: Tensor, dims: tuple[int, ...], *, of_nan: bool = True
+) -> Tensor:
+    """A value without gradient, with one that all elements equal to it share, on whatever rank. To torch a NaN has such
+    equals for `max`, but none for `amax`: then every gradient is NaN."""
+    same = x.detach() == value
+    hit = wide((same | (x.detach().isnan() & value.isnan()) if of_nan else same).to(x.dtype))
+    ties = group.reduce(hit.sum(dims, keepdim=True), "sum")
+    return group.attach(value, group.psum((x * (hit / ties).to(x.dtype)).sum(dims, keepdim=True)))
+
+
+def extremum_or_neutral(x: Tensor, dims: tuple[int, ...], largest: bool) -> Tensor:
     """The extremum with its dims kept; of an empty shard, the value that never wins."""
     if all(x.shape[d] for d in dims):
         return x.amax(dims, keepdim=True) if largest else x.amin(dims, keepdim=True)
@@ -161,7 +176,7 @@ def neutral(dtype: torch.dtype, largest: bool) -> Any:
 
 
 def _extremum_dim_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if len(call.outputs) == 1:
+    if len(call.outputs) == 1 or call.name == "aminmax":
         return _extremum_local(call, ins, outs)
     if not is_split(call, ins[0]):
         return None
@@ -208,8 +223,7 @@ def _winner(group: Collectives, value: Tensor, index: Tensor, largest: bool) -> 
     return best, group.reduce(torch.where(hit, index, LAST), "min")
 
 
-for _name in ("max", "min", "amax", "amin"):
-    register(_name, rule=Rule(_program_strategies, _extremum_dim_local))
+register("max", "min", "amax", "amin", "aminmax", rule=Rule(program_ways, _extremum_dim_local))
 
 
 def _arg_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
@@ -247,7 +261,7 @@ def _flat_extremum(x: Tensor, largest: bool, shape: tuple[int, ...], box: Any) -
     return value, index
 
 
-register("argmax", "argmin", rule=Rule(_program_strategies, _arg_local))
+register("argmax", "argmin", rule=Rule(program_ways, _arg_local))
 
 
 # Variance: two passes, so that it is as exact as on one device
@@ -261,8 +275,8 @@ def _correction(call: Call) -> float:
 
 def _variance_strategies(call: Call) -> list[Strategy]:
     if _count(call) <= _correction(call):  # no degrees of freedom: torch has its own answers, infinite or NaN
-        return _reduction(call, None)
-    return _program_strategies(call, 2 * PROGRAM_COST)
+        return reduction_ways(call, None)
+    return program_ways(call, 2 * PROGRAM_COST)
 
 
 def _variance_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
@@ -316,7 +330,7 @@ def _logsumexp_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) 
 
 def _logsumexp(group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     dtype, x = x.dtype, wide(x)
-    top = maximum(group, x, dims)
+    top = maximum(group, x.real if x.is_complex() else x, dims)
     top = torch.where(top.isinf(), 0, top)
     out = group.psum((x - top).exp().sum(dims, keepdim=True)).log() + top
     out = out.to(dtype) if dtype.is_floating_point else out
@@ -325,7 +339,7 @@ def _logsumexp(group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bo
 
 def maximum(group: Collectives, x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The global maximum without gradient, dims kept."""
-    return group.reduce(group.map(_extremum_or_neutral, x.detach(), dims, True), "max")
+    return group.reduce(group.map(extremum_or_neutral, x.detach(), dims, True), "max")
 
 
-register("logsumexp", rule=Rule(lambda call: _program_strategies(call, 2 * PROGRAM_COST), _logsumexp_local))
+register("logsumexp", rule=Rule(lambda call: program_ways(call, 2 * PROGRAM_COST), _logsumexp_local))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -13,15 +15,68 @@ from shardwise.layout import Layout
 from shardwise.rules.types import Call, Local, Rule, Strategy
 
 _rules: dict[str, Rule] = {}
+_homes: dict[str, str] = {}
 _found: dict[Any, Rule | None] = {}
+_library = torch.library.Library("shardwise", "FRAGMENT")
+
+FUNCTIONS: dict[Any, Any] = {}
+"""Python functions that are traced as one op of ours."""
 
 
 def register(*names: str, rule: Rule) -> Rule:
     """Give ops of the aten namespace (or `namespace::name`) a rule; in-place variants follow."""
     for name in names:
-        _rules[name if "::" in name else f"aten::{name}"] = rule
+        full = name if "::" in name else f"aten::{name}"
+        _rules[full], _homes[full] = rule, _calling_module()
     _found.clear()
     return rule
+
+
+def homes() -> dict[str, str]:
+    """Every op with a rule of its own, and the module that gave it."""
+    return dict(_homes)
+
+
+def _calling_module() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"] == __name__:
+        frame = frame.f_back
+    return frame.f_globals["__name__"]
+
+
+def register_function(
+    function: Callable,
+    schema: str,
+    *,
+    rule: Rule,
+    before: Callable | None = None,
+    returns: str = "Tensor",
+    meta: Callable | None = None,
+    traced_if: Callable[..., bool] | None = None,
+) -> Rule:
+    """Give a Python function a rule: in traces it is the op `shardwise::{its name}`, whose schema lists the function's
+    own parameters. The op exists on meta tensors only, so the rule's `local` must always say what runs instead.
+
+    `before` may do some of the function's work, in ops that are traced, and gives the arguments for the rest. `meta` is
+    another function that gives the same results on meta tensors; `traced_if` says which calls are that op.
+    """
+    name = function.__name__
+    _library.define(f"{name}({schema}) -> {returns}")
+    _library.impl(name, meta or function, "Meta")
+    op = getattr(torch.ops.shardwise, name).default
+
+    @wraps(function)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(arg, Tensor) and arg.is_meta for arg in (*args, *kwargs.values())):
+            return function(*args, **kwargs)  # gathered after all
+        if traced_if is not None and not traced_if(*args, **kwargs):
+            return function(*args, **kwargs)
+        if before is not None:
+            args, kwargs = before(*args, **kwargs)
+        return op(*args, **kwargs)
+
+    FUNCTIONS[function] = traced
+    return register(f"shardwise::{name}", rule=rule)
 
 
 def register_pointwise(rule: Rule) -> None:
@@ -43,11 +98,56 @@ def _look_up(op: Any) -> Rule | None:
     rule = _rules.get(name)
     if rule is None and name.endswith("_") and not name.endswith("__"):
         rule = _rules.get(name[:-1])
-    if rule is None and torch.Tag.pointwise in op.tags:
+        if rule is not None and torch.Tag.inplace_view not in op.tags:
+            rule = _in_place(rule)
+    if rule is None and _is_pointwise(op):
         rule = _rules["pointwise"]
     if rule is not None and any(argument.is_out for argument in op._schema.arguments):
         return _with_out(rule)
     return rule
+
+
+def _is_pointwise(op: Any) -> bool:
+    """Whether torch tags an op, or the one it is the in-place form of, as element-wise: some in-place forms are not."""
+    if torch.Tag.pointwise in op.tags:
+        return True
+    namespace, name = op._schema.name.split("::")
+    base = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
+    packet = getattr(getattr(torch.ops, namespace), base, None) if base != name else None
+    return packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+
+
+# In place: the base rule. Where its `local` runs something else than the op, the result is still to be written
+
+
+def _in_place(rule: Rule) -> Rule:
+    if rule.local is None:
+        return rule
+    base = rule.local
+
+    def local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+        found = base(call, ins, outs)
+        if found is None or found.function is call.op or len(call.outputs) != 1:
+            return found
+        return replace(found, function=_Overwrite(found.function), args=[*found.args, call.outputs[0]])
+
+    return Rule(rule.strategies, local)
+
+
+class _Overwrite:
+    """A function whose result is written to its last argument, of which it may need the old values for gradients."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        *rest, target = args
+        if torch.is_grad_enabled() and target.requires_grad:
+            rest = [target.clone() if arg is target else arg for arg in rest]
+        result = self.function(*rest, **kwargs)
+        return target if result is target else target.copy_(result)
 
 
 # `out=`: the base rule, and the results written to tensors that lie as they do

@@ -30,7 +30,7 @@ PENDING: Any = _Pending()
 Interval = tuple[int, int]
 """Part of a global dim: (start, stop)."""
 
-Resize = Callable[[tuple[int, ...]], Sequence[tuple[int, ...]] | None]
+Resize = Callable[[tuple[int, ...]], Sequence[tuple[int, ...] | None] | None]
 
 
 class Value:
@@ -60,13 +60,18 @@ class Strategy:
     """One way to run a call along one axis: how inputs must lie and how outputs then lie.
 
     `cost` counts bytes-equivalents that a distributed implementation moves inside. `resize` gives the sizes of each
-    output's pieces from the input's, where a sharded dim changes its length (None: these sizes do not work).
+    output's pieces from the input's, where a sharded dim changes its length: None for an output that is to be cut
+    evenly, and None for all of them where these sizes do not work.
     """
 
     ins: tuple[AxisPlacement, ...]
     outs: tuple[AxisPlacement, ...]
     cost: float = 0.0
     resize: Resize | None = field(default=None, compare=False)
+
+
+ANY_PENDING = Strategy((PENDING,), (PENDING,))
+"""For ops with one input and one output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,10 @@ class HeldValues:
         self.values = tuple(values)
 
 
+UNDECLARED_WRITES = {"native_batch_norm": ("running_mean", "running_var")}
+"""Arguments that an op writes to, in training, though its schema does not say so."""
+
+
 class Call:
     """One aten op applied to global tensors."""
 
@@ -188,6 +197,10 @@ class Call:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 held = self.args[position] if position < len(self.args) else self.kwargs.get(argument.name)
                 written.update(id(value) for value in flat_values(held))
+        if "batch_norm" in self.name and self.bound.get("training") is False:
+            return ()  # whatever the schema says
+        if self.name in UNDECLARED_WRITES and self.bound.get("training", True):
+            written.update(id(self.bound[name]) for name in UNDECLARED_WRITES[self.name])
         return tuple(i for i, value in enumerate(self.inputs) if id(value) in written)
 
     @cached_property
@@ -234,6 +247,7 @@ class Rule:
 
     strategies: Strategies
     local: Lowering | None = None
+    sees_all: bool = False  # it looks at a few numbers that every rank must see: gathering them is no news
 
 
 def replicated(call: Call) -> Strategy:

@@ -1,9 +1,9 @@
-"""Views and the ops that cut, join and rearrange dims."""
+"""Views: dims rearranged, added and removed, parts of a dim; and the `_copy` forms of all views."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,101 +12,15 @@ from torch import Tensor
 from shardwise.layout import Layout, offsets
 from shardwise.rules.notation import Factor, Factors, dims_of, factor_rule
 from shardwise.rules.registry import register
-from shardwise.rules.types import PENDING, SUM, Call, HeldValues, Local, Resize, Rule, Strategy, replicated
-
-ANY_PENDING = Strategy((PENDING,), (PENDING,))
-
-
-# Reshapes
-
-
-def matching_dims(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Cut a reshape into the smallest groups of dims, input and output, with the same product.
-
-    >>> matching_dims((2, 3, 4), (6, 4))
-    [([0, 1], [0]), ([2], [1])]
-    """
-    groups = []
-    i = j = 0
-    while i < len(source) or j < len(target):
-        ins, outs = [], []
-        size_in = size_out = 1
-        if i < len(source):
-            ins.append(i)
-            size_in *= source[i]
-            i += 1
-        if j < len(target):
-            outs.append(j)
-            size_out *= target[j]
-            j += 1
-        while size_in != size_out:
-            if size_in < size_out and i < len(source):
-                ins.append(i)
-                size_in *= source[i]
-                i += 1
-            elif j < len(target):
-                outs.append(j)
-                size_out *= target[j]
-                j += 1
-            else:
-                ins.append(i)
-                size_in *= source[i]
-                i += 1
-        groups.append((ins, outs))
-    return groups
-
-
-def _view(call: Call) -> list[Strategy]:
-    """A sharded dim survives a reshape if it is the outermost of its group on both sides."""
-    if "dtype" in call.bound:
-        return _reinterpretation(call)
-    source, target = call.inputs[0].shape, call.outputs[0].shape
-    found = [replicated(call), ANY_PENDING]
-    if 0 in source:
-        return found
-    for ins, outs in matching_dims(source, target):
-        wide_in = [d for d in ins if source[d] != 1]
-        wide_out = [d for d in outs if target[d] != 1]
-        if wide_in and wide_out:
-            inner_in = math.prod(source[d] for d in wide_in[1:])
-            inner_out = math.prod(target[d] for d in wide_out[1:])
-            found.append(Strategy((wide_in[0],), (wide_out[0],), resize=_rescale(inner_in, inner_out)))
-    return found
-
-
-def _reinterpretation(call: Call) -> list[Strategy]:
-    """`x.view(dtype)`: the same bytes. A last dim that changes its length must be whole; pending terms mean nothing."""
-    names: list[Factor] = list(dims_of(call.inputs[0].ndim))
-    if call.inputs[0].shape != call.outputs[0].shape:
-        names[-1] = None
-    return Factors([names], [names]).strategies()
-
-
-def _rescale(inner_in: int, inner_out: int) -> Resize:
-    def resize(sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-        if any(size * inner_in % inner_out for size in sizes):
-            return None
-        return [tuple(size * inner_in // inner_out for size in sizes)]
-
-    return resize
-
-
-def _view_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    """`reshape` is a view wherever the shard's strides allow one; they may differ from the global tensor's."""
-    if "dtype" in call.bound:
-        return None
-    return Local(Tensor.reshape, [call.inputs[0], HeldValues(outs[0].held_shapes)], resized=True)
-
-
-register("view", "_unsafe_view", "reshape", "_reshape_alias", rule=Rule(_view, _view_local))
-
+from shardwise.rules.reshapes import VIEW
+from shardwise.rules.types import ANY_PENDING, PENDING, SUM, Call, HeldValues, Local, Rule, Strategy
 
 # Dims rearranged, added, removed
 
 
 def _permutation(call: Call) -> tuple[int, ...]:
     ndim = call.inputs[0].ndim
-    match call.name.rstrip("_"):
+    match call.name.rstrip("_").removesuffix("_copy"):
         case "permute":
             return call.dims("dims")
         case "t":
@@ -124,7 +38,7 @@ def _permute(call: Call) -> list[Strategy]:
     return [*Factors([names], [[names[d] for d in _permutation(call)]]).strategies(), ANY_PENDING]
 
 
-register("permute", "transpose", "t", rule=Rule(_permute))
+PERMUTE = register("permute", "transpose", "t", rule=Rule(_permute))
 
 
 def _expand(call: Call) -> list[Strategy]:
@@ -139,7 +53,7 @@ def _expand_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> 
     return Local(Tensor.expand, [call.inputs[0], HeldValues(outs[0].held_shapes)], resized=True)
 
 
-register("expand", rule=Rule(_expand, _expand_local))
+EXPAND = register("expand", rule=Rule(_expand, _expand_local))
 
 
 def _squeezed(call: Call) -> tuple[int, ...]:
@@ -162,7 +76,7 @@ def _squeeze_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
     return Local(op, [call.inputs[0], list(_squeezed(call))])
 
 
-register("squeeze", rule=Rule(_squeeze, _squeeze_local))
+SQUEEZE = register("squeeze", rule=Rule(_squeeze, _squeeze_local))
 
 
 def _unsqueeze(call: Call) -> list[Strategy]:
@@ -172,7 +86,7 @@ def _unsqueeze(call: Call) -> list[Strategy]:
     return [*Factors([names], [out]).strategies(), ANY_PENDING]
 
 
-register("unsqueeze", rule=Rule(_unsqueeze))
+UNSQUEEZE = register("unsqueeze", rule=Rule(_unsqueeze))
 
 
 # Parts of a dim
@@ -191,7 +105,11 @@ def _without(names: Sequence[Factor], dim: int) -> list[Factor]:
 
 
 def _bounds(call: Call) -> tuple[int, int, int]:
-    start, end, _ = slice(call["start"], call["end"]).indices(call.inputs[0].shape[call.dims()[0]])
+    size = call.inputs[0].shape[call.dims()[0]]
+    if "length" in call.bound:  # `narrow_copy`
+        start = call["start"] + size if call["start"] < 0 else call["start"]
+        return start, start + call["length"], 1
+    start, end, _ = slice(call["start"], call["end"]).indices(size)
     return start, end, call["step"]
 
 
@@ -228,10 +146,11 @@ def _slice_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> L
         first = _first(start, step, at) - at if count else 0
         starts.append(first)
         ends.append(first + (count - 1) * step + 1 if count else 0)
-    return Local(call.op, [call.inputs[0], dim, HeldValues(starts), HeldValues(ends), step], resized=True)
+    args = [call.inputs[0], dim, HeldValues(starts), HeldValues(ends), step]
+    return Local(torch.ops.aten.slice.Tensor, args, resized=True)
 
 
-register("slice", rule=Rule(_slice, _slice_local))
+SLICE = register("slice", rule=Rule(_slice, _slice_local))
 
 
 def _select(call: Call) -> list[Strategy]:
@@ -253,13 +172,14 @@ def _select_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> 
 
 
 def _select_or_zero(x: Tensor, dim: int, index: int | None) -> Tensor:
-    """The selected slice, or zeros that are still part of the graph, so that every rank takes part in backward."""
+    """The selected slice, or zeros that are still part of the graph, so that every rank takes part in backward. A copy
+    on every rank: what is written to it must not reach the owner's shard alone."""
     if index is not None:
-        return x.select(dim, index)
+        return x.select(dim, index).clone()
     return x.narrow(dim, 0, 0).sum(dim).to(x.dtype)
 
 
-register("select", rule=Rule(_select, _select_local))
+SELECT = register("select", rule=Rule(_select, _select_local))
 
 
 def _split_sizes(call: Call) -> list[int]:
@@ -287,64 +207,96 @@ def _split_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> L
     if not ins[0].splits[dim]:
         return None
     sizes = [[out.held_shapes[rank][dim] for out in outs] for rank in range(len(ins[0].mesh.held))]
-    return Local(torch.split_with_sizes, [call.inputs[0], HeldValues(sizes), dim])
+    split = torch.unsafe_split_with_sizes if call.name.startswith("unsafe") else torch.split_with_sizes
+    return Local(split, [call.inputs[0], HeldValues(sizes), dim])
 
 
-register("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", rule=Rule(_split, _split_local))
-register("unbind", rule=Rule(lambda call: _along(call, call.dims()[0])))
+SPLIT = register(
+    *("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), rule=Rule(_split, _split_local)
+)
 
 
-# Joining tensors
+def _unbind(call: Call) -> list[Strategy]:
+    """Every index of a sharded dim, as if selected."""
+    (dim,) = call.dims()
+    return _along(call, dim, Strategy((dim,), (SUM,) * len(call.outputs)))
 
 
-def _joined(call: Call, names: Sequence[Sequence[Factor]], out: Sequence[Factor]) -> list[Strategy]:
-    together = [frozenset(range(len(call.inputs)))]
-    return Factors(names, [out], linear=together).strategies()
+def _unbind_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    (dim,) = call.dims()
+    if not ins[0].splits[dim]:
+        return None
+    starts = [ins[0].box(coordinate)[0][dim] for coordinate in ins[0].mesh.held]
+    return Local(_unbind_or_zero, [call.inputs[0], dim, HeldValues(starts), len(call.outputs)])
 
 
-def _cat(call: Call) -> list[Strategy]:
-    ndim = call.outputs[0].ndim
-    dim = (call["dim"] or 0) % ndim
-    names = [None if d == dim else name for d, name in enumerate(dims_of(ndim))]
-    return _joined(call, [names if value.ndim == ndim else [None] for value in call.inputs], names)
+def _unbind_or_zero(x: Tensor, dim: int, start: int, count: int) -> list[Tensor]:
+    inside = range(start, start + x.shape[dim])
+    return [_select_or_zero(x, dim, index - start if index in inside else None) for index in range(count)]
 
 
-def _stack(call: Call) -> list[Strategy]:
+UNBIND = register("unbind", rule=Rule(_unbind, _unbind_local))
+
+
+# Complex numbers as pairs of real ones
+
+
+def _as_real(call: Call) -> Factors:
     names = dims_of(call.inputs[0].ndim)
-    out: list[Factor] = list(names)
-    out.insert((call["dim"] or 0) % (len(names) + 1), None)
-    return _joined(call, [names] * len(call.inputs), out)
+    return Factors([names], [[*names, None]], linear=[frozenset({0})])
 
 
-register("cat", rule=Rule(_cat))
-register("stack", rule=Rule(_stack))
+def _as_complex(call: Call) -> Factors:
+    names = dims_of(call.outputs[0].ndim)
+    return Factors([[*names, None]], [names], linear=[frozenset({0})])
 
 
-# Dims that must be whole for the op to run as it is
+AS_REAL = register("view_as_real", rule=factor_rule(_as_real))
+AS_COMPLEX = register("view_as_complex", rule=factor_rule(_as_complex))
 
 
-def _flip(call: Call) -> list[Strategy]:
-    dims = call.dims("dims")
-    names = [None if d in dims else name for d, name in enumerate(dims_of(call.inputs[0].ndim))]
+# `_copy` forms: the same results, in memory of their own
+
+
+def copying(rule: Rule) -> Rule:
+    """The rule of an op that copies what a view, which has this rule, would show."""
+
+    def local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+        found = rule.local(call, ins, outs) if rule.local is not None else None
+        return None if found is None else replace(found, function=_Copied(found.function), resized=False)
+
+    return Rule(rule.strategies, local)
+
+
+class _Copied:
+    """A function whose results are copied."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        made = self.function(*args, **kwargs)
+        return made.clone() if isinstance(made, Tensor) else [part.clone() for part in made]
+
+
+register("view_copy", "_reshape_copy", rule=copying(VIEW))
+register("permute_copy", "transpose_copy", "t_copy", rule=copying(PERMUTE))
+register("expand_copy", rule=copying(EXPAND))
+register("squeeze_copy", rule=copying(SQUEEZE))
+register("unsqueeze_copy", rule=copying(UNSQUEEZE))
+register("slice_copy", "narrow_copy", rule=copying(SLICE))
+register("select_copy", rule=copying(SELECT))
+register("split_copy", "split_with_sizes_copy", rule=copying(SPLIT))
+register("unbind_copy", rule=copying(UNBIND))
+register("view_as_real_copy", rule=AS_REAL)
+register("view_as_complex_copy", rule=AS_COMPLEX)
+
+
+def _whole_copy(call: Call) -> list[Strategy]:
+    names = dims_of(call.inputs[0].ndim)
     return [*Factors([names], [names]).strategies(), ANY_PENDING]
 
 
-register("flip", "roll", rule=Rule(_flip))
-
-
-def _repeat(call: Call) -> Factors:
-    source, repeats = call.inputs[0].shape, list(call["repeats"])
-    lead = len(repeats) - len(source)
-    names = [name if repeats[lead + d] == 1 else None for d, name in enumerate(dims_of(len(source)))]
-    return Factors([names], [[*[None] * lead, *names]], linear=[frozenset({0})])
-
-
-register("repeat", rule=factor_rule(_repeat))
-
-
-def _triangle(call: Call) -> Factors:
-    names: list[Any] = [*dims_of(call.inputs[0].ndim - 2), None, None]
-    return Factors([names], [names], linear=[frozenset({0})])
-
-
-register("tril", "triu", rule=factor_rule(_triangle))
+register("alias_copy", "detach_copy", "lift_fresh_copy", rule=Rule(_whole_copy))

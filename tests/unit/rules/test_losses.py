@@ -1,9 +1,9 @@
-"""Losses and look-ups."""
+"""Losses that are summed where they lie."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from sweep import mesh_of, normal, place, sweep
+from sweep import normal, place, sweep
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
@@ -16,16 +16,32 @@ POINTWISE = {
     "smooth_l1": lambda a, b, **k: F.smooth_l1_loss(a, b, beta=0.3, **k),
     "huber": lambda a, b, **k: F.huber_loss(a, b, delta=0.3, **k),
     "bce": lambda a, b, **k: F.binary_cross_entropy(a.sigmoid(), b.sigmoid(), **k),
+    "bce with logits": lambda a, b, **k: F.binary_cross_entropy_with_logits(a, b.sigmoid(), **k),
     "soft margin": lambda a, b, **k: F.soft_margin_loss(a, b.detach().sign(), **k),
-    "kl": lambda a, b, **k: F.kl_div(a, b, log_target=True, **k),
+    "gaussian": lambda a, b, **k: F.gaussian_nll_loss(a, b, a.abs() * 2, full=True, eps=0.2, **k),
+}
+COMPOSED = {
+    "kl": lambda a, b: F.kl_div(a, b, log_target=True, reduction="batchmean"),
+    "hinge": lambda a, b: F.hinge_embedding_loss(a, b.detach().sign(), margin=0.2),
+    "ranking": lambda a, b: F.margin_ranking_loss(a, b, (a - b * 2).detach().sign(), margin=0.2),
+    "poisson": lambda a, b: F.poisson_nll_loss(a, b.abs() + 0.5, full=True),
+    "multilabel soft margin": lambda a, b: F.multilabel_soft_margin_loss(a, b.sigmoid()),
+    "triplet": lambda a, b: F.triplet_margin_loss(a, b, a * b, swap=True),
+    "triplet with distance": lambda a, b: F.triplet_margin_with_distance_loss(a, b, a * b),
+    "cosine": lambda a, b: F.cosine_embedding_loss(a, b, (a.sum(1) > 0) * 2 - 1, margin=0.1),
 }
 
 
-@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("loss", POINTWISE.values(), ids=POINTWISE)
 def test_pointwise_loss(loss, reduction):
     sweep(lambda a, b: loss(a, b, reduction=reduction), normal(5, 3), normal(5, 3) / 2)
+
+
+@pytest.mark.parametrize("loss", COMPOSED.values(), ids=COMPOSED)
+def test_loss_made_of_other_ops(loss):
+    """Their mean is one over the whole batch, however unevenly it is split."""
+    sweep(loss, normal(5, 3), normal(5, 3) / 2, partial=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -49,74 +65,99 @@ def test_the_same_tensor_twice():
     torch.testing.assert_close(F.mse_loss(x, y).full_tensor(), F.mse_loss(normal(11, 3), normal(11, 3) * 2))
 
 
-def cross_entropy(target, *, weight=None, **options):
-    """A loss of logits alone: targets and weights lie on the mesh of the logits, sharded by rows."""
-
-    def loss(x):
-        if not isinstance(x, sw.DTensor):
-            return F.cross_entropy(x, target, weight, **options)
-        rows = [S(0) if target.dim() else R] * x.device_mesh.ndim
-        where = [R] * x.device_mesh.ndim
-        spread = None if weight is None else sw.distribute_tensor(weight, x.device_mesh, where)
-        return F.cross_entropy(x, sw.distribute_tensor(target, x.device_mesh, rows), spread, **options)
-
-    return loss
+BROADCAST = {
+    "mse": lambda a, b: F.mse_loss(a, b),
+    "l1": lambda a, b: F.l1_loss(a, b),
+    "huber": lambda a, b: F.huber_loss(a, b, reduction="none"),
+    "gaussian": lambda a, b: F.gaussian_nll_loss(a, a * 2, b.abs() + 0.1, reduction="none"),
+}
 
 
-TARGET = torch.tensor([1, 3, 0, 2, 1])
-WEIGHT = torch.tensor([0.1, 2.0, 3.0, 0.5], dtype=torch.float64)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("shape", [(1, 3), (5, 1)], ids=str)
+@pytest.mark.parametrize("loss", BROADCAST.values(), ids=BROADCAST)
+def test_operands_that_broadcast(loss, shape):
+    sweep(loss, normal(5, 3), normal(*shape))
 
 
-@pytest.mark.filterwarnings("ignore:aten.gather")  # of the weights, in the smoothed mean
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("weight", [None, WEIGHT], ids=["equal", "weighted"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_cross_entropy(reduction, weight, smoothing):
-    options = {"reduction": reduction, "weight": weight, "label_smoothing": smoothing}
-    sweep(cross_entropy(TARGET, **options), normal(5, 4))
-    sweep(cross_entropy(TARGET, ignore_index=1, **options), normal(5, 4))
+def test_weights_of_elements(reduction):
+    """They broadcast, and have no gradient."""
+    sweep(
+        lambda a, b, w: F.binary_cross_entropy(
+            a.sigmoid(), b.detach().sigmoid(), w.detach().abs(), reduction=reduction
+        ),
+        *(normal(5, 3), normal(5, 3) / 2, normal(3)),
+        partial=False,
+    )
+    sweep(
+        lambda a, b, w: F.binary_cross_entropy_with_logits(
+            a, b.sigmoid(), w.detach().abs(), pos_weight=w.detach() + 3, reduction=reduction
+        ),
+        *(normal(5, 3), normal(5, 3) / 2, normal(3)),
+        partial=False,
+    )
+    sweep(
+        lambda a, b, w: F.mse_loss(a, b, weight=w.abs(), reduction=reduction),
+        *(normal(5, 3) + i for i in range(3)),
+        partial=False,
+    )
 
 
-def test_cross_entropy_of_other_shapes():
-    sweep(cross_entropy(torch.tensor(2)), normal(4))
-    sweep(cross_entropy(torch.randint(0, 3, (2, 4)), ignore_index=0, weight=WEIGHT[:3]), normal(2, 3, 4))
-    sweep(cross_entropy(torch.full((5,), -100), reduction="sum"), normal(5, 4))
-    sweep(cross_entropy(torch.full((5,), -100)), normal(5, 4))
-    sweep(cross_entropy(torch.softmax(normal(5, 4), 1), weight=WEIGHT), normal(5, 4))
+def test_weighted_l1():
+    sweep(lambda a, b, w: F.l1_loss(a, b, weight=w.abs()), *(normal(5, 3) + i for i in range(3)))
 
 
-def test_fewer_classes_than_ranks():
-    sweep(cross_entropy(torch.tensor([1, 0, 1]), weight=WEIGHT[:2]), normal(3, 2))
+# Gaussian likelihood
 
 
-def test_sharded_classes_are_not_gathered():
-    x, target = place(normal(8, 40), S(1)).requires_grad_(), place(torch.arange(8), R)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_variance_of_a_row_or_of_everything(reduction):
+    loss = lambda a, b, v: F.gaussian_nll_loss(a, b, v.abs(), reduction=reduction)  # noqa: E731
+    sweep(loss, normal(5, 3), normal(5, 3) / 2, normal(5), partial=False)
+    sweep(lambda a, b: F.gaussian_nll_loss(a, b, 0.7, reduction=reduction), normal(5, 3), normal(5, 3) / 2)
+
+
+def test_negative_variance_is_refused():
+    x, var = place(normal(5, 3), S(0)), torch.ones(5, 3)
+    var[4, 2] = -1
+    with pytest.raises(ValueError, match="var has negative entry/entries"):
+        F.gaussian_nll_loss(x, x, place(var, S(0)))
+    with pytest.raises(ValueError, match="var has negative entry/entries"):
+        F.gaussian_nll_loss(x, x, -1.0)
+    with pytest.raises(ValueError, match="var is of incorrect size"):
+        F.gaussian_nll_loss(x, x, place(torch.ones(4), R))
+    with pytest.raises(ValueError, match="most is not valid"):
+        F.gaussian_nll_loss(x, x, place(torch.ones(5, 3), R), reduction="most")
+
+
+# Rows
+
+
+LABELS = torch.tensor([[0, 2, -1], [1, -1, 0], [2, 1, 0], [-1, 1, 1], [0, -1, -1]])
+TARGET = torch.tensor([0, 2, 1, 1, 0])
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_margins_between_classes(reduction):
+    options = {"reduction": reduction}
+    sweep(lambda x, t: F.multilabel_margin_loss(x, t, **options), normal(5, 3), LABELS)
+    sweep(
+        lambda x, t, w: F.multi_margin_loss(x, t, p=2, margin=0.7, weight=w.detach().abs(), **options),
+        *(normal(5, 3), TARGET, normal(3)),
+        partial=False,
+    )
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_margins_of_one_row(reduction):
+    sweep(lambda x, t: F.multilabel_margin_loss(x, t, reduction=reduction), normal(3), LABELS[0])
+    sweep(lambda x, t: F.multi_margin_loss(x, t, reduction=reduction), normal(3), TARGET[1])
+
+
+@pytest.mark.parametrize("loss", [F.multi_margin_loss, F.nll_loss], ids=["margin", "nll"])
+def test_rows_are_not_gathered(loss):
+    x, target = place(normal(5, 3), S(0)), place(TARGET, S(0))
     with CommDebugMode() as comm:
-        F.cross_entropy(x, target).backward()
-    assert set(comm.get_comm_counts()) <= {"all_reduce"}
-    assert x.grad.placements == (S(1),)
-
-
-INDEX = torch.tensor([[0, 1, 1], [3, 5, 1], [0, 2, 4]])
-
-
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"scale_grad_by_freq": True}], ids=str)
-@pytest.mark.parametrize("where", [R, S(0), S(1)], ids=str)
-def test_embedding(options, where):
-    for shape in ((2,), (4,), (2, 2)):
-        index = sw.distribute_tensor(INDEX, mesh_of(shape), [where] * len(shape))
-        for rows in (R, S(0), S(1), P()):
-            w = normal(6, 3).requires_grad_()
-            d = sw.distribute_tensor(w.detach(), mesh_of(shape), [rows] * len(shape)).requires_grad_()
-            expected, out = F.embedding(INDEX, w, **options), F.embedding(index, d, **options)
-            torch.testing.assert_close(out.full_tensor(), expected)
-            (expected**2).sum().backward()
-            (out**2).sum().backward()
-            torch.testing.assert_close(d.grad.full_tensor(), w.grad)
-
-
-def test_embedding_split_by_columns_moves_nothing():
-    index, table = place(INDEX, R), place(normal(6, 4), S(1))
-    with CommDebugMode() as comm:
-        out = F.embedding(index, table)
-    assert out.placements == (S(2),) and comm.get_total_counts() == 0
+        out = loss(x, target, reduction="sum")
+    assert out.placements == (P(),) and comm.get_total_counts() == 0

@@ -27,6 +27,11 @@ PRODUCTS = {
     "addmv": (torch.addmv, (5,), (5, 3), (3,)),
     "addr": (torch.addr, (5, 3), (5,), (3,)),
     "baddbmm": (lambda c, a, b: torch.baddbmm(c, a, b, beta=2), (1, 4), (3, 5, 2), (3, 2, 4)),
+    "addbmm": (lambda c, a, b: torch.addbmm(c, a, b, beta=2, alpha=-3), (5, 4), (3, 5, 2), (3, 2, 4)),
+    "addbmm bias": (torch.addbmm, (4,), (3, 5, 2), (3, 2, 4)),
+    "bilinear": (F.bilinear, (5, 3), (5, 2), (4, 3, 2)),
+    "bilinear bias": (lambda a, b, w: F.bilinear(a, b, w, w[:, 0, 0]), (2, 3, 3), (2, 3, 1), (4, 3, 1)),
+    "ger": (torch.ger, (5,), (3,)),
     "linear": (F.linear, (2, 5, 3), (4, 3)),
     "linear bias": (F.linear, (5, 3), (4, 3), (4,)),
     "linear vector": (F.linear, (3,), (4, 3), (4,)),
@@ -95,6 +100,16 @@ def test_row_parallel_bias_counts_once():
     torch.testing.assert_close(bias.grad.full_tensor(), torch.full((48,), 64.0, dtype=torch.float64))
 
 
+def test_an_addend_counts_once():
+    """A contraction split into terms, with `beta` and `alpha`: the addend is one of them, on one rank."""
+    c, a, b = normal(5, 4), normal(5, 6), normal(6, 4)
+    for beta, alpha in ((1, 1), (2, 3), (0.5, -2.0), (0, 1)):
+        d = [place(x, where) for x, where in ((c, R), (a, S(1)), (b, S(0)))]
+        out = torch.addmm(*d, beta=beta, alpha=alpha)
+        assert out.placements == (P(),)
+        torch.testing.assert_close(out.full_tensor(), torch.addmm(c, a, b, beta=beta, alpha=alpha))
+
+
 def test_two_axes_column_and_data_parallel():
     x, w = place(normal(64, 32), S(0), R, mesh=(2, 2)), place(normal(32, 48), R, S(1), mesh=(2, 2))
     with CommDebugMode() as comm:
@@ -110,3 +125,9 @@ def test_contraction_split_in_different_places():
     assert (str(a._layout), str(b._layout)) == ("[4,6] S(1)@a", "[6,5] S(0)@a")
     torch.testing.assert_close((a @ b).full_tensor(), x[:, 2:8] @ w[2:8])
     torch.testing.assert_close((a @ place(w[2:8], S(0))).full_tensor(), x[:, 2:8] @ w[2:8])
+
+
+def test_activated_product():
+    """torch has no gradient for it."""
+    gated = lambda c, a, b: torch._addmm_activation(c, a, b, use_gelu=True)  # noqa: E731
+    sweep(gated, normal(4), normal(5, 3), normal(3, 4), backward=False)

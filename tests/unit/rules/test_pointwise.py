@@ -1,10 +1,14 @@
 """Element-wise ops, copies, fills and `*_like`."""
 
+import math
+
 import pytest
 import torch
-from sweep import normal, place, sweep, sweep_in_place
+from compare import check_shards
+from sweep import mesh_of, normal, place, sweep, sweep_in_place
 
 import shardwise as sw
+from shardwise.comm import ranked
 from shardwise.debug import CommDebugMode
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
@@ -103,11 +107,12 @@ def test_in_place_on_a_pending_value():
     x = place(normal(5, 3), P())
     with pytest.raises(sw.errors.InPlaceError, match=r"aten\.clamp_ cannot write to a tensor that lies as"):
         x.clamp_(max=2)
-    with pytest.raises(sw.errors.InPlaceError):
-        x.fill_(1.0)
-    with pytest.raises(sw.errors.InPlaceError):
-        x.add_(1.0)
     torch.testing.assert_close(x.full_tensor(), normal(5, 3))
+    assert x.add_(1.5).placements == x.sub_(2, alpha=0.5).placements == (P(),)
+    torch.testing.assert_close(x.full_tensor(), normal(5, 3) + 0.5)
+    assert x.fill_(3).placements == (P(),)
+    assert (x.full_tensor() == 3).all()
+    x = place(normal(5, 3), P())
     assert x.mul_(-2).placements == (P(),)
     torch.testing.assert_close(x.full_tensor(), normal(5, 3) * -2)
     assert not x.zero_().full_tensor().any()
@@ -126,10 +131,59 @@ def test_reductions_stay_pending(op):
     d = place(normal(5, 3), P(op))
     assert d.clone().placements == d.detach().placements == (P(op),)
     assert torch.neg(d).placements == (P({"max": "min", "min": "max"}.get(op, op)),)
-    assert (d * -2).placements == ((P(op),) if op in ("sum", "avg") else (R,))
+    assert (d * -2).placements == torch.neg(d).placements and (d * 2).placements == (P(op),)
+    assert (d + 1).placements == (P(op),)
 
 
-PENDING = {"mul": (torch.mul, P(), R, P()), "div": (torch.div, P(), R, P())}
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
+def test_numbers_and_pending_values(op):
+    """Order and sign decide what passes through; a number seen before decides nothing."""
+    terms = torch.tensor([[1.0, -3.0, math.inf], [2.0, 1.0, -2.0]], dtype=torch.float64)
+    d = sw.DTensor.from_local(ranked(list(terms.clone())), mesh_of((2,)), [P(op)])
+    x = {"sum": terms.sum(0), "avg": terms.mean(0), "max": terms.amax(0), "min": terms.amin(0)}[op]
+    for n in (2, -5, 2.0, -5.0, 0.5, -0.1, 0, 0.0):
+        for function in (
+            torch.mul,
+            torch.add,
+            torch.sub,
+            torch.rsub,
+            torch.div,
+            lambda a, n: torch.rsub(a, n, alpha=-1),
+        ):
+            torch.testing.assert_close(function(d, n).full_tensor(), function(x, n), equal_nan=True)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_gradients_of_pending_extrema(op):
+    terms = torch.tensor([[1.0, -3.0], [2.0, -7.0]], dtype=torch.float64)
+    for function in (lambda a: a * -2.0, lambda a: 3 - a, lambda a: a / 4, lambda a: a + 1.5):
+        local = ranked(list(terms.clone())).requires_grad_()
+        function(sw.DTensor.from_local(local, mesh_of((2,)), [P(op)])).full_tensor().sum().backward()
+        x = terms.clone().requires_grad_()
+        function(x.amax(0) if op == "max" else x.amin(0)).sum().backward()
+        assert local.grad.tolist().values == tuple(x.grad.tolist())
+
+
+def test_unsigned_numbers_have_no_order_to_reverse():
+    d = place(torch.tensor([3, 200], dtype=torch.uint8), P("max"))
+    assert torch.neg(d).tolist() == torch.neg(torch.tensor([3, 200], dtype=torch.uint8)).tolist()
+
+
+def test_dividing_a_pending_sum_by_zero():
+    """Infinity, as on one device: no term that is zero makes it NaN."""
+    terms = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    d = sw.DTensor.from_local(ranked(list(terms.clone())), mesh_of((2,)), [P()])
+    zero = place(torch.zeros(2, dtype=torch.float64), R)
+    torch.testing.assert_close((d / zero).full_tensor(), terms.sum(0) / 0, equal_nan=True)
+    torch.testing.assert_close(torch.addcdiv(zero, d, zero).full_tensor(), terms.sum(0) / 0, equal_nan=True)
+
+
+PENDING = {
+    "mul": (torch.mul, P(), R, P()),
+    "lerp": (lambda a, b: torch.lerp(a, b, 0.3), P(), P(), P()),
+    "average": (torch.add, P("avg"), R, P("avg")),
+    "addcmul": (lambda a, b: torch.addcmul(a, a, b, value=3), P(), R, P()),
+}
 STAYS = {
     "add": (torch.add, P(), P(), P()),
     "sub": (torch.sub, P("avg"), P("avg"), P("avg")),
@@ -215,3 +269,27 @@ def test_new_tensors_lie_like_the_old_one(where):
     assert other.placements == (R,)
     torch.testing.assert_close(other.full_tensor(), torch.full((7, 2), 3.0, dtype=torch.float64))
     assert [x.shape for x in whole] == [(5, 3), (4,)]
+
+
+@pytest.mark.parametrize("where", [R, S(0), S(1), P()], ids=str)
+def test_new_tensors_with_strides(where):
+    x = place(normal(5, 3), where, mesh=(4,))
+    for stride, keeps in (((3, 1), True), ((1, 5), True), ((0, 1), False), ((6, 2), False)):
+        new = x.new_empty_strided((5, 3), stride)
+        assert new.shape == (5, 3) and new.placements == ((where,) if keeps and where != P() else (R,))
+        check_shards(new.fill_(2.0))
+        assert new.stride() == stride or not keeps
+    assert x.new_empty_strided((2, 2), (2, 1)).placements == (R,)
+    like = torch.full_like(place(normal(2, 3, 5, 4), S(1)), 3.0, memory_format=torch.channels_last)
+    assert like.placements == (S(1),) and like.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_copies_that_change_the_dtype():
+    """A pending sum of fractions does not survive their rounding, whatever was copied before."""
+    assert place(normal(5, 3), P()).copy_(place(normal(5, 3), P())).placements == (P(),)
+    target, source = place(torch.zeros(5, 3, dtype=torch.int64), P()), normal(5, 3) * 4
+    with pytest.raises(sw.errors.InPlaceError):
+        target.copy_(place(source, P()))
+    whole = place(torch.zeros(5, 3, dtype=torch.int64), S(0))
+    assert torch.equal(whole.copy_(place(source, P())).full_tensor(), source.long())
+    assert place(source, P()).float().copy_(place(source, P())).placements == (P(),)

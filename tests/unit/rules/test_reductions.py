@@ -47,11 +47,19 @@ OPS = {
     "argmax dim": lambda a: a.argmax(1, keepdim=True),
     "argmin dim": lambda a: a.argmin(0),
     "argmin keepdim": lambda a: a.argmin(None, keepdim=True),
+    "aminmax": lambda a: torch.aminmax(a),
+    "aminmax dim": lambda a: torch.aminmax(a, dim=0, keepdim=True),
     "all": lambda a: (a > -1).all(),
+    "all dims": lambda a: (a > -1).all((0, 1), keepdim=True),
+    "all no dims": lambda a: a.all(()),
     "any dim": lambda a: (a > 1).any(0),
+    "any dims": lambda a: a.any((1,)),
     "count_nonzero": lambda a: (a > 0).count_nonzero(0),
+    "count_nonzero dims": lambda a: a.count_nonzero((0, 1)),
+    "nanmean": lambda a: a.nanmean(0, keepdim=True),
+    "sum_to_size": lambda a: a.sum_to_size(1, a.shape[1]),
 }
-PROGRAMS = ("var", "std", "norm", "logsumexp", "max", "min", "amax", "amin", "argmax", "argmin")
+PROGRAMS = ("var", "std", "norm", "logsumexp", "max", "min", "amax", "amin", "aminmax", "argmax", "argmin")
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
@@ -76,6 +84,14 @@ EXACT = {
     "ties in amax": (lambda a: a.amax(0), [0.0, 0, 0, 5, 5]),
     "ties in max": (lambda a: a.max(), [5.0, 1, 5, 2, 5]),
     "ties in max dim": (lambda a: a.max(0), [1.0, 5, 5, 2, 5]),
+    "ties in aminmax": (lambda a: torch.aminmax(a), [1.0, 5, 1, 5, 5, 1]),
+    "nan in amax": (lambda a: a.amax(0), [1.0, math.nan, 3, math.nan]),
+    "nan in aminmax": (lambda a: torch.aminmax(a, dim=0), [1.0, math.nan, 3, 2]),
+    "nan in min": (lambda a: a.min(), [1.0, math.nan, 3, math.nan]),
+    "nan in logsumexp": (lambda a: a.logsumexp(0), [1.0, math.nan, 3, 2]),
+    "nan in var": (lambda a: torch.var_mean(a, 0), [1.0, math.nan, 3, 2]),
+    "nan in norm": (lambda a: norm(a, inf), [1.0, math.nan, 3, 2]),
+    "nan in any": (lambda a: (a.any(), a.all()), [0.0, math.nan, 0, 0]),
     "all minus infinity": (lambda a: a.max(0), [-inf] * 5),
     "nan in max": (lambda a: a.max(0), [1.0, math.nan, 3, math.nan]),
     "nan in argmax": (lambda a: a.argmax(), [1.0, 7, math.nan, 3, math.nan]),

@@ -23,12 +23,12 @@ def test_elementwise_ops_are_found_by_tag():
 
 
 def test_no_rule():
-    assert rule_for(aten.sort.default) is None
-    assert rule_for(aten.cumsum.default) is None
+    assert rule_for(aten.bincount.default) is None
+    assert rule_for(aten.unique_consecutive.default) is None
 
 
 def test_a_new_rule_replaces_what_was_looked_up_before(monkeypatch):
-    monkeypatch.setattr(registry, "_rules", dict(registry._rules))
+    monkeypatch.setattr(registry, "_rules", {})
     monkeypatch.setattr(registry, "_found", {})
     assert rule_for(aten.cumsum.default) is None
     rule = Rule(lambda call: [replicated(call)])

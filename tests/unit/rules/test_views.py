@@ -1,12 +1,13 @@
-"""Views and the ops that cut, join and rearrange dims."""
+"""Views: reshapes, dims rearranged, added and removed, parts of a dim; and their `_copy` forms."""
 
 import pytest
 import torch
+from compare import as_tensors
 from sweep import mesh_of, normal, place, sweep
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.rules.views import matching_dims
+from shardwise.rules.reshapes import matching_dims
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 
@@ -14,8 +15,11 @@ OPS = {
     "merge": (lambda a: a.view(5, 12), (5, 3, 4)),
     "merge outer": (lambda a: a.view(15, 4), (5, 3, 4)),
     "split": (lambda a: a.unflatten(1, (2, 2)), (5, 4)),
-    "split outer": (lambda a: a.view(3, 2, 4), (6, 4)),
+    "split in between": (lambda a: a.view(3, 2, 4), (6, 4)),
+    "split in between twice": (lambda a: a.view(3, 2, 5, 2), (6, 10)),
+    "split a part": (lambda a: a[1:].view(2, 3, 2), (7, 2)),
     "across": (lambda a: a.view(16, 6), (12, 8)),
+    "across in between": (lambda a: a.view(8, 9), (12, 6)),
     "mixed": (lambda a: a.view(2, 3, 2, 2), (6, 4)),
     "ones": (lambda a: a.view(1, 5, 1, 3, 1), (5, 3)),
     "minus one": (lambda a: a.reshape(-1, 2), (6, 3)),
@@ -31,6 +35,10 @@ OPS = {
     "expand": (lambda a: a.expand(4, 4), (1, 4)),
     "expand lead": (lambda a: a.expand(2, -1, 3), (5, 3)),
     "expand middle": (lambda a: a.expand(5, 4, 3), (5, 1, 3)),
+    "swapaxes": (lambda a: a.swapaxes(0, 1), (3, 4)),
+    "atleast_3d": (torch.atleast_3d, (5, 3)),
+    "repeat_interleave": (lambda a: a.repeat_interleave(2, 0), (5, 3)),
+    "repeat_interleave flat": (lambda a: a.repeat_interleave(3), (5, 3)),
     "broadcast_to": (lambda a: torch.broadcast_to(a, (2, 5, 3)), (5, 1)),
     "squeeze": (lambda a: a.squeeze(), (1, 5, 1)),
     "squeeze dim": (lambda a: a.squeeze(0), (1, 5)),
@@ -50,6 +58,10 @@ OPS = {
     "getitem": (lambda a: a[1:3, None, 2], (5, 3)),
     "ellipsis": (lambda a: a[-1, ..., None], (5, 3)),
     "chunk": (lambda a: a.chunk(3, 0), (5, 3)),
+    "unsafe_chunk": (lambda a: torch.unsafe_chunk(a, 2), (5, 2)),
+    "hsplit": (lambda a: a.hsplit(2), (3, 4)),
+    "vsplit": (lambda a: a.vsplit([1, 3]), (5, 2)),
+    "dsplit": (lambda a: a.dsplit(2), (2, 3, 4)),
     "chunk inner": (lambda a: a.chunk(2, -1), (5, 3)),
     "split equal": (lambda a: a.split(2, 0), (5, 3)),
     "split sizes": (lambda a: a.split([2, 0, 3], 0), (5, 3)),
@@ -57,26 +69,9 @@ OPS = {
     "unbind": (lambda a: a.unbind(0), (5, 3)),
     "unbind inner": (lambda a: a.unbind(1), (5, 3)),
     "iterate": (lambda a: tuple(a), (3, 2)),
-    "flip": (lambda a: a.flip(0), (5, 3)),
-    "roll": (lambda a: a.roll(1, 0), (5, 3)),
-    "roll flat": (lambda a: a.roll(2), (5, 3)),
-    "repeat": (lambda a: a.repeat(2, 1), (5, 3)),
-    "repeat lead": (lambda a: a.repeat(2, 1, 1), (5, 3)),
-    "tril": (lambda a: a.tril(-1), (2, 5, 3)),
-    "triu": (lambda a: a.triu(1), (5, 3)),
     "part of pieces": (lambda a: a[1:4].view(9) * 2, (5, 3)),
     "bits": (lambda a: a.detach().view(torch.int64), (5, 3)),
     "bits shorter": (lambda a: a.detach().view(torch.int32), (5, 3)),
-}
-
-JOINS = {
-    "cat": (lambda a, b: torch.cat([a, b]), (5, 3), (2, 3)),
-    "cat inner": (lambda a, b: torch.cat([a, b], -1), (5, 3), (5, 2)),
-    "cat empty": (lambda a, b: torch.cat([a, b]), (0,), (5, 2)),
-    "cat itself": (lambda a, b: torch.cat([a, b, a], 1), (5, 3), (5, 2)),
-    "stack": (lambda a, b: torch.stack([a, b], 1), (5, 3), (5, 3)),
-    "hstack": (lambda a, b: torch.hstack([a, b]), (5, 3), (5, 2)),
-    "cat of parts": (lambda a, b: torch.cat([a[1:3], b[2:]]), (5, 3), (5, 3)),
 }
 
 
@@ -85,20 +80,78 @@ def test_view(op, shape):
     sweep(op, normal(*shape))
 
 
-@pytest.mark.parametrize(("op", "left", "right"), JOINS.values(), ids=JOINS)
-def test_join(op, left, right):
-    sweep(op, normal(*left), normal(*right))
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+@pytest.mark.parametrize("op", ["select last", "unbind", "slice step", "split in between", "transpose"])
+def test_view_of_other_dtypes(op, dtype):
+    function, shape = OPS[op]
+    sweep(function, (normal(*shape) > 0).to(dtype))
+
+
+COPIES = {
+    "view": lambda a: torch.view_copy(a, (3, 2, 4)),
+    "permute": lambda a: torch.permute_copy(a, (1, 0)),
+    "transpose": lambda a: torch.transpose_copy(a, 0, 1),
+    "t": torch.t_copy,
+    "expand": lambda a: torch.expand_copy(a, (2, 6, 4)),
+    "expand nothing": lambda a: torch.expand_copy(a, (6, 4)),
+    "squeeze": torch.squeeze_copy,
+    "unsqueeze": lambda a: torch.unsqueeze_copy(a, 0),
+    "slice": lambda a: torch.slice_copy(a, 0, 1, 5, 2),
+    "narrow": lambda a: torch.narrow_copy(a, 0, -3, 2),
+    "select": lambda a: torch.select_copy(a, 0, 1),
+    "split": lambda a: torch.split_copy(a, 4),
+    "split sizes": lambda a: torch.split_with_sizes_copy(a, [1, 5]),
+    "unbind": torch.unbind_copy,
+    "alias": torch.alias_copy,
+    "lift_fresh": torch.ops.aten.lift_fresh_copy,
+}
+
+
+@pytest.mark.parametrize("op", COPIES.values(), ids=COPIES)
+def test_copy_of_a_view(op):
+    sweep(op, normal(6, 4))
+
+
+@pytest.mark.parametrize("where", [R, S(0), S(1)])
+@pytest.mark.parametrize("op", COPIES.values(), ids=COPIES)
+def test_a_copy_has_its_own_memory(op, where):
+    x = place(normal(6, 4), where)
+    for result in as_tensors(op(x)):
+        result.zero_()
+    torch.testing.assert_close(x.full_tensor(), normal(6, 4))
+
+
+def test_complex_numbers_as_pairs():
+    z = torch.complex(normal(5, 3), normal(5, 3).flip(0))
+    for op in (torch.view_as_real, torch.real, torch.imag, torch.view_as_real_copy):
+        sweep(op, z)
+    sweep(lambda a: torch.view_as_real(torch.view_as_complex(a)), normal(5, 3, 2))
+    for op in (lambda a: a.H, lambda a: a.mH, lambda a: a.conj().resolve_conj()):
+        sweep(op, z)
+
+
+def test_meshgrid():
+    for indexing in ("ij", "xy"):
+        sweep(lambda a, b, indexing=indexing: torch.meshgrid(a, b, indexing=indexing), normal(5), normal(3))
 
 
 LIKE = {
     "view_as": (lambda a, b: a.view_as(b), (6, 2), (3, 4)),
     "expand_as": (lambda a, b: a.expand_as(b), (5, 1), (5, 3)),
+    "broadcast_tensors": (lambda a, b: torch.broadcast_tensors(a, b)[0], (5, 1), (5, 3)),
 }
 
 
 @pytest.mark.parametrize(("op", "left", "right"), LIKE.values(), ids=LIKE)
 def test_shape_of_another(op, left, right):
     sweep(lambda a, b: op(a, b) + b, normal(*left), normal(*right))
+
+
+def test_a_change_of_size_in_place_is_refused():
+    x = place(normal(6, 4), S(0))
+    with pytest.raises(sw.errors.InPlaceError, match="changes the shape"):
+        x.resize_(2, 2)
+    torch.testing.assert_close(x.full_tensor(), normal(6, 4))
 
 
 def test_sum_to_size():
@@ -153,11 +206,6 @@ STAYS = {
     "unbind other": (lambda a: a.unbind(1)[0], S(0), "[8] S(0)@a"),
     "expand": (lambda a: a.expand(3, 8, 6), S(1), "[3,8,6] S(2)@a"),
     "unsqueeze": (lambda a: a.unsqueeze(0), S(0), "[1,8,6] S(1)@a"),
-    "cat other": (lambda a: torch.cat([a, a], 1), S(0), "[8,12] S(0)@a"),
-    "stack": (lambda a: torch.stack([a, a]), S(1), "[2,8,6] S(2)@a"),
-    "flip other": (lambda a: a.flip(1), S(0), "[8,6] S(0)@a"),
-    "repeat other": (lambda a: a.repeat(1, 2), S(0), "[8,12] S(0)@a"),
-    "triangle": (lambda a: a.unsqueeze(0).expand(3, 8, 6).tril(), R, "[3,8,6] R"),
 }
 
 
@@ -180,6 +228,23 @@ def test_any_reduction_passes_through_a_view(pending):
     assert all(result.placements == (P(pending),) for result in results)
 
 
+@pytest.mark.parametrize(
+    ("op", "where", "comms", "layout"),
+    [
+        (lambda a: a.view(3, 2, 4), S(0), {"all_to_all": 1}, "[3,2,4] S(0)@a"),
+        (lambda a: a.view(24), S(1), {"all_to_all": 1}, "[24] S(0)@a"),
+        (lambda a: a.unbind(0)[0], S(0), {"all_to_all": 1}, "[4] S(0)@a"),
+        (lambda a: a.unbind(1)[0], S(0), {}, "[6] S(0)@a"),
+    ],
+)
+def test_pieces_are_exchanged_not_gathered(op, where, comms, layout):
+    x = place(normal(6, 4), where)
+    with CommDebugMode() as comm:
+        result = op(x)
+    assert comm.get_comm_counts() == comms
+    assert str(result._layout) == layout
+
+
 def test_views_share_memory():
     """A slice of a shard is the shard's own memory, so that writing to it is seen."""
     x, expected = place(normal(8, 6), S(0)), normal(8, 6)
@@ -190,6 +255,40 @@ def test_views_share_memory():
     x.view(48)[10:].add_(1)
     expected.view(48)[10:].add_(1)
     torch.testing.assert_close(x.full_tensor(), expected)
+
+
+@pytest.mark.parametrize(
+    ("view", "where"),
+    [(lambda a: a.view(24), S(1)), (lambda a: a[5], S(0)), (lambda a: a.unfold(0, 2, 1), S(0))],
+    ids=["moved", "selected", "windows"],
+)
+def test_a_write_to_a_view_is_seen_or_refused(view, where):
+    x, expected = place(normal(6, 4), where), normal(6, 4)
+    source = torch.ones_like(view(expected))
+    view(expected).copy_(source)
+    try:
+        view(x).copy_(place(source, R))
+    except sw.errors.InPlaceError:
+        expected = normal(6, 4)
+    torch.testing.assert_close(x.full_tensor(), expected)
+
+
+def test_a_function_that_writes_to_views_of_its_result():
+    sweep(lambda a: torch.ops.aten._pad_circular(a, (1, 2)), normal(3, 2, 5), partial=False)
+
+
+def test_a_function_that_writes_to_a_tensor_of_its_own():
+    sweep(lambda a: torch.vander(a.detach()), normal(5), partial=False)
+
+
+def test_as_strided_sees_the_memory_of_one_device():
+    sweep(lambda a: a.as_strided((2, 2), (1, 2)), normal(4, 3), partial=False)
+    with pytest.raises(sw.errors.StrideError) as error:
+        place(normal(4, 3), S(0)).t().as_strided((2, 2), (1, 2))
+    assert str(error.value) == (
+        "as_strided(f64[3,4] S(1)@a, [2, 2], [1, 2]): how the whole of a sharded tensor that is not contiguous lies in "
+        "memory is not defined; call contiguous() first"
+    )
 
 
 def test_different_pieces_of_the_same_dim_meet():

@@ -1,0 +1,299 @@
+"""Losses over classes, which targets name or give probabilities of. With the classes sharded, cross entropy needs two
+small reductions forward and none backward, and nothing is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardwise.layout import Layout
+from shardwise.rules.losses import MEAN, NONE, TOTAL, reduction_of
+from shardwise.rules.reductions import PROGRAM_COST, maximum, wide
+from shardwise.rules.registry import register, register_function
+from shardwise.rules.types import SUM, AxisPlacement, Call, Collectives, Local, Rule, Strategy, replicated
+
+
+def _class_dim(call: Call) -> int:
+    return 1 if call.inputs[0].ndim > 1 else 0
+
+
+def _batch_axes(layout: Layout, classes: int) -> tuple[int, ...]:
+    return tuple(axis for dim, axes in enumerate(layout.splits) if dim != classes for axis in axes)
+
+
+def _weight_ways(call: Call) -> list[list[AxisPlacement]]:
+    """Where classes are sharded, class weights may be so too, or stay whole."""
+    return [[0], [None]] if call["weight"] is not None else [[]]
+
+
+def check_range(index: Tensor, size: int, *, ignore: int | None = None, message: str) -> None:
+    """Torch's IndexError for an index outside of a dim. On accelerators it is an assertion there, as in torch."""
+    bad = (index < 0) | (index >= size)
+    if ignore is not None:
+        bad = bad & (index != ignore)
+    if index.device.type == "cpu":
+        if bad.any():
+            raise IndexError(message.format(index=int(index[bad][0])))
+    elif index.device.type != "meta":
+        torch._assert_async(~bad.any())
+
+
+def _look_up(x: Tensor, dim: int, target: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+    """The entries of `x` that targets name along a dim which starts at `offset` here, and which targets these are. The
+    others' entries are zero; where there are no classes at all they are still part of the graph."""
+    index = target - offset
+    mine = (index >= 0) & (index < x.shape[dim])
+    if not x.shape[dim]:
+        return x.sum(dim), mine
+    picked = x.gather(dim, index.clamp(0, x.shape[dim] - 1).unsqueeze(dim)).squeeze(dim)
+    return torch.where(mine, picked, 0), mine
+
+
+def _weights_of(weight: Tensor, target: Tensor, offset: int, ignore: int) -> Tensor:
+    """The weights of the targets, from those that start at `offset`; zero for others, and for those to ignore."""
+    index = target - offset
+    mine = (index >= 0) & (index < len(weight)) & (target != ignore)
+    if not len(weight):
+        return weight.new_zeros(target.shape)
+    return torch.where(mine, weight.detach()[index.clamp(0, len(weight) - 1)], 0)
+
+
+OUT_OF_BOUNDS = "Target {index} is out of bounds."
+
+
+# Negative log likelihood: a look-up. Sharded classes leave a pending sum.
+
+
+def _nll(call: Call) -> list[Strategy]:
+    x, classes = call.inputs[0], _class_dim(call)
+    num_weights = len(call.inputs) - 2
+    found = [replicated(call)]
+    total: AxisPlacement = SUM if call["reduction"] == TOTAL else None
+    cost = PROGRAM_COST if call["reduction"] == MEAN else 0.0
+    for dim in range(x.ndim):
+        if dim == classes:
+            loss: AxisPlacement = None if call["reduction"] == MEAN else SUM
+            found += [Strategy((dim, None, *w), (loss, total), cost) for w in _weight_ways(call)]
+        else:
+            target = dim if dim < classes else dim - 1
+            loss = target if call["reduction"] == NONE else total
+            found.append(Strategy((dim, target, *([None] * num_weights)), (loss, total), cost))
+    return found
+
+
+def _nll_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    if not any(ins[0].splits):
+        return None
+    classes = _class_dim(call)
+    axes = tuple(axis for cut in ins[0].splits for axis in cut)
+    args = [call["self"], call["target"], call["weight"], call["reduction"], call["ignore_index"], classes]
+    own_weight = len(ins) > 2 and any(ins[2].splits)
+    return Local(_sharded_nll, [*args, call.inputs[0].shape[classes], own_weight], groups=(axes,))
+
+
+def _sharded_nll(
+    group: Collectives,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore: int,
+    classes: int,
+    num_classes: int,
+    own_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Each rank looks up the targets that fall into its classes. A mean is the global sum over the global weight, both
+    in one reduction."""
+    at = group.offset(0, classes)
+    group.map(_check_targets, target, ignore, num_classes)
+    losses, weights = group.map(_local_nll, x, target, weight, ignore, classes, at, at if own_weight else 0)
+    if reduction == NONE:
+        return losses, losses.detach().new_zeros(())
+    sums = torch.stack([wide(losses).sum(), wide(weights).sum()])
+    if reduction == MEAN:
+        sums = group.psum(sums)
+    loss, total = sums[0], sums.detach()[1]
+    return (loss / total if reduction == MEAN else loss).to(x.dtype), total.to(x.dtype)
+
+
+def _check_targets(target: Tensor, ignore: int, num_classes: int) -> None:
+    check_range(target, num_classes, ignore=ignore, message=OUT_OF_BOUNDS)
+
+
+def _local_nll(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore: int, classes: int, offset: int, weight_offset: int
+) -> tuple[Tensor, Tensor]:
+    """The loss terms, and their weights, of the targets whose class is held here; zero elsewhere."""
+    picked, mine = _look_up(x, classes, target, offset)
+    mine = mine & (target != ignore)
+    if weight is None:
+        return -torch.where(mine, picked, 0), mine.to(x.dtype)
+    weights = torch.where(mine, _weights_of(weight, target, weight_offset, ignore), 0)
+    return -torch.where(mine, picked, 0) * weights, weights
+
+
+register("nll_loss_forward", "nll_loss2d_forward", rule=Rule(_nll, _nll_local))
+
+
+# Cross entropy
+
+
+@dataclass(frozen=True, slots=True)
+class _Entropy:
+    """What a cross entropy is of: its options, its global sizes, and which parts are split."""
+
+    reduction: str
+    ignore: int
+    smoothing: float
+    classes: int
+    num_classes: int
+    num_rows: int
+    probabilities: bool
+    split_classes: bool
+    own_weight: bool
+    dtype: torch.dtype
+
+
+def _has_probabilities(call: Call) -> bool:
+    return call["target"].shape == call["input"].shape
+
+
+def _cross_entropy(call: Call) -> list[Strategy]:
+    x, classes, probabilities = call["input"], _class_dim(call), _has_probabilities(call)
+    reduction, weights = reduction_of(call), [None] * (len(call.inputs) - 2)
+    found = [replicated(call)]
+    for dim in range(x.ndim):
+        row = dim if dim < classes else dim - 1
+        if dim == classes:
+            target = dim if probabilities else None
+            found += [Strategy((dim, target, *w), (None,), 2 * PROGRAM_COST) for w in _weight_ways(call)]
+        elif reduction == "mean" and not probabilities:  # divided by a weight that all targets must be seen for
+            found.append(Strategy((dim, row, *weights), (None,), PROGRAM_COST))
+        else:
+            found.append(
+                Strategy((dim, dim if probabilities else row, *weights), (row if reduction == "none" else SUM,))
+            )
+    return found
+
+
+def _cross_entropy_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
+    if not any(ins[0].splits):
+        return Local(F.cross_entropy, call.args, call.kwargs)
+    x, classes = call["input"], _class_dim(call)
+    num_classes = x.shape[classes]
+    entropy = _Entropy(
+        reduction_of(call),
+        call["ignore_index"],
+        call["label_smoothing"],
+        classes,
+        num_classes,
+        x.numel // max(num_classes, 1),
+        _has_probabilities(call),
+        bool(ins[0].splits[classes]),
+        len(ins) > 2 and any(ins[2].splits),
+        call.outputs[0].dtype,
+    )
+    groups = (_batch_axes(ins[0], classes), ins[0].splits[classes])
+    return Local(_sharded_cross_entropy, [x, call["target"], call["weight"], entropy], groups=groups)
+
+
+def _sharded_cross_entropy(
+    batch: Collectives, shards: Collectives, x: Tensor, target: Tensor, weight: Tensor | None, of: _Entropy
+) -> Tensor:
+    """Rows of losses, whole on the ranks that share the classes; then their sum, or mean, over the batch."""
+    if weight is not None and weight.requires_grad and not of.probabilities:
+        raise RuntimeError(
+            "The function 'nll_loss_forward' is not differentiable with respect to argument 'weight'. This input "
+            "cannot have requires_grad True."
+        )
+    if not of.probabilities:
+        batch.map(_check_targets, target, of.ignore, of.num_classes)
+    if of.split_classes:
+        rows, weights = _class_parallel_rows(shards, x, target, weight, of)
+    else:
+        rows, weights = batch.map(_local_rows, x, target, weight, of)
+    if of.reduction == "none":
+        return rows.to(of.dtype)
+    if of.reduction == "mean" and not of.probabilities:
+        sums = batch.psum(torch.stack([rows.sum(), weights.sum()]))
+        return (sums[0] / sums[1]).to(of.dtype)
+    return (rows.sum() / (of.num_rows if of.reduction == "mean" else 1)).to(of.dtype)
+
+
+def _local_rows(x: Tensor, target: Tensor, weight: Tensor | None, of: _Entropy) -> tuple[Tensor, Tensor]:
+    """The losses of whole rows, by torch itself, and the weights of their targets."""
+    rows = F.cross_entropy(x, target, weight, ignore_index=of.ignore, reduction="none", label_smoothing=of.smoothing)
+    if of.probabilities:
+        return wide(rows), rows.detach()
+    weights = (target != of.ignore).to(x.dtype) if weight is None else _weights_of(weight, target, 0, of.ignore)
+    return wide(rows), wide(weights)
+
+
+def _class_parallel_rows(
+    shards: Collectives, x: Tensor, target: Tensor, weight: Tensor | None, of: _Entropy
+) -> tuple[Tensor, Tensor]:
+    """Two reductions, each of a few numbers per row: the maximum, then every sum that the loss is made of."""
+    x = wide(x)
+    x = x - maximum(shards, x, (of.classes,))
+    if weight is not None and not of.own_weight and of.probabilities:
+        weight = shards.vary(weight)
+    terms = _probability_terms if of.probabilities else _index_terms
+    offset = shards.offset(0, of.classes)
+    sums = shards.psum(shards.map(terms, x, target, weight, offset, offset if of.own_weight else 0, of))
+    log_z = sums[0].log()
+    if of.probabilities:
+        return log_z * sums[1] - sums[2], log_z.detach()
+    ignored = target == of.ignore
+    weights = torch.where(ignored, 0, 1).to(x.dtype) if weight is None else sums[-1].detach()
+    rows = (log_z - sums[1]) * weights
+    if of.smoothing:
+        smooth = log_z * (of.num_classes if weight is None else sums[3]) - sums[2]
+        rows = (1 - of.smoothing) * rows + smooth * (of.smoothing / of.num_classes)
+    return torch.where(ignored, 0, rows), weights
+
+
+def _own_part(weight: Tensor, x: Tensor, offset: int, weight_offset: int, of: _Entropy) -> Tensor:
+    """The weights of the classes held here, in a shape that broadcasts over the rows."""
+    size = x.shape[of.classes]
+    return wide(weight.narrow(0, offset - weight_offset, size)).reshape([-1] + [1] * (x.ndim - 1 - of.classes))
+
+
+def _index_terms(
+    x: Tensor, target: Tensor, weight: Tensor | None, offset: int, weight_offset: int, of: _Entropy
+) -> Tensor:
+    """Per row: the sum of exponentials, the target's logit, and what else is needed: with smoothing the weighted sum of
+    all logits and the sum of all weights; the target's weight."""
+    picked, mine = _look_up(x, of.classes, target, offset)
+    terms = [x.exp().sum(of.classes), picked]
+    if of.smoothing and weight is None:
+        terms.append(x.sum(of.classes))
+    if of.smoothing and weight is not None:
+        own = _own_part(weight.detach(), x, offset, weight_offset, of)
+        terms += [(x * own).sum(of.classes), own.sum().expand(picked.shape)]
+    if weight is not None:
+        terms.append(torch.where(mine, wide(_weights_of(weight, target, weight_offset, of.ignore)), 0))
+    return torch.stack(terms)
+
+
+def _probability_terms(
+    x: Tensor, target: Tensor, weight: Tensor | None, offset: int, weight_offset: int, of: _Entropy
+) -> Tensor:
+    """Per row: the sum of exponentials, of the weighted probabilities, and of the logits under them."""
+    target = wide(target)
+    if of.smoothing:
+        target = target * (1 - of.smoothing) + of.smoothing / of.num_classes
+    if weight is not None:
+        target = target * _own_part(weight, x, offset, weight_offset, of)
+    return torch.stack([x.exp().sum(of.classes), target.sum(of.classes), (target * x).sum(of.classes)])
+
+
+register_function(
+    F.cross_entropy,
+    "Tensor input, Tensor target, Tensor? weight=None, bool? size_average=None, int ignore_index=-100, "
+    "bool? reduce=None, str reduction='mean', float label_smoothing=0.0",
+    rule=Rule(_cross_entropy, _cross_entropy_local),
+)
