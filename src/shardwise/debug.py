@@ -10,7 +10,8 @@ from shardwise.comm.record import Comm
 
 
 class CommDebugMode:
-    """Counts the collectives of everything run inside it, backward passes included.
+    """Counts the collectives of everything run inside it, backward passes included, and the calls without a sharding
+    rule, which gather their inputs.
 
     >>> import torch, shardwise as sw
     >>> mesh = sw.simulate((2,), ("tp",))
@@ -23,18 +24,26 @@ class CommDebugMode:
 
     def __init__(self) -> None:
         self.comms: list[Comm] = []
+        self.fallbacks: list[str] = []
 
     def __enter__(self) -> CommDebugMode:
         self.comms.clear()
+        self.fallbacks.clear()
         record.listeners.append(self.comms)
+        record.fallbacks.append(self.fallbacks)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         record.listeners[:] = [listener for listener in record.listeners if listener is not self.comms]
+        record.fallbacks[:] = [listener for listener in record.fallbacks if listener is not self.fallbacks]
 
     def get_comm_counts(self) -> dict[str, int]:
         """How many collectives of each kind ran."""
         return dict(Counter(comm.kind for comm in self.comms))
+
+    def get_fallback_counts(self) -> dict[str, int]:
+        """How many calls of each function had no sharding rule and were gathered."""
+        return dict(Counter(self.fallbacks))
 
     def get_total_counts(self) -> int:
         """How many collectives ran."""

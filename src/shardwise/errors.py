@@ -31,13 +31,17 @@ class InPlaceError(ShardwiseError, RuntimeError):
     """An in-place operation would need a layout its target does not have."""
 
 
+class StrideError(ShardwiseError, RuntimeError):
+    """A call depends on strides that a sharded tensor does not have."""
+
+
 class HookError(ShardwiseError, RuntimeError):
     """A gradient hook would see only a part of its gradient."""
 
 
 class StrictModeError(ShardwiseError, RuntimeError):
-    """Strict mode: a call has no sharding rule and would have to gather its inputs."""
+    """Strict mode: a call cannot run on the shards it is given and would have to gather them."""
 
 
 class FallbackWarning(UserWarning):
-    """A call has no sharding rule; its inputs were gathered and it ran replicated."""
+    """A call cannot run on the shards it is given; they were gathered and it ran replicated."""

@@ -12,12 +12,12 @@ from shardwise.comm import Ranked
 from shardwise.dispatch.lower import Lowered, LoweredCall, is_builtin, local_call
 from shardwise.dispatch.plan import Direct, Mover, Plan, localised, moved_first, mover_of, wrap_fresh
 from shardwise.dispatch.randomness import is_random, random_call
-from shardwise.dispatch.trace import OPAQUE, flat_tensors, map_tensors
+from shardwise.dispatch.trace import OPAQUE, flat_tensors, map_tensors, written_families
 from shardwise.dispatch.whole import runs_alike
 from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import Move, run_path
 from shardwise.rules import Value, flat_values
-from shardwise.tensor import DTensor, localise
+from shardwise.tensor import DTensor, localise, spread
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -67,7 +67,7 @@ def _whole_moves(function: Callable, lowered: Lowered) -> list[tuple[Move, ...]]
     moves: dict[int, tuple[Move, ...]] = {}
     inputs = {value.index for value in lowered.trace.inputs}
     for call in lowered.calls:
-        if call.local is not None or is_random(call.call):
+        if call.local is not None or is_random(call.call) or any(call.out_moves):
             return None
         for value, wanted in zip(call.call.inputs, call.moves, strict=True):
             if value.index not in inputs:
@@ -264,10 +264,11 @@ def _steps(lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> Plan:
     fresh = iter(range(num_arguments, 10**9))
     for value, constant in trace.constants:
         slot_of[value.index] = next(fresh)
-        plan.steps.append(_Constant(slot_of[value.index], constant))
+        plan.steps.append(_Constant(slot_of[value.index], constant, lowered.mesh))
     placed: dict[tuple[int, tuple], int] = {}
+    families = written_families(trace)
     for call in lowered.calls:
-        _add_call(plan, call, lowered, slot_of, argument_of, placed, fresh)
+        _add_call(plan, call, lowered, slot_of, argument_of, placed, families, fresh)
     plan.num_slots = next(fresh)
     for value in flat_values(trace.output):
         if value.index in argument_of:
@@ -278,15 +279,15 @@ def _steps(lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> Plan:
 
 
 class _Constant:
-    """A tensor that the traced function brought along."""
+    """A tensor that the traced function brought along. Every call has its own: it may be written to, or returned."""
 
-    __slots__ = ("slot", "tensor")
+    __slots__ = ("mesh", "slot", "tensor")
 
-    def __init__(self, slot: int, tensor: Tensor) -> None:
-        self.slot, self.tensor = slot, tensor
+    def __init__(self, slot: int, tensor: Tensor, mesh: Mesh) -> None:
+        self.slot, self.tensor, self.mesh = slot, tensor, mesh
 
     def __call__(self, slots: list[Any], originals: Sequence[Tensor]) -> None:
-        slots[self.slot] = self.tensor
+        slots[self.slot] = spread(self.tensor.clone(), self.mesh)
 
 
 def _add_call(
@@ -296,13 +297,14 @@ def _add_call(
     slot_of: dict[int, int],
     argument_of: dict[int, int],
     placed: dict[tuple[int, tuple], int],
+    families: dict[int, int],
     fresh: Any,
 ) -> None:
     call = lowered_call.call
     here: dict[int, list[int]] = {}
     for value, moves in zip(call.inputs, lowered_call.moves, strict=True):
         slot = slot_of[value.index]
-        if moves:
+        if not all(move.is_identity for move in moves):
             key = (value.index, moves)
             if key not in placed:
                 placed[key] = next(fresh)
@@ -315,7 +317,9 @@ def _add_call(
     function, args, kwargs = local_call(lowered_call, lowered.mesh)
     if not is_builtin(function):
         plan.plain = True
-    if is_random(call):
+    if plan.simulated and not call.inputs:
+        function = _once_for_all(function, lowered.mesh)
+    elif is_random(call):
         function = random_call(function, call, lowered_call.layouts, argument_of)
     args = [_slotted(arg, here) for arg in args]
     kwargs = {name: _slotted(arg, here) for name, arg in kwargs.items()}
@@ -326,7 +330,18 @@ def _add_call(
         targets.append(slot_of[value.index])
         for key in [key for key in placed if key[0] == value.index]:
             del placed[key]  # written in place: moved copies are stale
+    written = {families.get(call.inputs[position].index) for position in call.mutated} - {None}
+    for key in [key for key in placed if families.get(key[0]) in written]:
+        del placed[key]  # so are those of values that share its storage
     plan.steps.append(CallStep(function, args, kwargs, targets))
+    for target, moves in zip(targets, lowered_call.out_moves, strict=True):
+        if moves:
+            plan.steps.append(MoveStep(target, target, moves))
+
+
+def _once_for_all(function: Callable, mesh: Mesh) -> Callable:
+    """A function of nothing that a rank has of its own, in the simulator: every rank would make the same."""
+    return lambda *args, **kwargs: map_tensors(function(*args, **kwargs), lambda x: spread(x, mesh))
 
 
 def _slotted(template: Any, here: dict[int, list[int]]) -> Any:

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from shardwise.dispatch.build import Steps, build
-from shardwise.dispatch.fallback import Gathered, report
+from shardwise.dispatch.fallback import Gathered, describe, report
 from shardwise.dispatch.key import Uncacheable, key_of, variant_key
 from shardwise.dispatch.lists import plan_list_call
-from shardwise.dispatch.lower import Lowered, lower
+from shardwise.dispatch.lower import LostWriteError, Lowered, lower
 from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
-from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call
-from shardwise.errors import MeshError
+from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call, written_families
+from shardwise.dispatch.views import CopiedView, Copies, OfCopies, Writes
+from shardwise.errors import MeshError, StrideError
 from shardwise.layout import Layout
 from shardwise.rules import flat_values
 from shardwise.rules.foreach import is_list_op
@@ -29,6 +30,8 @@ MAX_PLANS = 16384
 """Plans kept; beyond that the oldest go."""
 
 _disabled = torch._C.DisableTorchFunctionSubclass
+# (function, types, args, kwargs): the same as a call inside `_disabled`, at less than half the price
+_on_shard = torch._C._disabled_torch_function_impl
 _plans: dict[tuple, Plan] = {}
 _calls = itertools.count()
 _call = _calls.__next__
@@ -65,7 +68,9 @@ def dispatch(
     """Run a torch function on DTensors."""
     special = SPECIAL.get(func)
     if special is not None:
-        return special(func, args, kwargs or {})
+        out = special(func, args, kwargs or {})
+        if out is not NotImplemented:
+            return out
     try:
         if len(args) == 2 and not kwargs:  # unrolled: most calls have two arguments, or three
             x, y = args
@@ -98,13 +103,12 @@ def dispatch(
     _call()
     plan = _plans.get(key)
     if plan.__class__ is Direct:
-        with _disabled():
-            out = plan.function(*args, **kwargs) if kwargs else plan.function(*args)
-            if out.__class__ is Tensor:
-                out.__class__ = DTensor
-                out._layout = plan.layout
-                return out
-            return wrap_fresh(out, plan.layout)
+        out = _on_shard(plan.function, (), args, kwargs) if kwargs else _on_shard(plan.function, (), args)
+        if out.__class__ is Tensor:
+            out.__class__ = DTensor
+            out._layout = plan.layout
+            return out
+        return wrap_fresh(out, plan.layout)
     if plan is None:
         plan = _remember(key, func, args, kwargs or {})
     return plan(args, kwargs)
@@ -121,12 +125,15 @@ def _remember(key: tuple, func: Callable, args: tuple, kwargs: dict[str, Any]) -
 
 def make_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     """Plan one call."""
+    if any(isinstance(x, CopiedView) for x in flat_tensors((args, kwargs))):
+        return OfCopies(func)
+    if is_list_op(func):
+        plan = plan_list_call(func, args, kwargs)
+        return Writes(plan, func.__name__, None) if func.__name__.endswith("_") else plan
     tensors = flat_tensors((args, kwargs))
     mesh = _common_mesh(tensors)
     layouts = [x._layout if isinstance(x, DTensor) else Layout(mesh, tuple(x.shape)) for x in tensors]
-    if is_list_op(func):
-        return plan_list_call(func, args, kwargs)
-    if any(isinstance(kwargs.get(name), DTensor) for name in NUMBERS):
+    if any(isinstance(kwargs.get(name), Tensor) for name in NUMBERS):
         return _with_numbers(func)
     func = FORWARDS.get(func, func)
     plan, invariant = _plan(func, args, kwargs, layouts)
@@ -199,19 +206,38 @@ def _plan(func: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Lay
     device = _device(args, kwargs)
     try:
         trace = trace_call(func, meta_args, meta_kwargs, metas, device)
-    except (NotImplementedError, RuntimeError) as error:
-        if isinstance(error, NotImplementedError) or "meta" in str(error):
-            return Gathered(func, layouts[0].mesh), True
-        raise
+    except Exception as error:
+        if func is Tensor.__getitem__ and _has_tensor_indices(args[1]):
+            return picked_by_tensor, False
+        if isinstance(error, NotImplementedError) or (isinstance(error, RuntimeError) and "meta" in str(error)):
+            return Gathered(func, layouts[0].mesh), False
+        raise torchs_own(error, func, args, kwargs) from None
+    if any(call.name.startswith("as_strided") for call in trace.calls) and not all(x.replicated for x in layouts):
+        return ContiguousOnly(Gathered(func, layouts[0].mesh)), False
     if not _covered(trace.output) or _lost_constants(trace, device):
-        return Gathered(func, layouts[0].mesh), True
-    lowered = lower(trace, layouts)
+        return Gathered(func, layouts[0].mesh), False
+    try:
+        lowered = lower(trace, layouts)
+    except LostWriteError:
+        return Gathered(func, layouts[0].mesh), False
     plan = build(func, lowered, args, kwargs)
     invariant = _is_invariant(plan, lowered, args, kwargs)
     gathering = [call for call in lowered.calls if call.gathers]
     if gathering:
         plan = Reported(plan, gathering[0].call.op._schema.name.replace("::", "."), (func, *layouts))
-    return plan, invariant
+    written = _written_arguments(lowered)
+    if written:
+        return Writes(plan, getattr(func, "__name__", str(func)), written), invariant
+    copies = [i for i, value in enumerate(flat_values(trace.output)) if value.index in lowered.copies]
+    return Copies(plan, func, copies) if copies else plan, invariant
+
+
+def _written_arguments(lowered: Lowered) -> list[int]:
+    """Positions of the tensor arguments that a call writes to, or to a view of."""
+    families = written_families(lowered.trace)
+    values = [call.call.inputs[i].index for call in lowered.calls for i in call.call.mutated]
+    written = {*values, *(families[index] for index in values if index in families)}
+    return [position for position, value in enumerate(lowered.trace.inputs) if value.index in written]
 
 
 def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
@@ -222,6 +248,63 @@ def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
 def _covered(output: Any) -> bool:
     """Whether a traced call returned something made of tensors, not a number read off a meta tensor."""
     return bool(flat_values(output)) or output is None
+
+
+def _has_tensor_indices(index: Any) -> bool:
+    """Whether an index holds numbers in tensors, which torch reads out, and a trace cannot."""
+    items = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(item, Tensor) and not item.dim() and item.dtype != torch.bool for item in items)
+
+
+def picked_by_tensor(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
+    """`x[i]` with `i` a number in a tensor: looked up where it lies, as one of a list of indices would be."""
+    x, index = args
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(item is Ellipsis for item in items):
+        at = next(i for i, item in enumerate(items) if item is Ellipsis)
+        given = sum(item is not None for item in items) - 1
+        items[at : at + 1] = [slice(None)] * (x.ndim - given)
+    dim = 0
+    for position, item in enumerate(items):
+        if isinstance(item, Tensor) and not item.dim() and item.dtype != torch.bool:
+            x = x.index_select(dim, torch.where(item < 0, item + x.shape[dim], item).reshape(1))
+            items[position] = 0
+        dim += item is not None
+    return x[tuple(items)]
+
+
+def torchs_own(error: Exception, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Exception:
+    """What torch says to such arguments on one device: kernels for meta tensors have words, and types, of their own."""
+
+    def zeros(x: Tensor) -> Tensor:
+        with _disabled():
+            return torch.zeros((), dtype=x.dtype).expand(x._layout.shape if isinstance(x, DTensor) else x.shape)
+
+    try:
+        with torch.no_grad():
+            func(*map_tensors(args, zeros), **map_tensors(kwargs, zeros))
+    except Exception as said:
+        return said.with_traceback(None)
+    return error
+
+
+class ContiguousOnly:
+    """A plan of a function that reads memory by strides: those of shards say nothing, unless they are plain."""
+
+    __slots__ = ("plan",)
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        with _disabled():
+            plain = all(x.is_contiguous() for x in flat_tensors((args, kwargs or {})))
+        if not plain:
+            raise StrideError(
+                f"{describe('as_strided', args, kwargs or {})}: how the whole of a sharded tensor that is not "
+                f"contiguous lies in memory is not defined; call contiguous() first"
+            )
+        return self.plan(args, kwargs)
 
 
 def _lost_constants(trace: Trace, device: torch.device) -> bool:
@@ -237,6 +320,8 @@ def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, A
         return False
     (call,) = lowered.calls
     if call.call.name == "_to_copy":  # what a conversion does to a pending sum depends on the dtype
+        return False
+    if call.local is not None and not call.local.resized:  # its arguments may have been read off dtypes and floats
         return False
     return not any(p and p.reduce_op == "norm" for layout in call.layouts.outs for p in layout.pending)
 

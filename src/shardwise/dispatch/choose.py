@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.dispatch.trace import Trace
+from shardwise.dispatch.trace import Trace, written_families
 from shardwise.layout import Layout, Partial
 from shardwise.redistribute import transition_cost
 from shardwise.rules import PENDING, AxisPlacement, Call, Strategy, Value, flat_values, replicated, rule_for
@@ -25,17 +25,17 @@ DEFERRAL = 0.1
 wanted. Making a whole value pending costs twice that, so that a sum is not deferred by splitting what is whole."""
 
 BEAM = 256
-"""States kept per op."""
+"""States kept per op; fewer in traces of more than `LONG` ops, which functions that loop over numbers make."""
+
+LONG = 64
 
 IMPOSSIBLE = float("inf")
 
 
-def strategies_of(call: Call) -> tuple[list[Strategy], bool]:
-    """The strategies of a call, and whether a rule gave them (otherwise: replicated only)."""
+def strategies_of(call: Call) -> list[Strategy]:
+    """The strategies of a call by its rule; without one, everything is replicated."""
     rule = rule_for(call.op)
-    if rule is not None:
-        return rule.strategies(call), True
-    return [replicated(call)], not call.inputs
+    return [replicated(call)] if rule is None else rule.strategies(call)
 
 
 def kind_between(source: AxisPlacement, target: AxisPlacement) -> str:
@@ -68,9 +68,7 @@ def move_cost(value: Value, source: AxisPlacement, target: AxisPlacement, ranks:
     kind = kind_between(source, target)
     if kind == "impossible":
         return move_cost(value, source, None, ranks) + move_cost(value, None, target, ranks)
-    if isinstance(target, Partial) and target.reduce_op in ("product", "norm"):
-        return IMPOSSIBLE
-    if kind == "pad" and target.reduce_op != "sum":
+    if isinstance(target, Partial) and not _can_begin(target, kind):
         return IMPOSSIBLE
     cost = transition_cost(kind, value.numel, ranks)
     if kind in ("slice", "reduce_scatter"):  # a call does not shard what was not: that would be paid for later
@@ -80,6 +78,12 @@ def move_cost(value: Value, source: AxisPlacement, target: AxisPlacement, ranks:
     if value.dtype.is_floating_point:
         cost += BACKWARD * transition_cost(_DUAL_KIND[kind], value.numel, ranks)
     return cost
+
+
+def _can_begin(pending: Partial, kind: str) -> bool:
+    """Whether there is a way to make a value pending that is not: a sum of anything; an average or an extremum of equal
+    terms. A norm has no sign."""
+    return pending.reduce_op == "sum" or (kind != "pad" and pending.reduce_op in ("avg", "max", "min"))
 
 
 @dataclass(slots=True)
@@ -100,7 +104,12 @@ def choose_axis(
     ranks = layouts[0].mesh.shape[axis]
     start = {value.index: placement_of(layout, axis) for value, layout in zip(trace.inputs, layouts, strict=True)}
     start.update((value.index, None) for value, _ in trace.constants)
-    last_use, pinned = _last_uses(trace), _pinned(trace)
+    if all(placement is None for placement in start.values()):
+        whole = [ways[0] for ways in options]
+        if not any(_is_sharded(way) or (position, axis, way) in banned for position, way in enumerate(whole)):
+            return whole  # nothing lies otherwise than whole: nothing costs nothing
+    last_use, pinned, families = _last_uses(trace), _pinned(trace), written_families(trace)
+    beam = BEAM if len(trace.calls) <= LONG else BEAM // 8
     states = {(): _State(0.0, start, ())}
     for position, call in enumerate(trace.calls):
         found: dict[tuple, _State] = {}
@@ -108,7 +117,7 @@ def choose_axis(
             for strategy in _concrete(options[position], call, state.placements):
                 if (position, axis, strategy) in banned:
                     continue
-                cost = state.cost + step_cost(call, strategy, state.placements, ranks, pinned)
+                cost = state.cost + step_cost(call, strategy, state.placements, ranks, pinned, families)
                 if cost >= IMPOSSIBLE:
                     continue
                 placements = dict(state.placements)
@@ -116,13 +125,13 @@ def choose_axis(
                     placements[value.index] = placement
                 for gone in last_use.get(position, ()):
                     placements.pop(gone, None)
-                key = tuple(sorted(placements.items(), key=lambda item: item[0]))
+                key = tuple(placements.values())  # of the same values, in the same order, in every state
                 known = found.get(key)
                 if known is None or cost < known.cost:
                     found[key] = _State(cost, placements, (state.chosen, strategy))
         if not found:
             raise NoStrategyError(call)
-        states = _pruned(found)
+        states = _pruned(found, beam)
     outputs = flat_values(trace.output)
     best = min(states.values(), key=lambda state: state.cost + _debt(outputs, state.placements, ranks))
     picked: list[Strategy] = []
@@ -146,7 +155,12 @@ def placement_of(layout: Layout, axis: int) -> AxisPlacement:
 
 
 def step_cost(
-    call: Call, strategy: Strategy, placements: dict[int, AxisPlacement], ranks: int, pinned: set[int]
+    call: Call,
+    strategy: Strategy,
+    placements: dict[int, AxisPlacement],
+    ranks: int,
+    pinned: set[int],
+    families: dict[int, int],
 ) -> float:
     """What it costs to run a call by a strategy, with its inputs where they are."""
     cost = strategy.cost
@@ -156,6 +170,9 @@ def step_cost(
             return IMPOSSIBLE  # what others see being written to stays where it is
         if call.outputs and strategy.outs and strategy.ins[position] not in strategy.outs:
             return IMPOSSIBLE
+    if call.is_view and call.inputs and call.inputs[0].index in families:
+        if placements[call.inputs[0].index] != strategy.ins[0]:
+            return IMPOSSIBLE  # a view of a moved copy: what is written to it, or to its base, would be lost
     varies = any(placement is not None for placement in strategy.outs)
     for value, wanted in zip(call.inputs, strategy.ins, strict=True):
         cost += move_cost(value, placements[value.index], wanted, ranks)
@@ -180,8 +197,9 @@ def _concrete(options: list[Strategy], call: Call, placements: dict[int, AxisPla
         if PENDING not in strategy.ins:
             found.append(strategy)
             continue
-        pending = placements[call.inputs[strategy.ins.index(PENDING)].index]
-        if isinstance(pending, Partial):
+        found_there = (placements[v.index] for v, way in zip(call.inputs, strategy.ins, strict=True) if way is PENDING)
+        pending = next((placement for placement in found_there if isinstance(placement, Partial)), None)
+        if pending is not None:
             fill = lambda placement, pending=pending: pending if placement is PENDING else placement  # noqa: E731
             ins, outs = tuple(map(fill, strategy.ins)), tuple(map(fill, strategy.outs))
             found.append(Strategy(ins, outs, strategy.cost, strategy.resize))
@@ -211,8 +229,12 @@ def _last_uses(trace: Trace) -> dict[int, list[int]]:
     return uses
 
 
-def _pruned(states: dict[tuple, _State]) -> dict[tuple, _State]:
-    if len(states) <= BEAM:
+def _is_sharded(strategy: Strategy) -> bool:
+    return any(placement is not None for placement in (*strategy.ins, *strategy.outs))
+
+
+def _pruned(states: dict[tuple, _State], beam: int) -> dict[tuple, _State]:
+    if len(states) <= beam:
         return states
-    best = sorted(states.items(), key=lambda item: item[1].cost)[:BEAM]
+    best = sorted(states.items(), key=lambda item: item[1].cost)[:beam]
     return dict(best)

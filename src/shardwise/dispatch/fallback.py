@@ -1,4 +1,6 @@
-"""Calls that no rule covers: gathered, run replicated, right all the same. They say so once; strict mode refuses."""
+"""Calls that cannot run on the shards they are given: gathered, run replicated, right all the same.
+
+They say so once, with the line of the user; strict mode refuses them."""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm.record import note_fallback
 from shardwise.dispatch.modes import is_strict
 from shardwise.dispatch.plan import Mover, wrap_fresh
 from shardwise.dispatch.trace import flat_tensors, map_tensors
@@ -48,15 +51,16 @@ def report(name: str, key: tuple, args: tuple, kwargs: dict[str, Any]) -> None:
     """Refuse in strict mode; otherwise warn, once per function and placements, with the user's line."""
     if is_strict():
         raise StrictModeError(
-            f"strict mode: {describe(name, args, kwargs)} has no sharding rule and would gather its inputs. "
+            f"strict mode: {describe(name, args, kwargs)} cannot run on these shards and would gather them. "
             f"Redistribute them to Replicate() yourself, or leave strict mode"
         )
+    note_fallback(name)
     key = tuple((part.mesh, part.placements) if isinstance(part, Layout) else part for part in key)
     if key in _told:
         return
     _told.add(key)
     warnings.warn(
-        f"{describe(name, args, kwargs)} has no sharding rule: its inputs were gathered and it ran replicated",
+        f"{describe(name, args, kwargs)} cannot run on these shards: they were gathered and it ran replicated",
         FallbackWarning,
         stacklevel=_user_level(),
     )

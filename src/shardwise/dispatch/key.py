@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.dispatch.modes import replicates_implicitly
+from shardwise.dispatch.views import CopiedView, StaleView, stale
 from shardwise.errors import MixedTensorError
 from shardwise.tensor import DTensor
 
@@ -51,14 +53,30 @@ def key_of(value: Any) -> Any:
 
 
 def _plain_tensor(value: Tensor) -> Any:
+    if isinstance(value, CopiedView):
+        return (CopiedView, value._layout)
+    if isinstance(value, StaleView):
+        raise stale()
     shape = tuple(value.shape)
-    if shape and not replicates_implicitly():
+    if shape and not replicates_implicitly() and (value.requires_grad or not _made_by_torch()):
         raise MixedTensorError(
             f"a plain tensor of shape {list(shape)} meets DTensors in one call, and how it lies on the mesh is "
             f"unknown. Make it a DTensor with shardwise.distribute_tensor(tensor, mesh, placements), or, if every rank "
             f"holds the same values, run the call inside shardwise.experimental.implicit_replication()"
         )
     return (Tensor, shape)
+
+
+def _made_by_torch() -> bool:
+    """Whether the call comes from code of torch's that makes tensors of its own, the same ones everywhere."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("shardwise.", "torch._tensor")):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") in MAKERS
+
+
+MAKERS = frozenset({"torch.masked._ops", "torch.nn.modules.rnn"})
+"""Counts, and the zeros that a recurrent layer starts from."""
 
 
 def variant_key(args: tuple, kwargs: dict[str, Any] | None) -> tuple:

@@ -3,50 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.comm import shards_of
 from shardwise.dispatch.build import Whole, runs_in_cpp
-from shardwise.dispatch.plan import Mover, Plan, direct_in_place, direct_list
+from shardwise.dispatch.plan import Mover, Plan, direct_in_place, direct_list, mover_of
 from shardwise.dispatch.trace import flat_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh, Partial
-from shardwise.redistribute import plan_moves
-from shardwise.rules.foreach import REDUCING
-from shardwise.tensor import DTensor
+from shardwise.redistribute import Group, plan_moves
+from shardwise.rules.foreach import FUSED, REDUCING, STATE, UNSCALE, list_name
+from shardwise.tensor import DTensor, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
 
 def plan_list_call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     """Bring the lists into the layouts of the first one, element by element, and run the call as it is."""
-    name = func.__name__
+    name = list_name(func)
     in_place = name.endswith("_")
-    lead = list(args[0])
+    lead = _lead(args, kwargs)
     wanted = [_target(x, in_place, name) for x in lead]
-    movers: list[Mover | None] = []
-    for argument in (*args, *kwargs.values()):
-        if isinstance(argument, (list, tuple)):
-            tensors = flat_tensors(argument)
-            targets = wanted if len(tensors) == len(lead) else [None] * len(tensors)
-            movers += [_mover(x, target) for x, target in zip(tensors, targets, strict=True)]
-        elif isinstance(argument, Tensor):
-            movers.append(_mover(argument, _whole(argument)))
+    meshes = list(dict.fromkeys(layout.mesh for layout in wanted))
+    if len(meshes) > 1:
+        return _ByMesh(func, {mesh: [at for at, lay in enumerate(wanted) if lay.mesh is mesh] for mesh in meshes})
+    _check_state(func, args, kwargs, wanted)
+    if name == UNSCALE:
+        return _Unscale(func, wanted[0].mesh)
+    try:
+        movers = _movers(args, kwargs, wanted)
+    except _NotAlike:
+        return _each(func)
+    if name == "_foreach_mm":
+        return _each(func)
     if name in REDUCING:
         return _Reduced(func, movers, wanted)
-    layouts, mesh = wanted, wanted[0].mesh
+    mesh = wanted[0].mesh
     if not any(movers) and runs_in_cpp(mesh):
-        return direct_in_place(func) if in_place else direct_list(func, layouts)
-    if in_place:
-        return _InPlace(func, movers, mesh)
-    return Whole(func, movers, layouts, [None] * len(wanted), mesh)
+        return direct_in_place(func) if in_place else direct_list(func, wanted)
+    plan: Plan = _InPlace(func, movers, mesh) if in_place else Whole(func, movers, wanted, [None] * len(wanted), mesh)
+    shared = any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values()))
+    return _UnlessShared(plan, func) if shared and name not in FUSED else plan
 
 
-def _whole(x: Tensor) -> Layout | None:
-    return Layout(x._layout.mesh, x._layout.shape) if isinstance(x, DTensor) else None
+def _lead(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The list that the others follow: the first one of tensors."""
+    return next(list(arg) for arg in (*args, *kwargs.values()) if _is_tensors(arg))
+
+
+def _is_tensors(argument: Any) -> bool:
+    return isinstance(argument, (list, tuple)) and bool(argument) and isinstance(argument[0], Tensor)
 
 
 def _target(x: Tensor, in_place: bool, name: str) -> Layout:
@@ -59,14 +69,106 @@ def _target(x: Tensor, in_place: bool, name: str) -> Layout:
     return layout if name == "_foreach_zero_" else settled
 
 
-def _mover(x: Tensor, target: Layout | None) -> Mover | None:
-    """How an element comes to lie like its partner; plain tensors and scalars of other shapes stay as they are."""
-    if not isinstance(x, DTensor) or target is None or x._layout is target:
+def _check_state(func: Callable, args: tuple, kwargs: dict[str, Any], wanted: Sequence[Layout]) -> None:
+    """A fused step writes to several lists. All must lie like the parameters: a moved copy would be written in vain."""
+    if list_name(func) not in FUSED:
+        return
+    names = [argument.name for argument in getattr(torch.ops.aten, list_name(func)).default._schema.arguments]
+    for name, tensors in (*zip(names, args), *kwargs.items()):
+        for x, target in zip(tensors, wanted) if name in STATE else ():
+            if isinstance(x, DTensor) and x._layout is not target:
+                raise InPlaceError(
+                    f"{list_name(func)} cannot write to {name} that lies as {x._layout}, while its parameter lies as "
+                    f"{target}. Nothing was changed; redistribute it first"
+                )
+
+
+# How the elements of other lists come to lie like those of the first
+
+
+class _NotAlike(Exception):
+    """An element has a partner of another shape: they broadcast, or multiply, and how depends on their shapes."""
+
+
+def _movers(args: tuple, kwargs: dict[str, Any], wanted: Sequence[Layout]) -> list[Mover | None]:
+    movers: list[Mover | None] = []
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, (list, tuple)):
+            tensors = flat_tensors(argument)
+            if len(tensors) == len(wanted):
+                movers += [_mover(x, target) for x, target in zip(tensors, wanted, strict=True)]
+            elif tensors:
+                raise _NotAlike
+        elif isinstance(argument, Tensor):
+            movers.append(_whole(argument))
+    return movers
+
+
+def _mover(x: Tensor, target: Layout) -> Mover | None:
+    """How an element comes to lie like its partner. A single number is whole on all ranks, which use it differently."""
+    layout = x._layout if isinstance(x, DTensor) else Layout(target.mesh, tuple(x.shape))
+    if layout.shape == target.shape:
+        return mover_of(plan_moves(layout, target))
+    if layout.shape:
+        raise _NotAlike
+    return mover_of(plan_moves(layout, Layout(target.mesh, ()), frozenset(_split_axes(target))))
+
+
+def _whole(x: Tensor) -> Mover | None:
+    if not isinstance(x, DTensor):
         return None
-    if x._layout.shape != target.shape:
-        target = Layout(x._layout.mesh, x._layout.shape)
-    moves = plan_moves(x._layout, target)
-    return Mover(moves) if moves else None
+    return mover_of(plan_moves(x._layout, Layout(x._layout.mesh, x._layout.shape)))
+
+
+def _split_axes(layout: Layout) -> set[int]:
+    return {axis for axes in layout.splits for axis in axes}
+
+
+# Plans
+
+
+class _UnlessShared:
+    """A plan that holds unless a tensor that all elements share needs a gradient: then each takes it on its own."""
+
+    __slots__ = ("each", "plan")
+
+    def __init__(self, plan: Plan, func: Callable) -> None:
+        self.plan, self.each = plan, _each(func)
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        shared = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)]
+        if shared and torch.is_grad_enabled() and any(x.requires_grad for x in shared):
+            return self.each(args, kwargs)
+        return self.plan(args, kwargs)
+
+
+class _ByMesh:
+    """A call whose elements live on several meshes: one call for each."""
+
+    __slots__ = ("func", "places")
+
+    def __init__(self, func: Callable, places: dict[Mesh, list[int]]) -> None:
+        self.func, self.places = func, places
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        length = sum(map(len, self.places.values()))
+        results: list[Any] = [None] * length
+        for mesh, group in self.places.items():
+            part = tuple(_part(arg, group, length, mesh) for arg in args)
+            named = {name: _part(arg, group, length, mesh) for name, arg in (kwargs or {}).items()}
+            out = self.func(*part, **named)
+            for at, result in zip(group, out or ()):
+                results[at] = result
+        return None if list_name(self.func).endswith("_") else results
+
+
+def _part(argument: Any, group: Sequence[int], length: int, mesh: Mesh) -> Any:
+    """The elements of a list that are on one mesh; of a number on another mesh, its value."""
+    if isinstance(argument, (list, tuple)) and len(argument) == length:
+        return [argument[at] for at in group]
+    if isinstance(argument, DTensor) and argument._layout.mesh is not mesh:
+        return argument.full_tensor()
+    return argument
 
 
 class _Reduced:
@@ -77,39 +179,60 @@ class _Reduced:
 
     def __init__(self, func: Callable, movers: list[Mover | None], wanted: list[Layout]) -> None:
         self.func, self.movers, self.wanted = func, movers, wanted
-        self.plans: dict[float | None, Plan] = {}
+        self.plans: dict[tuple[float | None, bool], Plan] = {}
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        order = None
-        if self.func.__name__ == "_foreach_norm":
-            order = float((kwargs or {}).get("ord", args[1] if len(args) > 1 else 2))
-        plan = self.plans.get(order)
+        kind = REDUCING[list_name(self.func)]
+        needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in args[0])
+        order = float((kwargs or {}).get("ord", args[1] if len(args) > 1 else 2)) if kind == "norm" else None
+        plan = self.plans.get((order, needs_gradients))
         if plan is None:
             while len(self.plans) >= 8:
                 del self.plans[next(iter(self.plans))]
-            plan = self.plans[order] = self._plan(order)
+            plan = self.plans[order, needs_gradients] = self._plan(kind, order, needs_gradients)
         return plan(args, kwargs)
 
-    def _plan(self, order: float | None) -> Plan:
-        extremum = order is None or math.isinf(order)
-        if extremum and any(0 in layout.pieces(dim) for layout in self.wanted for dim in range(len(layout.shape))):
-            return _one_by_one(order)  # an empty shard has no extremum
-        pending = Partial("max") if order is None else Partial("norm", order)
+    def _plan(self, kind: str, order: float | None, needs_gradients: bool) -> Plan:
+        extremum = kind == "max" or (order is not None and (math.isinf(order) or order < 0))
+        empty = any(0 in layout.pieces(dim) for layout in self.wanted for dim in range(len(layout.shape)))
+        if extremum and (empty or needs_gradients):
+            return _each(self.func)  # an empty shard has no extremum, and ties on several ranks share the gradient
+        pending = Partial("norm", order) if order is not None else Partial(kind)
         layouts = [_reduced(layout, pending) for layout in self.wanted]
-        return Whole(self.func, self.movers, layouts, [None] * len(layouts), self.wanted[0].mesh)
+        if order is None or order <= 0 or needs_gradients:
+            return Whole(self.func, self.movers, layouts, [None] * len(layouts), self.wanted[0].mesh)
+        return self._alike(order, layouts)
 
+    def _alike(self, order: float, layouts: list[Layout]) -> Plan:
+        """All norms pending along the same axes, so that the norm of them all, which is what they are for, takes one
+        reduction: what is whole along an axis becomes as many equal terms."""
+        mesh = self.wanted[0].mesh
+        axes = [axis for axis in range(mesh.ndim) if any(layout.pending[axis] for layout in layouts)]
+        pending = [Partial("norm", order) if axis in axes else None for axis in range(mesh.ndim)]
+        shares = [
+            1.0
+            if math.isinf(order)
+            else math.prod(mesh.shape[axis] for axis in axes if not layout.pending[axis]) ** (1 / order)
+            for layout in layouts
+        ]
+        plan = Whole(
+            self.func, self.movers, [Layout(mesh, (), (), pending)] * len(layouts), [None] * len(layouts), mesh
+        )
 
-def _one_by_one(order: float | None) -> Plan:
-    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        if order is None:
-            return [torch.max(x) for x in args[0]]
-        return [torch.linalg.vector_norm(x, order, dtype=(kwargs or {}).get("dtype")) for x in args[0]]
+        def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
+            norms = plan(args, kwargs)
+            with _disabled():
+                for norm, share in zip(norms, shares, strict=True):
+                    if share != 1:
+                        for shard in (norm, *norm.__dict__.get("_peers", ())):
+                            shard.div_(share)
+            return norms
 
-    return run
+        return run
 
 
 def _reduced(layout: Layout, pending: Partial) -> Layout:
-    split = {axis for axes in layout.splits for axis in axes}
+    split = _split_axes(layout)
     return Layout(layout.mesh, (), (), [pending if axis in split else None for axis in range(layout.mesh.ndim)])
 
 
@@ -124,3 +247,61 @@ class _InPlace:
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         self.plan.run(args, kwargs)
         return None
+
+
+class _Unscale:
+    """Gradients divided by a loss scale, in place. Infinities found on any rank are found on all."""
+
+    __slots__ = ("func", "group")
+
+    def __init__(self, func: Callable, mesh: Mesh) -> None:
+        self.func, self.group = func, Group(mesh, tuple(range(mesh.ndim)), ())
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> None:
+        grads, found, scale = (*args, *(kwargs or {}).values())
+        grads, scale = [localise(x) for x in grads], _local(scale)
+        here = _local(found) * grads[0].new_ones((), dtype=torch.float32)  # one for each rank
+        self.func(grads, here, scale)
+        anywhere = self.group.reduce(here, "max")
+        with _disabled():
+            targets = (found, *found.__dict__.get("_peers", ()))
+            for target, value in zip(targets, shards_of(anywhere)):
+                target.copy_(value)
+
+
+def _local(x: Tensor) -> Tensor:
+    return localise(x) if isinstance(x, DTensor) else x
+
+
+# One by one
+
+
+def _each(func: Callable) -> Plan:
+    """The base op for each element on its own."""
+    base = _base(list_name(func).removeprefix("_foreach_"))
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        length = len(_lead(args, kwargs or {}))
+        results = []
+        for at in range(length):
+            mine = [arg[at] if isinstance(arg, (list, tuple)) else arg for arg in args]
+            named = {k: arg[at] if isinstance(arg, (list, tuple)) else arg for k, arg in (kwargs or {}).items()}
+            results.append(base(*mine, **named))
+        return None if list_name(func).endswith("_") else results
+
+    return run
+
+
+def _base(name: str) -> Callable[..., Tensor]:
+    match name:
+        case "addcmul" | "addcdiv" | "addcmul_" | "addcdiv_":
+            return lambda x, a, b, value=1, scalars=None: getattr(x, name)(
+                a, b, value=value if scalars is None else scalars
+            )
+        case "norm":
+            return lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype)
+        case "powsum":
+            return lambda x, ord=2, dtype=None: x.abs().pow(ord).sum(dtype=dtype)
+        case "max" | "pow" | "mm":
+            return getattr(torch, name)
+    return getattr(Tensor, name)

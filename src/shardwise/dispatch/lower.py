@@ -14,10 +14,10 @@ from shardwise.comm.ranked import join, pick
 from shardwise.dispatch.choose import NoStrategyError, choose_axis, strategies_of
 from shardwise.dispatch.fast import fast_callable
 from shardwise.dispatch.realise import CannotRealise, Realised, realise
-from shardwise.dispatch.trace import Trace
+from shardwise.dispatch.trace import Trace, written_families
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh
-from shardwise.redistribute import Group, Move, plan_moves
+from shardwise.redistribute import Group, Move, Typed, plan_moves
 from shardwise.rules import Call, HeldValues, Local, Strategy, rule_for
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -39,48 +39,44 @@ def is_builtin(function: Any) -> bool:
 
 @dataclass(slots=True)
 class LoweredCall:
-    """One aten op of a trace: moves per input, and how it runs."""
+    """One aten op of a trace: moves per input, how it runs, and moves per output."""
 
     call: Call
     layouts: Realised
     moves: list[tuple[Move, ...]]
+    out_moves: list[tuple[Move, ...]]
     local: Local | None
-    has_rule: bool
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the op has no rule and something had to be gathered for it."""
-        return not self.has_rule and any(move.communicates for moves in self.moves for move in moves)
+    gathers: bool  # whether it cannot run on the shards it was given, and they were gathered for it
 
 
 @dataclass(slots=True)
 class Lowered:
-    """A whole trace, lowered; `layouts` are the values' layouts."""
+    """A whole trace, lowered; `layouts` are the values' layouts, `copies` the values that torch would make views of
+    others and that are copies here."""
 
     trace: Trace
     mesh: Mesh
     calls: list[LoweredCall]
     layouts: dict[int, Layout]
+    copies: frozenset[int]
 
 
 def lower(trace: Trace, layouts: Sequence[Layout]) -> Lowered:
     """Choose strategies along every axis and turn them into layouts, moves and local calls."""
     mesh = layouts[0].mesh
-    options, ruled = [], []
-    for call in trace.calls:
-        strategies, has_rule = strategies_of(call)
-        options.append(strategies)
-        ruled.append(has_rule)
+    options = [strategies_of(call) for call in trace.calls]
     banned: set[tuple[int, int, Strategy]] = set()
     while True:
         chosen = [_choose(trace, axis, layouts, options, banned) for axis in range(mesh.ndim)]
         try:
-            return _lower_calls(trace, mesh, layouts, chosen, ruled)
-        except _Ban as ban:
+            return lower_calls(trace, mesh, layouts, chosen, options)
+        except Banned as ban:
             banned.add((ban.position, ban.axis, ban.strategy))
 
 
-class _Ban(Exception):
+class Banned(Exception):
+    """The strategies chosen for a call do not go together: along `axis` it must be another than `strategy`."""
+
     def __init__(self, position: int, axis: int, strategy: Strategy) -> None:
         self.position, self.axis, self.strategy = position, axis, strategy
 
@@ -99,9 +95,15 @@ def _choose(trace: Trace, axis: int, layouts: Sequence[Layout], options: Any, ba
         ) from None
 
 
-def _lower_calls(
-    trace: Trace, mesh: Mesh, layouts: Sequence[Layout], chosen: list[list[Strategy]], ruled: list[bool]
+def lower_calls(
+    trace: Trace,
+    mesh: Mesh,
+    layouts: Sequence[Layout],
+    chosen: list[list[Strategy]],
+    options: Sequence[list[Strategy]],
 ) -> Lowered:
+    """Turn the strategies chosen for every call, along each axis, into layouts, moves and local calls. `options` are
+    all that each call had. Raises `Banned` where strategies of different axes do not go together."""
     current = {value.index: layout for value, layout in zip(trace.inputs, layouts, strict=True)}
     current.update({value.index: Layout(mesh, value.shape) for value, _ in trace.constants})
     aliases = _Aliases(trace)
@@ -111,7 +113,7 @@ def _lower_calls(
         try:
             realised = realise(call, [along[position] for along in chosen], have, mesh)
         except CannotRealise as cannot:
-            raise _Ban(position, cannot.axis, cannot.strategy) from None
+            raise Banned(position, cannot.axis, cannot.strategy) from None
         moves = [
             plan_moves(source, target, varying)
             for source, target, varying in zip(have, realised.ins, realised.varying, strict=True)
@@ -120,25 +122,64 @@ def _lower_calls(
         local = rule.local(call, realised.ins, realised.outs) if rule is not None and rule.local is not None else None
         if local is not None and local.resized and not any(any(o.splits) for o in (*realised.ins, *realised.outs)):
             local = None  # nothing is sharded: the global sizes are the local ones
-        lowered = LoweredCall(call, realised, moves, local, ruled[position])
+        gathers = not (rule is not None and rule.sees_all) and _gathers(
+            [along[position] for along in chosen], have, options[position]
+        )
+        lowered = LoweredCall(call, realised, moves, _out_moves(call, realised, local), local, gathers)
         aliases.follow(lowered)
         calls.append(lowered)
         for value, layout in zip(call.outputs, realised.outs, strict=True):
             current[value.index] = layout
-    return Lowered(trace, mesh, calls, current)
+    copies = frozenset(index for index, is_alias in aliases.views.items() if not is_alias)
+    return Lowered(trace, mesh, calls, current, copies)
+
+
+def _gathers(chosen: Sequence[Strategy], have: Sequence[Layout], options: list[Strategy]) -> bool:
+    """Whether some input that is split along an axis is made whole there because no strategy takes it split."""
+    for axis, strategy in enumerate(chosen):
+        if any(placement is not None for placement in strategy.ins):
+            continue
+        for position, layout in enumerate(have):
+            if (
+                layout.numel
+                and layout.axis_dim(axis) is not None
+                and not any(isinstance(way.ins[position], int) for way in options)
+            ):
+                return True
+    return False
+
+
+def _out_moves(call: Call, realised: Realised, local: Local | None) -> list[tuple[Move, ...]]:
+    """V → R for outputs that every rank computes alike while others are split: their gradient arrives on every rank,
+    and what it sends on to inputs that are used as varying must count once. Programs see to that themselves."""
+    if (local is not None and local.groups) or not any(realised.varying):
+        return [()] * len(call.outputs)
+    found: list[tuple[Move, ...]] = []
+    for value, layout, axes in zip(call.outputs, realised.outs, realised.alike, strict=True):
+        matters = axes and (value.dtype.is_floating_point or value.dtype.is_complex) and value not in call.inputs
+        found.append((Move(Typed(layout, axes), Typed(layout), tuple(sorted(axes))),) if matters else ())
+    return found
+
+
+class LostWriteError(Exception):
+    """A write to a view of a value that is not where the view is: the function must run whole."""
 
 
 class _Aliases:
-    """Which values are views of the trace's inputs, so that a write to a copy of one is noticed."""
+    """Which values are true views of others, so that a write to a copy of one is noticed."""
 
     def __init__(self, trace: Trace) -> None:
-        self.views = {value.index: True for value in trace.inputs}  # still a true alias?
+        self.arguments = {value.index for value in trace.inputs}
+        self.families = written_families(trace)
+        self.views = dict.fromkeys((*self.arguments, *self.families.values()), True)  # still a true alias?
 
     def follow(self, lowered: LoweredCall) -> None:
         call = lowered.call
         for position in call.mutated:
             value = call.inputs[position]
             if self.views.get(value.index) is False:
+                if self.families.get(value.index) not in self.arguments:
+                    raise LostWriteError
                 raise InPlaceError(
                     f"{call.op._schema.name.replace('::', '.')} would write to a part of a sharded dim that is not a "
                     f"view of the shards; nothing was changed. Assign with slices, or redistribute the tensor first"

@@ -12,7 +12,7 @@ _implicit: ContextVar[bool] = ContextVar("implicit_replication", default=False)
 
 @contextmanager
 def strict(enabled: bool = True) -> Iterator[None]:
-    """Inside, a call that has no sharding rule and would have to gather its inputs raises `StrictModeError`."""
+    """Inside, a call that cannot run on the shards it is given, and would gather them, raises `StrictModeError`."""
     token = _strict.set(enabled)
     try:
         yield

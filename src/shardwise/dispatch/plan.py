@@ -16,6 +16,7 @@ from shardwise.tensor import DTensor, localise, spread
 Plan = Callable[[tuple, dict[str, Any] | None], Any]
 
 _disabled = torch._C.DisableTorchFunctionSubclass
+_on_shard = torch._C._disabled_torch_function_impl
 _grad_enabled = torch._C.is_grad_enabled
 
 
@@ -154,10 +155,10 @@ def _one_moved_first(function: Callable, position: int, mover: Mover, layout: La
                 local = (*args[:position], mover(args[position]), *args[rest:])
             else:
                 local = (mover(args[0]), *args[1:])
-            out = function(*local, **kwargs) if kwargs else function(*local)
+            out: Any = function(*local, **kwargs) if kwargs else function(*local)
             if out.__class__ is Tensor:
                 out.__class__ = DTensor
-                out._layout = layout
+                out._layout = layout  # type: ignore[attr-defined]
                 return out
             return wrap_fresh(out, layout)
 
@@ -169,7 +170,6 @@ def localised(function: Callable, template: Sequence[Any], position: int, layout
     before, after = tuple(template[:position]), tuple(template[position + 1 :])
 
     def run(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
-        with _disabled():
-            return wrap_fresh(function(*before, args[0], *after), layout)
+        return wrap_fresh(_on_shard(function, (), (*before, args[0], *after)), layout)  # type: ignore[call-arg]
 
     return run

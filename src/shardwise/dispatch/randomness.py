@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.comm.ranked import join, pick, ranked, shards_of
 from shardwise.comm.record import off_the_record
+from shardwise.dispatch.lower import EachRank
 from shardwise.dispatch.realise import Realised
 from shardwise.dispatch.trace import flat_tensors
 from shardwise.errors import ReplicaError
@@ -111,11 +112,22 @@ def random_call(function: Callable, call: Call, layouts: Realised, arguments: Co
     Writing to a tensor of the user's and making one like it are initialisation: exact. Anything else, dropout say, is
     drawn in parallel.
     """
-    layout = layouts.outs[0] if call.outputs else layouts.ins[0]
+    if isinstance(function, EachRank):
+        function = function.function  # each rank has a stream of its own: one at a time
+    layout = _drawn(call, layouts)
     writes_argument = any(call.inputs[position].index in arguments for position in call.mutated)
     if len(call.inputs) == 1 and not layout.has_pending and (writes_argument or call.name.endswith("_like")):
         return ExactCall(function, layout, in_place=bool(call.mutated))
     return RandomCall(function, layout)
+
+
+def _drawn(call: Call, layouts: Realised) -> Layout:
+    """The layout of what is drawn: a number for each element of the result, as a rule. Attention draws one for each
+    query and key, whatever columns of the values it is for."""
+    layout = layouts.outs[0] if call.outputs else layouts.ins[0]
+    if call.name == "scaled_dot_product_attention":
+        return layout.with_(splits=(*layout.splits[:-1], ()), sizes=(*layout.sizes[:-1], None))
+    return layout
 
 
 class RandomCall:

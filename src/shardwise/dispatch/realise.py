@@ -14,11 +14,13 @@ Cut = tuple[tuple[int, ...], tuple[int, ...] | None]
 
 @dataclass(frozen=True, slots=True)
 class Realised:
-    """The layouts a call needs and gives, and per input the axes on which it is used as varying."""
+    """The layouts a call needs and gives; per input the axes on which it is used as varying, and per output those on
+    which it is whole beside outputs that are not, so that its gradient must count once."""
 
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
     varying: tuple[frozenset[int], ...]
+    alike: tuple[frozenset[int], ...]
 
 
 class CannotRealise(Exception):
@@ -53,7 +55,11 @@ def realise(call: Call, chosen: Sequence[Strategy], current: Sequence[Layout], m
         frozenset(axis for axis, strategy in enumerate(chosen) if strategy.ins[i] is None and varies[axis])
         for i in range(len(call.inputs))
     )
-    return Realised(ins, outs, varying)
+    alike = tuple(
+        frozenset(axis for axis, strategy in enumerate(chosen) if strategy.outs[i] is None and varies[axis])
+        for i in range(len(call.outputs))
+    )
+    return Realised(ins, outs, varying, alike)
 
 
 def _cut_dims(
@@ -120,7 +126,9 @@ def _common_cut(call: Call, strategy: Strategy, axes: list[int], current: Sequen
             if partial_order is None or claim > partial_order[0]:
                 partial_order = claim, tuple(axis for axis in cut if axis in axes)
     if best is not None:
-        return best[1]
+        order, sizes = best[1]
+        lengths = {call.inputs[i].shape[p] for i, p in enumerate(strategy.ins) if isinstance(p, int)}
+        return order, sizes if sizes is not None and lengths == {sum(sizes)} else None
     begun = partial_order[1] if partial_order else ()
     return (*begun, *(axis for axis in axes if axis not in begun)), None
 

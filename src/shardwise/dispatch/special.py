@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from shardwise.comm import ranked
 from shardwise.dispatch.build import Whole
 from shardwise.dispatch.fallback import describe
+from shardwise.dispatch.views import CopiedView, watch_view
 from shardwise.errors import InPlaceError, MixedTensorError
-from shardwise.tensor import DTensor, as_layout, wrap
+from shardwise.tensor import DTensor, as_layout, distribute_tensor, wrap
 
 Handler = Callable[[Callable, tuple, dict[str, Any]], Any]
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -196,7 +198,7 @@ def _squeeze_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DT
     x = args[0]
     dims = args[1] if len(args) > 1 else kwargs.get("dim", range(x.ndim))
     wanted = {dim % max(x.ndim, 1) for dim in ([dims] if isinstance(dims, int) else dims)}
-    gone = [dim for dim in sorted(wanted, reverse=True) if x.shape[dim] == 1]
+    gone = [dim for dim in sorted(wanted, reverse=True) if x.ndim and x.shape[dim] == 1]
     if any(x._layout.splits[dim] for dim in gone):
         raise InPlaceError(f"{describe('squeeze_', args, kwargs)}: a dim that is sharded cannot be removed in place")
     with torch.no_grad():
@@ -298,7 +300,10 @@ def _data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     """The same shards outside the graph, whatever is pending on them."""
     with _disabled():
         shards = [func(shard) for shard in shards_of(args[0])]
-    return wrap(shards[0] if len(shards) == 1 else ranked(shards), args[0]._layout)
+    out = wrap(shards[0] if len(shards) == 1 else ranked(shards), args[0]._layout)
+    if isinstance(args[0], CopiedView):
+        watch_view(out, args[0])
+    return out
 
 
 @handles(Tensor.data.__set__)  # type: ignore[attr-defined]
@@ -325,12 +330,15 @@ def _set_item(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     if _is_mask(x, index) and not (isinstance(value, Tensor) and value.dim()):
         x.masked_fill_(index.reshape(*index.shape, *[1] * (x.ndim - index.ndim)), value)
         return
+    if any(isinstance(item, (Tensor, list)) for item in items) and not any(item is None for item in items):
+        _put_items(x, items, value)
+        return
     if not all(isinstance(item, (int, slice)) or item is Ellipsis or item is None for item in items) or any(
         isinstance(item, bool) for item in items
     ):
         raise InPlaceError(
-            f"{describe('__setitem__', args, kwargs)}: only ints, slices, None, ... and, for a number, a boolean mask "
-            f"can index a DTensor that is written to. Nothing was changed; use torch.where, or redistribute it first"
+            f"{describe('__setitem__', args, kwargs)}: this index cannot be written to on shards. Nothing was changed; "
+            f"use ints, slices, masks or tensors of indices, torch.where, or redistribute it first"
         )
     if Ellipsis not in items:
         items.append(Ellipsis)
@@ -359,6 +367,46 @@ def _set_item(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         view.copy_(value)
     else:
         view.fill_(value)
+
+
+def _put_items(x: DTensor, items: list[Any], value: Any) -> None:
+    """`x[indices, slices and ints] = value`: parts first, which are views of the shards, then the indices in them."""
+    if Ellipsis in [item for item in items if not isinstance(item, (Tensor, list))]:
+        at = next(i for i, item in enumerate(items) if item is Ellipsis)
+        items[at : at + 1] = [slice(None)] * (x.ndim - len(items) + 1)
+    slices = tuple(item if isinstance(item, slice) else slice(None) for item in items)
+    view = x[slices] if any(item != slice(None) for item in slices) else x
+    indices: list[Tensor | None] = []
+    for item in items:
+        if isinstance(item, (int, list)):
+            item = distribute_tensor(torch.tensor(item), x._layout.mesh)
+        indices.append(item if isinstance(item, Tensor) else None)
+    if not isinstance(value, Tensor):
+        value = torch.tensor(value, dtype=x.dtype)
+    view.index_put_(tuple(indices), value)
+
+
+@handles(nn.functional.l1_loss)
+def _l1_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """torch does not pass the weight on; it is still there in the caller."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not _L1_LOSS:
+        frame = frame.f_back
+    weight = None if frame is None else frame.f_locals.get("weight")
+    if weight is None:
+        return NotImplemented
+    if weight.shape != args[0].shape:
+        raise ValueError("Weights and input must have the same size.")
+    reduction, average, reduce = (kwargs.get(name) for name in ("reduction", "size_average", "reduce"))
+    if average is not None or reduce is not None:
+        reduction = nn._reduction.legacy_get_string(average, reduce)
+    loss = func(*args[:2], reduction="none") * weight
+    if reduction == "none":
+        return loss
+    return loss.sum() / weight.sum() if reduction == "mean" else loss.sum()
+
+
+_L1_LOSS = inspect.unwrap(nn.functional.l1_loss).__code__
 
 
 def _is_mask(x: DTensor, index: Any) -> bool:

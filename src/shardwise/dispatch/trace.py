@@ -22,6 +22,7 @@ OPAQUE: dict[Any, Any] = {
     Tensor.matmul: aten.matmul.default,
     Tensor.__matmul__: aten.matmul.default,
     torch._C._nn.scaled_dot_product_attention: aten.scaled_dot_product_attention.default,
+    torch._C._nn.one_hot: aten.one_hot.default,
 }
 """Composite functions with a rule of their own: one op, not traced further."""
 
@@ -31,6 +32,19 @@ FORWARDS: dict[Any, Any] = {
 }
 """Python functions that do nothing but call a binding with the same arguments: the binding can run whole. And those
 that have a rule of their own: one op, not traced further."""
+
+
+SILENT_IN_EVALUATION = frozenset(
+    {
+        aten.native_batch_norm.default,
+        aten._native_batch_norm_legit.default,
+        aten._native_batch_norm_legit_no_training.default,
+    }
+)
+"""Ops that return empty statistics when they do not train, whatever their kernels for meta tensors say."""
+
+LARGE = 1 << 16
+"""Numbers of a function's own that a plan does not keep but makes again for every call."""
 
 
 class Trace:
@@ -64,7 +78,8 @@ class _Recorder(TorchDispatchMode):
         found = self.known.get(id(tensor))
         if found is None:  # a tensor the function had up its sleeve: a constant
             found = self.known[id(tensor)] = self.trace.new_value(tensor)
-            self.trace.constants.append((found, tensor))
+            self.alive.append(tensor)
+            self.trace.constants.append((found, tensor.detach().clone()))
         return found
 
     def result(self, tensor: Tensor) -> Value:
@@ -81,8 +96,26 @@ class _Recorder(TorchDispatchMode):
         if torch.Tag.inplace_view in func.tags and id(args[0]) not in self.arguments:
             return self.reshape_in_place(func, args, kwargs)
         out = func(*args, **kwargs)
-        self.record(func, args, kwargs, out)
+        if func in SILENT_IN_EVALUATION and not Call(func, args, kwargs, (), ()).bound.get("training"):
+            out = (out[0], *(stat.new_empty(0) for stat in out[1:3]), *out[3:])
+        made = flat_tensors(out)
+        if made and self.is_constant(func, made, flat_tensors((args, kwargs))):
+            self.alive += made
+            for tensor in made:
+                self.known.pop(id(tensor), None)  # written to: what it was before is another constant
+        else:
+            self.record(func, args, kwargs, out)
         return out
+
+    def is_constant(self, func: Any, made: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+        """Whether an op only makes numbers of the function's own, on a real device. They are written down when they are
+        used: until then the function may still fill them, unseen by us."""
+        if torch.Tag.nondeterministic_seeded in func.tags or any(tensor.is_meta for tensor in (*made, *given)):
+            return False
+        constants = {value.index for value, _ in self.trace.constants}
+        if any(id(x) in self.known and self.known[id(x)].index not in constants for x in given):
+            return False
+        return func is aten.empty.memory_format or sum(tensor.numel() for tensor in made) < LARGE
 
     def reshape_in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A tensor of the function's own that changes its shape in place (`unsqueeze_`) is a new value from then on."""
@@ -133,6 +166,19 @@ def trace_call(
                 out = function(*args, **kwargs)
     trace.output = map_tensors(out, recorder.value_of)
     return trace
+
+
+def written_families(trace: Trace) -> dict[int, int]:
+    """Values that share storage with one that is written to, each with its family: the value all of them are views of,
+    or views of views of."""
+    base: dict[int, int] = {}
+    for call in trace.calls:
+        if call.is_view and call.inputs:
+            root = base.setdefault(call.inputs[0].index, call.inputs[0].index)
+            for value in call.outputs:
+                base.setdefault(value.index, root)
+    written = {base.get(call.inputs[i].index) for call in trace.calls for i in call.mutated}
+    return {index: root for index, root in base.items() if root in written}
 
 
 def flat_tensors(tree: Any) -> list[Tensor]:

@@ -40,7 +40,8 @@ def _is_plain(lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
     """One op that uses every tensor, in a call without any number that could be a size: nothing to read sizes from."""
     if len(lowered.calls) != 1 or len(lowered.calls[0].call.inputs) != len(lowered.trace.inputs):
         return False
-    return not _has_int((args, tuple(kwargs.values())))
+    call = lowered.calls[0].call
+    return not _has_int((args, *kwargs.values(), call.args, *call.kwargs.values()))
 
 
 def _has_int(tree: Any) -> bool:

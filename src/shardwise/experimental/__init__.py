@@ -1,5 +1,6 @@
 """Names that may still change."""
 
 from shardwise.dispatch import implicit_replication
+from shardwise.experimental.register import RuleError, register_sharding
 
-__all__ = ["implicit_replication"]
+__all__ = ["RuleError", "implicit_replication", "register_sharding"]

@@ -39,7 +39,7 @@ def test_a_fallback_is_right_and_says_so_once_with_the_users_line() -> None:
     (warning,) = caught
     assert warning.category is sw.errors.FallbackWarning and warning.filename == __file__
     assert str(warning.message) == (
-        "aten.linalg_inv_ex(f64[4,4] S(0)@dp) has no sharding rule: its inputs were gathered and it ran replicated"
+        "aten.linalg_inv_ex(f64[4,4] S(0)@dp) cannot run on these shards: they were gathered and it ran replicated"
     )
 
 
@@ -66,7 +66,7 @@ def test_strict_mode_refuses() -> None:
     with sw.strict(), pytest.raises(sw.errors.StrictModeError) as error:
         torch.linalg.inv(d)
     assert str(error.value) == (
-        "strict mode: aten.linalg_inv_ex(f64[4,4] S(0)@dp) has no sharding rule and would gather its inputs. "
+        "strict mode: aten.linalg_inv_ex(f64[4,4] S(0)@dp) cannot run on these shards and would gather them. "
         "Redistribute them to Replicate() yourself, or leave strict mode"
     )
 

@@ -65,7 +65,15 @@ def test_initialisation_is_exact(name: str, placements: tuple) -> None:
         check_exact(fill, torch.zeros(shape), nn.Parameter(p) if name in INITS else p)
 
 
-# GAP (rules/pointwise.py): these have no rule, so on a sharded tensor they refuse, before anything is written.
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")  # a decomposition of the whole
+@over_layouts
+def test_orthogonal_initialisation_is_exact(placements: tuple) -> None:
+    check_exact(nn.init.orthogonal_, torch.zeros(6, 4), sw.zeros(6, 4, device_mesh=MESH, placements=placements))
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
+def test_orthogonal_initialisation_of_one_sharded_row() -> None:
+    check_exact(nn.init.orthogonal_, torch.zeros(1, 3), sw.zeros(1, 3, device_mesh=MESH, placements=[S0, R]))
 
 
 @pytest.mark.parametrize("name", ["cauchy_", "log_normal_", "geometric_"])
@@ -153,22 +161,92 @@ def test_dropout_draws_anew_each_time_and_repeats_by_seed() -> None:
     assert torch.equal(F.dropout(d).full_tensor(), first)
 
 
-@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bernoulli": torch.bernoulli,
+    "multinomial": lambda d: torch.multinomial(d, 3),
+    "multinomial with replacement": lambda d: torch.multinomial(d, 9, replacement=True),
+    "gumbel_softmax": F.gumbel_softmax,
+    "gumbel_softmax, hard": lambda d: F.gumbel_softmax(d, hard=True),
+    "rrelu": lambda d: F.rrelu(d - 0.5, training=True),
+    "alpha_dropout": lambda d: F.alpha_dropout(d, 0.5, training=True),
+    "native_dropout": lambda d: torch.native_dropout(d, 0.5, True)[0],
+    "dropout1d": lambda d: F.dropout1d(d, 0.5),
+    "normal of a mean": lambda d: torch.normal(d, 2.0),
+    "normal of a deviation": lambda d: torch.normal(1.0, d),
+    "normal of both": lambda d: torch.normal(d, d + 1),
+    "poisson": torch.poisson,
+    "gamma": torch._standard_gamma,
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_replicas_agree_whatever_draws(draw: Callable) -> None:
+    """Also where shards are uneven or empty: the same seed gives the same again, and the generator goes on alike."""
+    line = sw.simulate((4,), ("tp",))
+    after = set()
+    for mesh, placements in [*((MESH, p) for p in WRITABLE), (MESH, (P, S0)), (line, [S0]), (line, [S1])]:
+        d = sw.full((6, 5), 0.4, device_mesh=mesh, placements=placements, requires_grad=True)
+        draws = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            out = draw(d)
+            after.add(next_draw())
+            check_shards(out)
+            draws.append(out.detach().full_tensor())
+        assert torch.equal(*draws)
+        if out.requires_grad:
+            out.sum().backward()
+            check_shards(d.grad)
+    assert len(after) == 1
+
+
+def drawn(mask: Tensor) -> Tensor:
+    """Masks drawn for features, one number each, if all elements of a feature agree."""
+    flat = mask.flatten(2)
+    assert (flat == flat[..., :1]).all(), "one feature, two masks"
+    return flat[..., 0]
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    "draw",
-    [
-        lambda d: torch.multinomial(d, 3),
-        lambda d: F.gumbel_softmax(d),
-        lambda d: torch.bernoulli(d),
-        lambda d: F.rrelu(d - 0.5, training=True),
-        lambda d: F.alpha_dropout(d, 0.5, training=True),
-        lambda d: torch.normal(d, 2.0),
-        lambda d: F.dropout1d(d, 0.5),
-    ],
+    "dropout", [F.dropout2d, lambda x, p: F.feature_alpha_dropout(x, p, training=True)], ids=["plain", "alpha"]
 )
-@pytest.mark.parametrize("placements", [(R, R), (S0, R), (S0, S0)], ids=str)
-def test_replicas_agree_whatever_draws(draw: Callable, placements: tuple) -> None:
-    check_shards(draw(sw.full((8, 6), 0.4, device_mesh=MESH, placements=placements)))
+def test_a_feature_is_dropped_as_a_whole(dropout: Callable, dim: int) -> None:
+    """Whichever dim is sharded, all shards of one feature have one mask, and features differ."""
+    x = sw.ones(3, 32, 5, 4, device_mesh=MESH, placements=[R, Shard(dim)], requires_grad=True)
+    out = dropout(x, 0.5)
+    check_shards(out)
+    features = drawn(out.detach().full_tensor())
+    assert len(features.unique()) == 2
+    out.sum().backward()
+    assert torch.equal(drawn(x.grad.full_tensor()) == 0, features == features.min())
+
+
+@pytest.mark.parametrize("dim", range(4))
+def test_attention_drops_a_key_for_all_columns(dim: int) -> None:
+    """Uniform attention to values that are alike in all columns stays alike, whatever is sharded."""
+    query = sw.zeros(2, 4, 6, 4, device_mesh=MESH, placements=[R, Shard(dim) if dim < 3 else R])
+    column = torch.randn(2, 4, 6, 1).expand(2, 4, 6, 4).contiguous()
+    value = sw.distribute_tensor(column, MESH, [R, Shard(dim)])
+    torch.manual_seed(3)
+    out = F.scaled_dot_product_attention(query, query, value, dropout_p=0.5)
+    after = next_draw()
+    check_shards(out)
+    whole = out.full_tensor()
+    torch.testing.assert_close(whole, whole[..., :1].expand_as(whole))
+    undropped = F.scaled_dot_product_attention(query, query, value).full_tensor()
+    assert not torch.allclose(whole, undropped)
+    torch.manual_seed(3)
+    F.dropout(query)
+    assert next_draw() == after
+
+
+def test_forked_generators_come_back() -> None:
+    d = sw.ones(64, device_mesh=MESH, placements=[S0, R])
+    torch.manual_seed(1)
+    with torch.random.fork_rng():
+        inside = F.dropout(d).full_tensor()
+    assert torch.equal(F.dropout(d).full_tensor(), inside)
 
 
 def test_filling_a_pending_sum_is_refused() -> None:
