@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench clean
+.PHONY: help install demo test check format bench coverage verify clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -32,6 +32,14 @@ format: $(STAMP)  ## format the code and fix what the linter can fix
 
 bench: $(STAMP)  ## run benchmarks/overhead.py
 	$(BIN)/python benchmarks/overhead.py
+
+coverage: export OMP_NUM_THREADS := 1
+coverage: $(STAMP)  ## run every operator of torch on DTensors in all layouts against plain torch (a quarter of an hour)
+	$(BIN)/shardwise coverage --json benchmarks/results/coverage-$$(date +%F).json --resume
+
+verify: export OMP_NUM_THREADS := 1
+verify: $(STAMP)  ## judge every sharding rule by brute force, and write docs/rules.md (ten minutes)
+	$(BIN)/shardwise verify --json benchmarks/results/verify.json --resume --write-docs docs/rules.md
 
 clean:  ## remove .venv and all caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,6 +8,7 @@ from shardwise.dispatch import cache_info, clear_cache, strict
 from shardwise.factories import empty, full, ones, rand, randn, zeros
 from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
 from shardwise.parallel import distribute_module
+from shardwise.proof.verify import verify
 from shardwise.tensor import DTensor, distribute_tensor
 
 __version__ = "0.1.0"
@@ -39,5 +40,6 @@ __all__ = [
     "recording",
     "simulate",
     "strict",
+    "verify",
     "zeros",
 ]

@@ -1,0 +1,1 @@
+"""Proof by trying: torch's own samples of every operator, run on simulated shards and compared with plain torch."""

@@ -1,0 +1,307 @@
+"""Run every operator of torch on DTensors, in all layouts, and compare with plain torch.
+
+Each sample of each operator of torch's `op_db` is called through real DTensors on the simulator: as a function, as a
+method and in place; with every combination of placements on an axis of two ranks, or a seeded choice where there are
+too many, and some on a 2×2 mesh; forward and backward. Each call is right, or refused (a write that needs another
+layout raises before it has changed anything), or raised, or wrong; and it ran sharded or gathered its inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.comm import simulate
+from shardwise.dispatch import clear_cache
+from shardwise.layout import Mesh, Partial, Placement, Replicate, Shard
+from shardwise.proof.judge import Case, Form, Unusable, Verdict, judge
+from shardwise.proof.pool import Outcome, run_all
+from shardwise.proof.progress import Progress
+from shardwise.proof.report import print_report
+from shardwise.proof.results import Result, Store
+from shardwise.proof.samples import (
+    NO_DTYPE,
+    NO_TENSOR,
+    VALUELESS,
+    NoSamplesError,
+    Operator,
+    Sample,
+    operator,
+    operators,
+    seeded,
+)
+
+ONE_AXIS, TWO_AXES = (2,), (2, 2)
+LARGE = 100_000
+"""Samples with more elements are tried in a few layouts only."""
+
+EXAMPLES = 3
+"""Examples kept of each problem."""
+
+Assignment = tuple[tuple[Placement, ...], ...]
+"""For each tensor of a call, its placements."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is tried of each operator. The same settings try the same calls."""
+
+    samples: int | None = None
+    assignments: int = 24
+    spread: int = 4
+    seed: int = 0
+
+
+# The calls
+
+
+def mesh_of(shape: Sequence[int]) -> Mesh:
+    return simulate(tuple(shape), ("a", "b")[: len(shape)])
+
+
+def options(x: Tensor) -> list[Placement]:
+    """The placements of a tensor along one axis."""
+    found: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(x.dim()))]
+    return [*found, Partial()] if x.is_floating_point() or x.is_complex() else found
+
+
+def assignments(tensors: Sequence[Tensor], num_axes: int, most: int, chance: random.Random) -> list[Assignment]:
+    """Ways to lay tensors out: all, if there are at most so many; else those with one tensor sharded and a choice."""
+    each = [list(itertools.product(options(x), repeat=num_axes)) for x in tensors]
+    if math.prod(map(len, each)) <= most:
+        return list(itertools.product(*each))
+    alone = [
+        (*(row[0] for row in each[:i]), way, *(row[0] for row in each[i + 1 :]))
+        for i in range(len(each))
+        for way in each[i][1:]
+    ]
+    chance.shuffle(alone)
+    chosen = dict.fromkeys(alone[: most // 2])
+    while len(chosen) < most:
+        chosen[tuple(chance.choice(row) for row in each)] = None
+    return list(chosen)
+
+
+def forms(op: Operator) -> Iterator[tuple[Form, int]]:
+    """The ways to write an operator, and by how much fewer layouts suffice for each."""
+    yield Form("function", op.function, checks_sizes=op.checks_sizes), 1
+    if op.method is not None and op.method is not op.function:
+        yield Form("method", op.method), 6
+    if op.in_place is not None:
+        yield Form("in-place", op.in_place, in_place=True), 3
+
+
+def calls(op: Operator, sample: Sample, settings: Settings) -> Iterator[tuple[Form, Sequence[int], Assignment]]:
+    """The calls to try of one sample."""
+    large = 8 if sum(x.numel() for x in sample.tensors) > LARGE else 1
+    with seeded(f"{op.name}/{sample.index}", settings.seed) as chance:
+        for form, fewer in forms(op):
+            for shape, most in ((ONE_AXIS, settings.assignments), (TWO_AXES, settings.spread)):
+                limit = math.ceil(most / (fewer * large))
+                for way in assignments(sample.tensors, len(shape), limit, chance):
+                    yield form, shape, way
+
+
+def cover(name: str, settings: Settings) -> Iterator[dict[str, Any]]:
+    """Try one operator; yields, for each sample, what became of it."""
+    op = operator(name)
+    clear_cache()
+    for sample in op.samples(settings.samples, settings.seed):
+        yield cover_sample(op, sample, settings)
+
+
+def cover_sample(op: Operator, sample: Sample, settings: Settings) -> dict[str, Any]:
+    if not sample.tensors:
+        return {"note": NO_TENSOR}
+    cases: dict[str, Case | str] = {}
+    found: dict[str, Any] = {"verdicts": Counter(), "ways": Counter(), "avoidable": 0, "problems": []}
+    for form, shape, way in calls(op, sample, settings):
+        if form.name not in cases:
+            cases[form.name] = _case(op, form, sample, settings)
+        case = cases[form.name]
+        if isinstance(case, str):
+            continue
+        verdict = judge(case, mesh_of(shape), way)
+        found["verdicts"][verdict.kind] += 1
+        found["ways"][verdict.way] += 1
+        found["avoidable"] += verdict.avoidable
+        if verdict.kind in ("raised", "wrong"):
+            found["problems"].append(_problem(form, sample, shape, way, verdict))
+    function = cases["function"]
+    if isinstance(function, str):
+        return {"note": function}
+    return {**found, "random": function.random}
+
+
+def _case(op: Operator, form: Form, sample: Sample, settings: Settings) -> Case | str:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return make_case(op, form, sample, settings.seed)
+    except Unusable as reason:
+        return str(reason)
+
+
+def make_case(op: Operator, form: Form, sample: Sample, seed: int) -> Case:
+    return Case(form, sample, valueless=op.name in VALUELESS, may_write=op.may_write(sample), seed=seed)
+
+
+def _problem(form: Form, sample: Sample, shape: Sequence[int], way: Assignment, verdict: Verdict) -> dict[str, Any]:
+    return {
+        "kind": verdict.kind,
+        "detail": verdict.detail,
+        "form": form.name,
+        "sample": sample.index,
+        "call": str(sample),
+        "mesh": list(shape),
+        "placements": show_assignment(way),
+    }
+
+
+def show_assignment(way: Assignment) -> str:
+    """`S0,R P,R`: for each tensor its placements."""
+    letters = {Replicate: "R", Partial: "P"}
+    return " ".join(",".join(f"S{p.dim}" if isinstance(p, Shard) else letters[type(p)] for p in each) for each in way)
+
+
+def parse_assignment(text: str) -> Assignment:
+    """The inverse of `show_assignment`."""
+    letters: dict[str, Placement] = {"R": Replicate(), "P": Partial()}
+    return tuple(tuple(letters.get(p) or Shard(int(p[1:])) for p in each.split(",")) for each in text.split())
+
+
+def replay(name: str, sample: int, placements: str, *, form: str = "function", seed: int = 0) -> Any:
+    """Make one call again, as `coverage` made it, and let its error out; returns the verdict otherwise.
+
+    >>> replay("mm", 0, "S0 R").kind
+    'right'
+    """
+    op, way = operator(name), parse_assignment(placements)
+    chosen = next(given for given in op.samples(seed=seed) if given.index == sample)
+    written = next(written for written, _ in forms(op) if written.name == form)
+    mesh = mesh_of(ONE_AXIS if len(way[0]) == 1 else TWO_AXES)
+    return judge(make_case(op, written, chosen, seed), mesh, way, let_out=True)
+
+
+# The results
+
+
+def result_of(outcome: Outcome) -> Result:
+    """One operator's parts, summed up."""
+    op = operator(outcome.name)
+    result = Result(op.name, str(op.dtype).removeprefix("torch."), seconds=round(outcome.seconds, 2))
+    if op.dtype is None:
+        result.note = NO_DTYPE
+    counts: Counter[str] = Counter()
+    ways: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
+    kinds: dict[tuple, dict[str, Any]] = {}
+    for part in outcome.parts:
+        if "note" in part:
+            notes[part["note"]] += 1
+            continue
+        result.samples += 1
+        result.random += part["random"]
+        result.avoidable += part["avoidable"]
+        counts.update(part["verdicts"])
+        ways.update(part["ways"])
+        for problem in part["problems"]:
+            _file(kinds, problem)
+    if outcome.failure is not None:
+        counts["raised"] += 1
+        _file(kinds, {"kind": "raised", "form": "function", "detail": outcome.failure, "sample": len(outcome.parts)})
+    if not result.samples and not counts and notes:
+        result.note = notes.most_common(1)[0][0]
+    result.refused_by_torch = sum(notes.values())
+    result.counts, result.ways = dict(counts), dict(ways)
+    result.problems = sorted(kinds.values(), key=lambda kind: (kind["kind"] != "wrong", -kind["count"]))
+    return result
+
+
+def _file(kinds: dict[tuple, dict[str, Any]], problem: dict[str, Any]) -> None:
+    """Problems that differ in numbers only are one."""
+    key = (problem["kind"], problem["form"], re.sub(r"[\d.]+(e[-+]\d+)?", "#", problem["detail"].split(" as [")[0]))
+    kind = kinds.setdefault(
+        key, {**{name: problem[name] for name in ("kind", "form", "detail")}, "count": 0, "examples": []}
+    )
+    kind["count"] += 1
+    if len(kind["examples"]) < EXAMPLES:
+        kind["examples"].append({name: problem[name] for name in problem if name not in ("kind", "form")})
+
+
+# The command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ops", metavar="PATTERN", help="only operators whose whole name matches this expression")
+    parser.add_argument("--samples", type=int, metavar="N", help="at most N samples of each operator (all)")
+    parser.add_argument("--assignments", type=int, default=24, metavar="N", help="layouts per sample, one axis (24)")
+    parser.add_argument("--spread", type=int, default=4, metavar="N", help="layouts per sample on a 2×2 mesh (4)")
+    parser.add_argument("--seed", type=int, default=0, help="another choice of data and layouts (0)")
+    parser.add_argument("--stratum", type=_stratum, default=(0, 1), metavar="K/N", help="the K-th of N parts, from 0")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes; 0: this one (2)")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds a sample may take (120)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE as they come")
+    parser.add_argument("--resume", action="store_true", help="keep what FILE holds of the same code and settings")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _stratum(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdigit() and parts.isdigit() and int(part) < int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 0 to N - 1")
+    return int(part), int(parts)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the command; 0 if nothing was wrong and nothing raised."""
+    settings = Settings(given.samples, given.assignments, given.spread, given.seed)
+    try:
+        names = [op.name for op in operators(given.ops, given.stratum)]
+    except NoSamplesError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not names:
+        print(f"no operator is called {given.ops}", file=sys.stderr)
+        return 2
+    if given.resume and given.json is None:
+        print("--resume needs --json FILE: the results to go on with", file=sys.stderr)
+        return 2
+    store = Store(given.json, asdict(settings), resume=given.resume)
+    results = measure(names, settings, store=store, jobs=given.jobs, timeout=given.timeout, quiet=given.quiet)
+    print_report(results)
+    return 1 if any(result.problems for result in results) else 0
+
+
+def measure(
+    names: Sequence[str],
+    settings: Settings,
+    *,
+    store: Store | None = None,
+    jobs: int = 0,
+    timeout: float = 120.0,
+    quiet: bool = True,
+) -> list[Result]:
+    """Try the named operators; the results are in their order."""
+    done = {name: result for name, result in (store.results if store else {}).items() if name in names}
+    left = [name for name in names if name not in done]
+    with Progress("coverage", len(names), done=len(done), quiet=quiet) as progress:
+        for outcome in run_all(cover, left, settings, jobs=jobs, timeout=timeout):
+            result = done[outcome.name] = result_of(outcome)
+            problem = result.problems[0]["kind"] if result.problems else ""
+            progress.advance(f"{outcome.name} {problem}")
+            if store is not None:
+                store.add(result)
+    return [done[name] for name in names]

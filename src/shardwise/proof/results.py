@@ -1,0 +1,82 @@
+"""The results of a run, and the file that keeps them, so that a run that was stopped can go on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGE = Path(__file__).resolve().parents[1]
+PRESENTATION = ("cli.py", "proof/progress.py", "proof/report.py")
+"""Files that do not change any result."""
+
+
+@dataclass
+class Result:
+    """What became of the calls of one operator."""
+
+    name: str
+    dtype: str = ""
+    note: str = ""  # why it was not tried
+    samples: int = 0
+    refused_by_torch: int = 0
+    random: int = 0  # samples whose values cannot be compared
+    counts: dict[str, int] = field(default_factory=dict)
+    ways: dict[str, int] = field(default_factory=dict)
+    avoidable: int = 0
+    problems: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def valueless(self) -> bool:
+        """Whether no sample has a value to compare."""
+        return 0 < self.samples == self.random
+
+    @property
+    def calls(self) -> int:
+        return sum(self.counts.values())
+
+
+@lru_cache(maxsize=1)
+def source_digest() -> str:
+    """A number for the code that results depend on."""
+    digest = hashlib.sha256()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        name = file.relative_to(PACKAGE).as_posix()
+        if name not in PRESENTATION:
+            digest.update(name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Store:
+    """Results by operator, of some `kind` of dataclass with a name, in a JSON file that is whole at any time.
+
+    With `resume` it begins with what the file holds, if that came from the same torch, code and settings.
+    """
+
+    def __init__(
+        self, file: Path | None, settings: dict[str, Any], *, resume: bool = False, kind: Callable[..., Any] = Result
+    ) -> None:
+        self.file = file
+        self.header = {"torch": torch.__version__, "source": source_digest(), "settings": settings}
+        self.results: dict[str, Any] = {}
+        if resume and file is not None and file.exists():
+            known = json.loads(file.read_text())
+            if {name: known.get(name) for name in self.header} == self.header:
+                self.results = {name: kind(**kept) for name, kept in known["results"].items()}
+
+    def add(self, result: Any) -> None:
+        self.results[result.name] = result
+        if self.file is None:
+            return
+        content = {**self.header, "results": {name: asdict(kept) for name, kept in self.results.items()}}
+        draft = self.file.with_name(f"{self.file.name}.part")
+        draft.write_text(json.dumps(content, indent=1))
+        os.replace(draft, self.file)

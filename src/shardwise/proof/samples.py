@@ -1,0 +1,245 @@
+"""Torch's own samples of its operators (`op_db`): for every operator, calls that torch tests itself with.
+
+They are deterministic: the same operator and seed give the same calls, whatever else was asked for before.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError
+
+DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
+"""The dtypes to try an operator in, first choice first: in double precision a wrong answer is no rounding error."""
+
+NO_DTYPE = "takes no dtype that the CPU can compute with"
+NO_TENSOR = "takes no tensor: there is nothing to shard"
+SPARSE = "takes or returns sparse or nested tensors, which have no shards"
+UNINITIALISED = "its result is memory that nobody has written"
+
+VALUELESS: dict[str, str] = dict.fromkeys(("empty_like", "new_empty", "new_empty_strided"), UNINITIALISED)
+"""Operators whose results have a shape but no value to compare, with the reason."""
+
+WRITERS = ("nn.functional.batch_norm", "nn.functional.instance_norm", "native_batch_norm", "_native_batch_norm_legit")
+"""Functions that write to running statistics, although neither their names nor versions of the tensors say so."""
+
+UNCHECKED = ("_segment_reduce.lengths", "_segment_reduce.offsets")
+"""Functions that do not check whether sizes fit, and crash where they do not."""
+
+
+class NoSamplesError(ShardwiseError, ImportError):
+    """Torch's samples cannot be imported here."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an operator on plain tensors: `function(*args, **kwargs)`."""
+
+    index: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    broadcasts: bool = False  # the first argument is smaller than the result, so the in-place form cannot take it
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, each once, in the order of the call."""
+        return unique(tensors_in((self.args, self.kwargs)))
+
+    def __str__(self) -> str:
+        parts = [show(arg) for arg in self.args] + [f"{name}={show(arg)}" for name, arg in self.kwargs.items()]
+        return f"({', '.join(parts)})"
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator of `op_db`: its function, its method and in-place forms if it has any, and its samples."""
+
+    name: str
+    info: Any = field(repr=False, compare=False)
+    dtype: torch.dtype | None
+
+    @property
+    def function(self) -> Callable:
+        return self.info.op
+
+    @property
+    def method(self) -> Callable | None:
+        return self.info.get_method()
+
+    @property
+    def in_place(self) -> Callable | None:
+        return self.info.get_inplace()
+
+    def may_write(self, sample: Sample) -> bool:
+        """Whether a call may write to its arguments, even if it does not change them (with a momentum of zero)."""
+        if self.name in WRITERS:
+            numbers = [arg for arg in (*sample.args, *sample.kwargs.values()) if isinstance(arg, (bool, float))]
+            return True in numbers and 0.0 in [number for number in numbers if isinstance(number, float)]
+        return self.name.endswith("_") or self.name == "_batch_norm_with_update"
+
+    @property
+    def checks_sizes(self) -> bool:
+        return self.name not in UNCHECKED
+
+    @property
+    def differentiable(self) -> bool:
+        return self.info.supports_autograd and self.dtype in self.info.supported_backward_dtypes("cpu")
+
+    def samples(self, limit: int | None = None, seed: int = 0) -> list[Sample]:
+        """All samples, or `limit` of them spread over all. The same arguments give the same samples."""
+        if self.dtype is None:
+            return []
+        with seeded(self.name, seed), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            given = list(self.info.sample_inputs("cpu", self.dtype, self.differentiable, set_seed=False))
+        count = len(given) if limit is None else min(limit, len(given))
+        return [_sample(index, given[index]) for index in _spread(len(given), count)]
+
+
+def _sample(index: int, given: Any) -> Sample:
+    return Sample(index, (given.input, *given.args), dict(given.kwargs), given.broadcasts_input)
+
+
+def _spread(total: int, count: int) -> list[int]:
+    """`count` of the numbers below `total`, evenly spread, the first and the last among them."""
+    if count >= total:
+        return list(range(total))
+    return [0] if count == 1 else sorted({round(i * (total - 1) / (count - 1)) for i in range(count)})
+
+
+@lru_cache(maxsize=1)
+def all_operators() -> tuple[Operator, ...]:
+    """Every operator of `op_db`, in its order."""
+    try:
+        with _nothing_changed():
+            from torch.testing._internal.common_methods_invocations import op_db
+    except ImportError as error:
+        raise NoSamplesError(
+            f"torch's samples of its operators need a package that is not installed ({error}); "
+            f"install them with: pip install 'shardwise[proof]'"
+        ) from error
+    return tuple(Operator(info.full_name, info, _dtype(info)) for info in op_db)
+
+
+@contextmanager
+def _nothing_changed() -> Iterator[None]:
+    """Importing torch's tests warns, forbids changing backend flags, and switches Hypothesis to settings of their own;
+    afterwards all is as before."""
+    hypothesis = sys.modules.get("hypothesis")
+    profile = hypothesis.settings.get_current_profile_name() if hypothesis is not None else ""
+    try:
+        with warnings.catch_warnings(), torch.backends.__allow_nonbracketed_mutation():  # restores the flag as it was
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if hypothesis is not None:
+            hypothesis.settings.load_profile(profile)
+
+
+def _dtype(info: Any) -> torch.dtype | None:
+    supported = info.supported_dtypes("cpu")
+    return next((dtype for dtype in DTYPES if dtype in supported), None)
+
+
+def operators(pattern: str | None = None, stratum: tuple[int, int] = (0, 1)) -> list[Operator]:
+    """The operators whose whole name matches a regular expression; of those, the k-th of every n.
+
+    Operators of one family stand together in `op_db`, so each such part holds some of every family.
+    """
+    wanted = [op for op in all_operators() if pattern is None or re.fullmatch(pattern, op.name)]
+    part, parts = stratum
+    return wanted[part::parts]
+
+
+def operator(name: str) -> Operator:
+    """The operator of that name."""
+    return next(op for op in all_operators() if op.name == name)
+
+
+@contextmanager
+def seeded(name: str, seed: int) -> Iterator[random.Random]:
+    """Inside, all random numbers follow from a name and a seed; afterwards the generators are as before."""
+    import numpy
+
+    number = zlib.crc32(f"{name}/{seed}".encode())
+    before = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(number)
+        numpy.random.seed(number)
+        torch.manual_seed(number)
+        try:
+            yield random.Random(number)
+        finally:
+            random.setstate(before[0])
+            numpy.random.set_state(before[1])
+
+
+@contextmanager
+def counting_draws() -> Iterator[Callable[[], bool]]:
+    """Inside, the function it gives says whether random numbers were drawn since the beginning.
+
+    `op_db` seeds random operators anew at each call and hides that they draw; inside, it does not.
+    """
+    from torch.testing._internal import common_methods_invocations as torchs
+
+    hiding = torchs.wrapper_set_seed
+    before = torch.get_rng_state()
+    torchs.wrapper_set_seed = lambda function, *args, **kwargs: function(*args, **kwargs)
+    try:
+        yield lambda: not torch.equal(before, torch.get_rng_state())
+    finally:
+        torchs.wrapper_set_seed = hiding
+
+
+# Trees of arguments
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and dicts, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [tensor for item in tree for tensor in tensors_in(item)]
+    if isinstance(tree, dict):
+        return [tensor for item in tree.values() for tensor in tensors_in(item)]
+    return []
+
+
+def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def replaced(tree: Any, images: dict[int, Any]) -> Any:
+    """A tree with other things in place of its tensors, by their ids."""
+    if isinstance(tree, Tensor):
+        return images[id(tree)]
+    if isinstance(tree, list):
+        return [replaced(item, images) for item in tree]
+    if type(tree) is tuple:
+        return tuple(replaced(item, images) for item in tree)
+    if isinstance(tree, dict):
+        return {name: replaced(item, images) for name, item in tree.items()}
+    return tree
+
+
+def show(value: Any) -> str:
+    """An argument in a few letters: `f64[5,3]`, `[i64[2], 3]`, `dim=1`."""
+    if isinstance(value, Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        short = name.replace("float", "f").replace("complex", "c").replace("int", "i")
+        return f"{short}[{','.join(map(str, value.shape))}]"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(show, value))}]"
+    return getattr(value, "__name__", None) or repr(value)

@@ -1,0 +1,320 @@
+"""Judge every sharding rule by brute force: sound, if all it claims is true; complete, if all that is true is claimed.
+
+*Sound*: every strategy that a rule lists gives the right value and gradient when it is forced. *Complete*: every way to
+run the op itself on shards that gives the truth is among the strategies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import pickle
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.proof import catalogue
+from shardwise.proof.calls import Recorded, excluded, key_of, made_again, record
+from shardwise.proof.case import Case
+from shardwise.proof.coverage import _stratum
+from shardwise.proof.forced import concrete, failure, show_ins, trials
+from shardwise.proof.gaps import reason_for
+from shardwise.proof.oracle import Truth, truths, worth
+from shardwise.proof.pool import Outcome, run_all
+from shardwise.proof.progress import Progress
+from shardwise.proof.report import print_tables
+from shardwise.proof.results import Store
+from shardwise.proof.samples import NoSamplesError, Operator, operators
+from shardwise.proof.verdicts import OpReport, tables
+from shardwise.rules import AxisPlacement, Strategy, rule_for
+
+# Judging
+
+
+def verify(op: Any, samples: Iterable[Any]) -> OpReport:
+    """Judge the rule of an op, of one's own for instance, by some samples: each a tuple of arguments, or a pair of such
+    a tuple and a dict of keyword arguments.
+
+    >>> import torch
+    >>> verify(torch.mm, [(torch.randn(5, 4), torch.randn(4, 3))]).status
+    'verified'
+    """
+    report = OpReport("")
+    for args, kwargs in map(_arguments, samples):
+        for recorded in record(op, args, kwargs):
+            report.name = report.name or recorded.op
+            if recorded.op == report.name:
+                report.add(judge_call(recorded))
+    return report
+
+
+def _arguments(sample: Any) -> tuple[tuple, dict[str, Any]]:
+    if len(sample) == 2 and isinstance(sample[0], tuple) and isinstance(sample[1], dict):
+        return sample[0], sample[1]
+    return tuple(sample), {}
+
+
+def judge_call(recorded: Recorded) -> OpReport:
+    """Judge a rule by one call."""
+    report = OpReport(recorded.op, has_rule=rule_for(recorded.call.op) is not None)
+    case = Case(recorded)
+    reason = excluded(recorded.call) or _unrepeatable(case)
+    if reason is not None:
+        report.excluded[reason] = 1
+        return report
+    report.calls = 1
+    _judge_soundness(case, report)
+    _judge_completeness(case, report)
+    report.ways = catalogue.ways(recorded.call, concrete(case))
+    return report
+
+
+def _unrepeatable(case: Case) -> str | None:
+    try:
+        case.expected  # noqa: B018
+    except Exception as error:
+        return _not_again(error)
+    return None
+
+
+def _not_again(error: Exception) -> str:
+    return f"cannot be called again on its own: {type(error).__name__}"
+
+
+def _judge_soundness(case: Case, report: OpReport) -> None:
+    for trial in trials(case):
+        report.trials += 1
+        problem = failure(case, trial)
+        if problem is not None:
+            found = {"call": str(case.recorded), "strategy": str(trial), "problem": problem}
+            report.unsound.append({**found, "from": case.recorded.origin})
+
+
+def _judge_completeness(case: Case, report: OpReport) -> None:
+    if not case.is_answered:
+        return
+    claims = concrete(case)
+    for truth in truths(case):
+        report.true += 1
+        if is_claimed(truth, claims):
+            report.claimed += 1
+        else:
+            true = f"{show_ins(truth.ins)} -> {show_ins(truth.outs)}"
+            found = {"call": str(case.recorded), "true": true, "reason": reason_for(case.call, truth)}
+            report.gaps.append({**found, "from": case.recorded.origin})
+
+
+def is_claimed(truth: Truth, claims: Sequence[Strategy]) -> bool:
+    """Whether a strategy has these inputs, and outputs that are as good: whole beats sharded beats pending."""
+    return any(
+        way.ins == truth.ins and all(_as_good(a, b) for a, b in zip(way.outs, truth.outs, strict=False))
+        for way in claims
+    )
+
+
+def _as_good(claimed: AxisPlacement, true: AxisPlacement) -> bool:
+    return claimed == true or worth(claimed) > worth(true) or (worth(claimed) == worth(true) == 0)
+
+
+# Collecting calls
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is judged. The same settings judge the same calls."""
+
+    ops: str | None = None
+    names: tuple[str, ...] = ()
+    samples: int | None = 12
+    calls: int = 16
+    stratum: tuple[int, int] = (0, 1)
+    module: str | None = None
+
+
+def calls_of(operator: Operator, limit: int | None) -> list[Recorded]:
+    """The aten calls that an operator's samples make."""
+    found: list[Recorded] = []
+    for sample in operator.samples(limit):
+        for enabled in (True, False):  # functions may do otherwise where no gradient is wanted
+            try:
+                with torch.set_grad_enabled(enabled):
+                    found += record(operator.function, sample.args, sample.kwargs, f"{operator.name}{sample}")
+            except Exception:  # a sample that this build of torch cannot run
+                continue
+    return found
+
+
+def user_calls(module: Any) -> list[Recorded]:
+    """The calls that a user's module gives as its `SAMPLES`: a dict from op to samples."""
+    samples: Mapping[Any, Iterable[Any]] = getattr(module, "SAMPLES", {})
+    return [call for op, given in samples.items() for a, k in map(_arguments, given) for call in record(op, a, k)]
+
+
+def collect(settings: Settings, *, quiet: bool = True) -> dict[str, list[Recorded]]:
+    """The distinct aten calls to judge, by op name."""
+    found: dict[str, dict[tuple, Recorded]] = {}
+
+    def keep(calls: Iterable[Recorded]) -> None:
+        for recorded in calls:
+            if not settings.names or any(_is_called(recorded.op, name) for name in settings.names):
+                found.setdefault(recorded.op, {}).setdefault(key_of(recorded), recorded)
+
+    if settings.module is not None:
+        keep(user_calls(load_module(settings.module)))
+    if not settings.names or not all(any(_is_called(op, name) for op in found) for name in settings.names):
+        sources = _sources(settings)
+        with Progress("recording", len(sources), quiet=quiet) as progress:
+            for operator in sources:
+                keep(calls_of(operator, settings.samples))
+                progress.advance(operator.name)
+    return {op: spread(list(calls.values()), settings.calls) for op, calls in found.items()}
+
+
+def _sources(settings: Settings) -> list[Operator]:
+    """The operators to record: for named ops those of the same name, if torch has samples of all of them."""
+    chosen = operators(settings.ops, settings.stratum)
+    bare = [name.split("::")[-1].strip("_") for name in settings.names]
+    like = [op for op in chosen if any(_plain_name(op.name).endswith(name) for name in bare)]
+    known = {_plain_name(op.name) for op in like}
+    return like if bare and all(any(n.endswith(name) for n in known) for name in bare) else chosen
+
+
+def _is_called(op: str, name: str) -> bool:
+    """Whether a user means this op: by its whole name, or by what it is called in torch (softmax: aten::_softmax)."""
+    return op == name if "::" in name else op.split("::")[1].strip("_") == name.strip("_")
+
+
+def _plain_name(name: str) -> str:
+    return re.sub(r"^(nn\.functional|linalg|special|fft)\.", "", name).strip("_")
+
+
+def spread(items: list[Any], count: int) -> list[Any]:
+    """`count` items, evenly spread over all."""
+    if len(items) <= count:
+        return items
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)] if count > 1 else items[:1]
+
+
+def load_module(file: str) -> Any:
+    """A user's module, by its file: ops, rules and samples."""
+    name = Path(file).stem
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+# The command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="OP", help="only these ops: add, aten::add, mylib::op (all)")
+    parser.add_argument("--ops", metavar="PATTERN", help="only calls by operators of op_db whose name matches")
+    parser.add_argument("--samples", type=int, default=12, metavar="N", help="samples per operator of op_db (12)")
+    parser.add_argument("--calls", type=int, default=16, metavar="N", help="calls judged per op (16)")
+    parser.add_argument("--stratum", type=_stratum, default=(0, 1), metavar="K/N", help="the K-th of N parts, from 0")
+    parser.add_argument("--module", metavar="FILE", help="a Python file with ops and rules, and SAMPLES = {op: [args]}")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes; 0: this one (2)")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds a call may take (120)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE as they come")
+    parser.add_argument("--resume", action="store_true", help="keep what FILE holds of the same code and settings")
+    parser.add_argument("--write-docs", type=Path, metavar="FILE", help="write the catalogue of rules to FILE")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the command; 0 if every rule is sound."""
+    settings = Settings(given.ops, tuple(given.names), given.samples, given.calls, given.stratum, given.module)
+    if given.resume and given.json is None:
+        print("--resume needs --json FILE: the results to go on with", file=sys.stderr)
+        return 2
+    try:
+        reports = measure(
+            settings,
+            store=Store(given.json, json.loads(json.dumps(asdict(settings))), resume=given.resume, kind=OpReport),
+            jobs=given.jobs,
+            timeout=given.timeout,
+            quiet=given.quiet,
+        )
+    except NoSamplesError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not reports:
+        print("no sample makes a call of these ops", file=sys.stderr)
+        return 2
+    print_tables(tables(reports))
+    if given.write_docs is not None:
+        given.write_docs.write_text(catalogue.render({report.name: report for report in reports}))
+    return 0 if all(report.sound for report in reports) else 1
+
+
+def measure(
+    settings: Settings,
+    *,
+    store: Store | None = None,
+    jobs: int = 0,
+    timeout: float = 120.0,
+    quiet: bool = True,
+) -> list[OpReport]:
+    """Judge the ops that the settings name, in the order of their names."""
+    calls = collect(settings, quiet=quiet)
+    names = sorted(calls)
+    done = {name: kept for name, kept in (store.results if store else {}).items() if name in calls}
+    left = [name for name in names if name not in done]
+    with tempfile.TemporaryDirectory() as folder, Progress("verify", len(names), done=len(done), quiet=quiet) as bar:
+        for name in left:
+            _save(calls[name], _file(folder, name))
+        for outcome in run_all(judge_saved, left, (folder, settings.module), jobs=jobs, timeout=timeout):
+            report = done[outcome.name] = report_of(outcome)
+            bar.advance(f"{report.name} {report.status}")
+            if store is not None:
+                store.add(report)
+    return [done[name] for name in names]
+
+
+def _save(calls: Sequence[Recorded], file: Path) -> None:
+    """Save what can be saved of some calls: a few take objects that live in one process only."""
+    saved = []
+    for recorded in calls:
+        with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):
+            saved.append(pickle.dumps(recorded.portable()))
+    file.write_bytes(pickle.dumps(saved))
+
+
+def judge_saved(name: str, where: tuple[str, str | None]) -> Iterator[dict[str, Any]]:
+    """Judge one op by its saved calls; yields what each of them gave."""
+    folder, module = where
+    if module is not None:
+        load_module(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for portable in pickle.loads(_file(folder, name).read_bytes()):
+            try:
+                recorded = made_again(pickle.loads(portable))
+            except Exception as error:  # it looks at strides that a copy does not have, or lives in one process only
+                yield asdict(OpReport(name, excluded={_not_again(error): 1}))
+            else:
+                yield asdict(judge_call(recorded))
+
+
+def _file(folder: str, name: str) -> Path:
+    return Path(folder) / f"{name.replace('::', '.')}.pickle"
+
+
+def report_of(outcome: Outcome) -> OpReport:
+    report = OpReport(outcome.name, failure=(outcome.failure or "").split("\n")[0][:200])
+    for part in outcome.parts:
+        report.add(OpReport(**part))
+    return report

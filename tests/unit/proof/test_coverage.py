@@ -1,0 +1,103 @@
+"""`shardwise coverage`: what it tries, how it sums up, and a seeded part of the whole run."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.proof.coverage import (
+    Settings,
+    assignments,
+    calls,
+    measure,
+    parse_assignment,
+    result_of,
+    show_assignment,
+)
+from shardwise.proof.pool import Outcome
+from shardwise.proof.report import plain, problem_rows, summary
+from shardwise.proof.samples import operator, operators
+
+FEW = Settings(samples=2, assignments=6, spread=1)
+PARTS = 40
+
+
+def test_all_assignments_where_they_are_few() -> None:
+    ways = assignments([torch.ones(2, 2), torch.ones(2, dtype=torch.int64)], 1, 24, random.Random(0))
+    assert len(ways) == len(set(ways)) == 4 * 2
+    assert ((sw.Partial(),), (sw.Shard(0),)) in ways
+
+
+def test_a_seeded_choice_where_they_are_many() -> None:
+    tensors = [torch.ones(2, 2)] * 4
+    ways = assignments(tensors, 1, 24, random.Random(0))
+    assert len(ways) == len(set(ways)) == 24
+    assert ways == assignments(tensors, 1, 24, random.Random(0))
+    alone = [way for way in ways if sum(p != (sw.Replicate(),) for p in way) == 1]
+    assert len(alone) >= 12  # every tensor alone, in every placement
+
+
+def test_every_form_is_tried_on_both_meshes() -> None:
+    op = operator("add")
+    tried = {(form.name, shape) for form, shape, _ in calls(op, op.samples()[1], FEW)}
+    assert tried == {(form, shape) for form in ("function", "method", "in-place") for shape in ((2,), (2, 2))}
+
+
+def test_the_same_settings_make_the_same_calls() -> None:
+    op = operator("addmm")
+    sample = op.samples()[2]
+    assert list(calls(op, sample, FEW)) == list(calls(op, sample, FEW))
+
+
+def test_assignments_can_be_written_down() -> None:
+    assert parse_assignment("S0,R P,S12") == ((sw.Shard(0), sw.Replicate()), (sw.Partial(), sw.Shard(12)))
+    assert show_assignment(parse_assignment("S0,R P,S12")) == "S0,R P,S12"
+
+
+def part(**problem: str) -> dict:
+    filed = {"form": "function", "sample": 3, "call": "(f64[2])", "mesh": [2], "placements": "S0", **problem}
+    kind = {"right": 5, problem["kind"]: 1}
+    return {"verdicts": kind, "ways": {"sharded": 6}, "avoidable": 0, "random": False, "problems": [filed]}
+
+
+def test_problems_that_differ_in_numbers_only_are_one() -> None:
+    parts = [part(kind="wrong", detail=f"value: off by {off} as [2] R") for off in ("1.5", "2e-3", "7")]
+    result = result_of(Outcome("mm", [*parts, part(kind="raised", detail="ValueError: no")]))
+    assert [(problem["kind"], problem["count"]) for problem in result.problems] == [("wrong", 3), ("raised", 1)]
+    assert result.counts == {"right": 20, "wrong": 3, "raised": 1} and result.samples == 4
+    assert problem_rows([result]) == [("mm", "24", "3", "1", "(f64[2]) S0: value: off by 1.5 as [2] R")]
+
+
+def test_a_task_that_failed_counts_as_raised() -> None:
+    result = result_of(Outcome("mm", [], failure="timed out: nothing heard for 5 s"))
+    assert result.counts == {"raised": 1} and result.problems[0]["detail"].startswith("timed out")
+    assert dict(summary([result]))["sometimes raised"] == "1 (100.0%)"
+
+
+def test_what_cannot_be_tried_is_listed_with_a_reason() -> None:
+    names = ["zeros", "to_sparse", "torch._scaled_mm", "empty_like"]
+    results = measure(names, FEW)
+    assert [result.note for result in results] == [
+        "takes no tensor: there is nothing to shard",
+        "takes or returns sparse or nested tensors, which have no shards",
+        "takes no dtype that the CPU can compute with",
+        "",
+    ]
+    assert results[3].random == results[3].samples
+
+
+def test_plain_tables_fold_long_cells() -> None:
+    text = plain("title", ("a", "b"), [("x" * 40, "y" * 150)])
+    assert max(map(len, text.splitlines())) == 100 and text.count("y") == 150
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stratum", range(0, PARTS, 8))
+def test_a_part_of_all_operators_is_right(stratum: int) -> None:
+    """The whole is `make coverage`; these are 1/40 of the operators each, in a few layouts."""
+    results = measure([op.name for op in operators(stratum=(stratum, PARTS))], FEW)
+    assert problem_rows(results) == []
+    assert sum(result.calls for result in results) > 100

@@ -1,0 +1,200 @@
+"""The judge finds every kind of fault: faults are planted, as wrong rules and as functions that cheat on DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from sweep import normal
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.comm import shards_of
+from shardwise.errors import InPlaceError
+from shardwise.proof.coverage import ONE_AXIS, TWO_AXES, mesh_of, parse_assignment, replay
+from shardwise.proof.judge import Case, Form, Unusable, Verdict, judge
+from shardwise.proof.placing import place
+from shardwise.proof.samples import Sample
+from shardwise.rules import Local, Rule, Strategy, registry
+
+Plant = Callable[..., None]
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
+    """Gives an op another rule for the length of a test; None: no rule."""
+
+    def planted(name: str, rule: Rule | None) -> None:
+        if rule is None:
+            monkeypatch.delitem(registry._rules, f"aten::{name}")
+        else:
+            monkeypatch.setitem(registry._rules, f"aten::{name}", rule)
+        forget()
+
+    def forget() -> None:
+        registry._found.clear()
+        sw.clear_cache()
+
+    yield planted
+    monkeypatch.undo()
+    forget()
+
+
+def unary(*ways: tuple[Any, Any], function: Callable | None = None) -> Rule:
+    """A rule of one tensor: replicated, and these ways; the shards run as `function`, if there is one."""
+    strategies = [Strategy((None,), (None,)), *(Strategy((a,), (b,)) for a, b in ways)]
+    local = None if function is None else (lambda call, ins, outs: Local(function, [call.inputs[0]]))
+    return Rule(lambda call: strategies, local)
+
+
+def verdict(function: Callable, placements: str, *args: Any, in_place: bool = False, **kwargs: Any) -> Verdict:
+    way = parse_assignment(placements)
+    case = Case(Form("function", function, in_place), Sample(0, args or (normal(4, 3).requires_grad_(),), kwargs))
+    return judge(case, mesh_of(ONE_AXIS if len(way[0]) == 1 else TWO_AXES), way)
+
+
+# Wrong rules
+
+
+def test_a_right_rule_is_right(plant: Plant) -> None:
+    plant("sin", unary((0, 0)))
+    assert verdict(torch.sin, "S0") == Verdict("right", "sharded")
+
+
+def test_a_wrong_value(plant: Plant) -> None:
+    plant("flip", unary((0, 0)))
+    found = verdict(lambda x: torch.flip(x, [0]), "S0")
+    assert (found.kind, found.way) == ("wrong", "sharded") and found.detail.startswith("value: off by")
+    assert verdict(lambda x: torch.flip(x, [1]), "S0").kind == "right"
+
+
+def test_a_wrong_gradient(plant: Plant) -> None:
+    plant("sin", unary((0, 0), function=lambda x: x.sin().detach() + 0 * x))
+    found = verdict(torch.sin, "S0")
+    assert found.kind == "wrong" and found.detail.startswith("gradient of input 0: off by")
+
+
+def test_replicas_that_differ(plant: Plant) -> None:
+    plant("sum", unary((0, None)))
+    found = verdict(torch.sum, "S0")
+    assert found.kind == "wrong" and found.detail == "value: replicas differ as [] R"
+
+
+def test_shards_that_do_not_fit(plant: Plant) -> None:
+    plant("sin", unary((0, None)))
+    found = verdict(torch.sin, "S0")
+    assert found.detail == "value: shards of shapes [(2, 3), (2, 3)] do not fit [4,3] R"
+
+
+def test_a_rule_that_takes_pending_sums_it_must_not(plant: Plant) -> None:
+    plant("sin", unary((sw.Partial("sum"), sw.Partial("sum"))))
+    assert verdict(torch.sin, "P").kind == "wrong"
+    assert verdict(torch.neg, "P").kind == "right"
+
+
+def test_an_error_is_told_with_its_place(plant: Plant) -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise ValueError("no such luck\nat all")
+
+    plant("sin", unary((0, 0), function=fail))
+    found = verdict(torch.sin, "S0")
+    assert found.kind == "raised" and found.detail.startswith("ValueError: no such luck [dispatch/")
+
+
+def test_gathering(plant: Plant) -> None:
+    plant("flip", None)
+    assert verdict(lambda x: torch.flip(x, [0]), "S0") == Verdict("right", "gathered")
+    assert verdict(lambda x: torch.flip(x, [1]), "S0") == Verdict("right", "gathered", avoidable=True)
+    assert verdict(lambda x: torch.flip(x, [1]), "R") == Verdict("right", "whole")
+    assert verdict(torch.sin, "S0,S1") == Verdict("right", "sharded")
+
+
+# Functions that do something else with DTensors
+
+
+def cheat(honest: Callable, otherwise: Callable) -> Callable:
+    return lambda x, *rest: (otherwise if isinstance(x, sw.DTensor) else honest)(x, *rest)
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "detail"),
+    [
+        (lambda x: x[:2] * 2, "value: shape [2, 3], not [4, 3]"),
+        (lambda x: x.float() * 2, "value: dtype torch.float32, not torch.float64"),
+        (lambda x: x.detach() * 2, "requires_grad of output 0 is False"),
+        (lambda x: x.full_tensor() * 2, "value: a Tensor, not a DTensor"),
+        (lambda x: (x * 2, x), "returns 2 values, not 1"),
+    ],
+)
+def test_results_of_another_kind(otherwise: Callable, detail: str) -> None:
+    found = verdict(cheat(lambda x: x * 2, otherwise), "S0")
+    assert (found.kind, found.detail) == ("wrong", detail)
+
+
+def test_values_that_are_no_tensors() -> None:
+    assert verdict(lambda x: x.dim(), "S0").kind == "right"
+    assert verdict(lambda x: float("nan"), "S0").kind == "right"
+    assert verdict(cheat(lambda x: 1, lambda x: 2), "S0").detail == "value: 2, not 1"
+
+
+def test_arguments_that_are_written_to_count() -> None:
+    def add_one(x: Tensor) -> None:
+        x.add_(1)
+
+    plain = normal(4, 3)
+    assert verdict(add_one, "S0", plain).kind == "right"
+    assert verdict(cheat(add_one, lambda x: None), "S0", plain).detail.startswith("argument 0, which it writes to: off")
+
+
+def test_a_write_may_be_refused() -> None:
+    assert verdict(Tensor.exp_, "S0", in_place=True).kind == "right"
+    assert verdict(Tensor.exp_, "P", in_place=True).kind == "refused"
+
+
+def test_a_write_must_not_be_refused_half_way() -> None:
+    def write_and_refuse(x: Tensor) -> None:
+        x.add_(1)
+        raise InPlaceError("no")
+
+    found = verdict(cheat(Tensor.exp_, write_and_refuse), "S0", in_place=True)
+    assert (found.kind, found.detail) == ("wrong", "refused after having written")
+
+
+def test_only_writes_may_be_refused() -> None:
+    def refuse(x: Tensor) -> None:
+        raise InPlaceError("no")
+
+    assert verdict(cheat(torch.exp, refuse), "S0").kind == "raised"
+
+
+def test_random_values_are_not_compared_but_replicas_are() -> None:
+    assert verdict(lambda x: torch.nn.functional.dropout(x, 0.5), "S0").kind == "right"
+    ranked = cheat(torch.rand_like, lambda x: sw.DTensor.from_local(torch.rand_like(x.to_local()), x.device_mesh))
+    assert verdict(ranked, "R").detail == "value: replicas differ as [4,3] R"
+
+
+def test_what_torch_refuses_is_no_case() -> None:
+    with pytest.raises(Unusable, match="torch refuses it"):
+        verdict(lambda x: x @ x, "S0")
+
+
+def test_sparse_results_are_no_case() -> None:
+    with pytest.raises(Unusable, match="sparse"):
+        verdict(lambda x: x.to_sparse(), "S0")
+
+
+@pytest.mark.parametrize("placements", ["P", "P,P", "S0,P", "P,S1", "S1,S0"])
+def test_tensors_are_placed_exactly(placements: str) -> None:
+    (way,) = parse_assignment(placements)
+    x = torch.cat([normal(4, 3), torch.tensor([[torch.inf, torch.nan, 0.0]], dtype=torch.float64)])
+    made = place(x, mesh_of(ONE_AXIS if len(way) == 1 else TWO_AXES), way)
+    assert made.placements == way and torch.equal(made.full_tensor().nan_to_num(7.0), x.nan_to_num(7.0))
+    if sw.Partial() in way:  # no term is the whole
+        shards = [shard.as_subclass(Tensor) for shard in shards_of(made.to_local())]
+        assert all(bool(shard.any()) for shard in shards)
+
+
+def test_a_call_can_be_replayed() -> None:
+    assert replay("mm", 0, "S0 R").kind == "right"

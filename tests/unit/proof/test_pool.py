@@ -1,0 +1,29 @@
+"""Tasks on a few processes: a hang, a crash and a fault each cost one task and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from tasks import misbehave
+
+from shardwise.proof.pool import run_all
+
+
+def test_in_this_process() -> None:
+    (outcome,) = run_all(misbehave, ["well"], 3, jobs=0, timeout=1.0)
+    assert (outcome.parts, outcome.failure) == ([("well", 3), "more"], None)
+
+
+@pytest.mark.slow
+def test_one_bad_task_does_not_spoil_the_others() -> None:
+    names = ["well", "die", "fail", "hang", "fine"]
+    outcomes = {outcome.name: outcome for outcome in run_all(misbehave, names, 3, jobs=2, timeout=2.0)}
+    assert set(outcomes) == set(names)
+    assert {name: outcome.failure for name, outcome in outcomes.items()} == {
+        "well": None,
+        "die": "its process died (exit code 7)",
+        "fail": "ValueError: what a pity",
+        "hang": "timed out: nothing heard for 2 s",
+        "fine": None,
+    }
+    for name, outcome in outcomes.items():  # what was done before it went wrong is kept
+        assert outcome.parts == [(name, 3), *(["more"] if outcome.failure is None else [])]

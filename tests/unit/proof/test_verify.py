@@ -1,0 +1,145 @@
+"""`shardwise verify`: a part of torch's samples, a user's own ops, and the command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from sweep import normal
+
+from shardwise.cli import main
+from shardwise.layout import Partial
+from shardwise.proof import verify as command
+from shardwise.proof.oracle import Truth
+from shardwise.proof.pool import Outcome
+from shardwise.proof.results import Store
+from shardwise.proof.verdicts import OpReport, summary, tables
+from shardwise.proof.verify import Settings, collect, is_claimed, measure, verify
+from shardwise.rules import Strategy, registry
+
+SUM, MAX = Partial("sum"), Partial("max")
+
+
+@pytest.mark.parametrize("part", [3, 31, 59])
+def test_the_rules_are_sound(part: int) -> None:
+    """A part of the whole run, which is `make verify`."""
+    reports = measure(Settings(samples=3, calls=2, stratum=(part, 80)), jobs=1)  # apart: torch may crash
+    assert len(reports) > 10
+    assert [str(report) for report in reports if not report.sound] == []
+
+
+@pytest.mark.parametrize(
+    ("ins", "outs", "claimed"),
+    [
+        ((0,), (0,), True),
+        ((0,), (None,), False),
+        ((1,), (SUM,), True),
+        ((1,), (0,), True),  # whole is better than sharded
+        ((2,), (SUM,), True),  # so is sharded than pending
+        ((3,), (SUM,), False),
+    ],
+)
+def test_what_counts_as_claimed(ins: tuple, outs: tuple, claimed: bool) -> None:
+    ways = [Strategy((None,), (None,)), Strategy((0,), (0,)), Strategy((1,), (None,)), Strategy((2,), (1,))]
+    assert is_claimed(Truth(ins, outs, gradient=True), ways) == claimed
+
+
+def test_calls_are_collected_once_and_spread() -> None:
+    calls = collect(Settings(ops="mm|addmm", samples=4, calls=3))
+    assert {"aten::mm", "aten::addmm"} <= set(calls)
+    for found in calls.values():
+        assert 1 <= len(found) <= 3
+        assert len({str(recorded) for recorded in found}) == len(found)
+    assert command.spread(list(range(9)), 3) == [0, 4, 8]
+
+
+@pytest.mark.parametrize(("name", "op"), [("softmax", "aten::_softmax"), ("aten::mm", "aten::mm")])
+def test_ops_go_by_the_names_users_know(name: str, op: str) -> None:
+    assert list(collect(Settings(names=(name,), samples=1))) == [op]
+
+
+def test_a_gap_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Strategy((None, None), (None,))
+    monkeypatch.setitem(registry._rules, "aten::mm", registry.Rule(lambda call: [whole, Strategy((0, None), (0,))]))
+    monkeypatch.setattr(registry, "_found", {})
+    report = verify(torch.mm, [(normal(5, 4), normal(4, 6))])
+    assert (report.sound, report.true, report.claimed, len(report.gaps)) == (True, 3, 1, 2)
+    assert [gap["true"] for gap in report.gaps] == ["R, S(1) -> S(1)", "S(1), S(0) -> P(sum)"]
+    assert report.status == "sound; 1 of 3 true ways"
+
+
+def test_a_process_that_died_is_not_sound() -> None:
+    report = command.report_of(Outcome("aten::mm", [], failure="its process died"))
+    assert not report.sound
+    assert ("aten::mm", "0", "0", "its process died") in {t[0]: t[2] for t in tables([report])}["unsound"]
+
+
+def test_reports_add_up() -> None:
+    one, other = (OpReport("aten::mm", True, 1, 10, 4, 3, gaps=[{"call": "", "true": "", "reason": ""}]) for _ in "ab")
+    one.add(other)
+    assert (one.calls, one.trials, one.true, one.claimed, len(one.gaps)) == (2, 20, 8, 6, 2)
+    assert dict(summary([one]))["complete"] == "6 of 8 true sharded ways (75.0%)"
+
+
+# The command
+
+
+def test_the_command_resumes(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "verify.json"
+    arguments = ["verify", "mm", "--samples", "2", "--calls", "2", "--jobs", "0", "--quiet", "--json", str(file)]
+    assert main(arguments) == 0
+    first = capsys.readouterr().out
+    assert "1 of 1 ops" in first
+    results = json.loads(file.read_text())["results"]
+    assert results["aten::mm"]["trials"] > 0
+    monkeypatch.setattr(command, "judge_call", None)  # nothing is judged again
+    assert main([*arguments, "--resume"]) == 0
+    assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize("arguments", [["no_such_op"], ["mm", "--resume"]])
+def test_what_the_command_cannot_do(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
+    extra = ["--ops", "mm", "--samples", "1", "--jobs", "0", "--quiet"]
+    assert main(["verify", *arguments, *extra]) == 2
+    assert capsys.readouterr().err
+
+
+MODULE = """
+import torch
+from shardwise.experimental import register_sharding
+
+@torch.library.custom_op("verifytest::{name}", mutates_args=())
+def op(x: torch.Tensor) -> torch.Tensor:
+    return x.mean(0)
+
+op.register_fake(lambda x: x.new_empty(x.shape[1:]))
+register_sharding(op, rule="{rule}", reduce="avg")
+SAMPLES = {{op: [(torch.randn(5, 4),), (torch.randn(4, 6),)]}}
+"""
+
+
+@pytest.mark.parametrize(("name", "rule", "status"), [("right", "Ij -> j", 0), ("wrong", "ij -> j", 1)])
+def test_a_rule_of_one_s_own(
+    name: str, rule: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_rules", dict(registry._rules))
+    monkeypatch.setattr(registry, "_homes", dict(registry._homes))
+    file = tmp_path / f"rules_{name}.py"
+    file.write_text(MODULE.format(name=name, rule=rule))
+    try:
+        assert main(["verify", f"verifytest::{name}", "--module", str(file), "--jobs", "0", "--quiet"]) == status
+    finally:
+        del sys.modules[f"rules_{name}"]
+        registry._found.clear()
+    out = capsys.readouterr().out
+    assert "by 2 calls" in out
+    assert ("unsound" in out) == bool(status)
+
+
+def test_results_are_kept_by_kind(tmp_path: Path) -> None:
+    file = tmp_path / "kept.json"
+    Store(file, {}, kind=OpReport).add(OpReport("aten::mm", calls=3))
+    assert Store(file, {}, resume=True, kind=OpReport).results == {"aten::mm": OpReport("aten::mm", calls=3)}

@@ -1,0 +1,87 @@
+"""The `shardwise` command line: what it takes, what it says, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import COMMANDS, main
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["--help"])
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["coverage", "--stratum", "3/3"], ["coverage", "--seed", "x"]])
+def test_bad_arguments_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+    assert "usage: shardwise" in capsys.readouterr().err
+
+
+def coverage(*arguments: str) -> int:
+    return main(["coverage", "--jobs", "0", "--quiet", "--samples", "1", "--assignments", "3", *arguments])
+
+
+def test_an_operator_that_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    assert coverage("--ops", "mm") == 0
+    text = capsys.readouterr().out
+    assert "1 (100.0%)" in text and "0 raised, 0 wrong" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_an_unknown_operator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert coverage("--ops", "no such thing") == 2
+    assert capsys.readouterr().err == "no operator is called no such thing\n"
+
+
+def test_resume_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert coverage("--ops", "mm", "--resume") == 2
+    assert "--resume needs --json FILE" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "results.json"
+    assert coverage("--ops", "mm", "--json", str(file)) == 0
+    first = json.loads(file.read_text())
+    assert list(first["results"]) == ["mm"] and first["settings"]["samples"] == 1
+
+    tried = []
+    original = COMMANDS["coverage"].cover
+    monkeypatch.setattr(COMMANDS["coverage"], "cover", lambda name, s: (tried.append(name), original(name, s))[1])
+    assert coverage("--ops", "mm|bmm", "--json", str(file), "--resume") == 0
+    assert tried == ["bmm"]
+    assert json.loads(file.read_text())["results"]["mm"] == first["results"]["mm"]
+
+    tried.clear()
+    assert coverage("--ops", "mm|bmm", "--json", str(file), "--resume", "--seed", "1") == 0  # other settings
+    assert tried == ["bmm", "mm"]
+
+
+def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert coverage("--ops", "mm|zeros") == 0
+    text = capsys.readouterr().out
+    assert "right throughout" in text and "takes no tensor" in text and "┃" not in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_without_the_packages_that_samples_need(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shardwise.proof import samples
+
+    monkeypatch.setattr(samples, "all_operators", samples.all_operators.__wrapped__)
+    monkeypatch.setitem(sys.modules, "torch.testing._internal.common_methods_invocations", None)
+    assert coverage("--ops", "mm") == 2
+    assert "pip install 'shardwise[proof]'" in capsys.readouterr().err
