@@ -17,13 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 import bodies_moves
 import bodies_ops
 import bodies_optimizers
+import bodies_rules
 import bodies_training
 import shardwise as sw
 from bodies import BODIES, Body
 from launch import run_ranks
 from shardwise.debug import CommDebugMode
 
-assert bodies_moves and bodies_ops and bodies_optimizers and bodies_training  # importing them fills BODIES
+# importing them fills BODIES
+assert bodies_moves and bodies_ops and bodies_optimizers and bodies_rules and bodies_training
 
 Record = list[tuple[str, tuple[str, ...], int, bool]]
 

@@ -302,7 +302,8 @@ def test_gather_with_a_shorter_index(placements: tuple) -> None:
         ]
         for function in functions:
             run = lambda t, s, f=function: f(t, beside(t, wide, placements[1]), s)  # noqa: E731
-            compare(run, [data(7, 5), source], LINE, [[placements[0]], [R]])
+            # torch has no gradient for a source that is longer than the index
+            compare(run, [data(7, 5), source], LINE, [[placements[0]], [R]], backward=source.shape == wide.shape)
 
 
 EMPTY: dict[str, Callable[[Tensor], Tensor | tuple]] = {
@@ -321,8 +322,8 @@ EMPTY: dict[str, Callable[[Tensor], Tensor | tuple]] = {
     "max_pool1d": lambda t: F.max_pool1d(t.t(), 2),
     "batch_norm": lambda t: F.batch_norm(t, None, None, training=True),
     "group_norm": lambda t: F.group_norm(t, 3),
-    "cross_entropy": lambda t: F.cross_entropy(t, beside(t, torch.tensor([2, 0]), S0)),
-    "nll_loss": lambda t: F.nll_loss(t, beside(t, torch.tensor([2, 0]), S0)),
+    "cross_entropy": lambda t: F.cross_entropy(t, beside(t, torch.tensor([2, 0]))),
+    "nll_loss": lambda t: F.nll_loss(t, beside(t, torch.tensor([2, 0]))),
     "svd": lambda t: torch.linalg.svdvals(t.unsqueeze(1)),
     "interpolate": lambda t: F.interpolate(t.t().unsqueeze(0), size=5),
     "fft": lambda t: torch.fft.rfft(t, dim=0).real,

@@ -20,7 +20,7 @@ from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
 from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call, written_families
 from shardwise.dispatch.views import CopiedView, Copies, OfCopies, Writes
-from shardwise.errors import MeshError, StrideError
+from shardwise.errors import MeshError, ShardwiseError, StrideError
 from shardwise.layout import Layout
 from shardwise.rules import flat_values
 from shardwise.rules.foreach import is_list_op
@@ -273,12 +273,19 @@ def picked_by_tensor(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
     return x[tuple(items)]
 
 
+MANY = 1 << 24
+"""Elements that are not worth making only to hear an error in better words."""
+
+
 def torchs_own(error: Exception, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Exception:
     """What torch says to such arguments on one device: kernels for meta tensors have words, and types, of their own."""
+    tensors = flat_tensors((args, kwargs))
+    if isinstance(error, ShardwiseError) or sum(x.numel() for x in tensors) > MANY:
+        return error
 
     def zeros(x: Tensor) -> Tensor:
         with _disabled():
-            return torch.zeros((), dtype=x.dtype).expand(x._layout.shape if isinstance(x, DTensor) else x.shape)
+            return torch.zeros(x._layout.shape if isinstance(x, DTensor) else x.shape, dtype=x.dtype)
 
     try:
         with torch.no_grad():
@@ -319,8 +326,8 @@ def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, A
     if len(lowered.calls) > 1 or isinstance(plan, Steps):
         return False
     (call,) = lowered.calls
-    if call.call.name == "_to_copy":  # what a conversion does to a pending sum depends on the dtype
-        return False
+    if call.call.name in ("_to_copy", "scaled_dot_product_attention"):
+        return False  # what passes through a conversion depends on the dtype; whether attention draws, on a float
     if call.local is not None and not call.local.resized:  # its arguments may have been read off dtypes and floats
         return False
     return not any(p and p.reduce_op == "norm" for layout in call.layouts.outs for p in layout.pending)

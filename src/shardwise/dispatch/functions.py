@@ -31,7 +31,7 @@ _apply = Function.apply.__func__  # type: ignore[attr-defined]
 def _apply_anything(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if _enabled():
         for arg in (*args, *kwargs.values()) if kwargs else args:
-            if arg.__class__ is DTensor:
+            if isinstance(arg, DTensor):
                 return _apply_to_dtensors(cls, args, kwargs)
     return _apply(cls, *args, **kwargs)
 

@@ -107,6 +107,7 @@ def lower_calls(
     current = {value.index: layout for value, layout in zip(trace.inputs, layouts, strict=True)}
     current.update({value.index: Layout(mesh, value.shape) for value, _ in trace.constants})
     aliases = _Aliases(trace)
+    last = max((i for i, call in enumerate(trace.calls) if _takes_whole(call, options[i])), default=-1)
     calls = []
     for position, call in enumerate(trace.calls):
         have = [current[value.index] for value in call.inputs]
@@ -122,9 +123,8 @@ def lower_calls(
         local = rule.local(call, realised.ins, realised.outs) if rule is not None and rule.local is not None else None
         if local is not None and local.resized and not any(any(o.splits) for o in (*realised.ins, *realised.outs)):
             local = None  # nothing is sharded: the global sizes are the local ones
-        gathers = not (rule is not None and rule.sees_all) and _gathers(
-            [along[position] for along in chosen], have, options[position]
-        )
+        ways = [along[position] for along in chosen]
+        gathers = not (rule is not None and rule.sees_all) and _gathers(ways, have, options[position], position <= last)
         lowered = LoweredCall(call, realised, moves, _out_moves(call, realised, local), local, gathers)
         aliases.follow(lowered)
         calls.append(lowered)
@@ -134,8 +134,17 @@ def lower_calls(
     return Lowered(trace, mesh, calls, current, copies)
 
 
-def _gathers(chosen: Sequence[Strategy], have: Sequence[Layout], options: list[Strategy]) -> bool:
-    """Whether some input that is split along an axis is made whole there because no strategy takes it split."""
+def _takes_whole(call: Call, options: list[Strategy]) -> bool:
+    """Whether no strategy of a call takes anything split."""
+    rule = rule_for(call.op)
+    if not call.inputs or (rule is not None and rule.sees_all):
+        return False
+    return not any(isinstance(placement, int) for way in options for placement in way.ins)
+
+
+def _gathers(chosen: Sequence[Strategy], have: Sequence[Layout], options: list[Strategy], doomed: bool) -> bool:
+    """Whether some input that is split along an axis is made whole there because no strategy takes it split, or none of
+    a call to come does."""
     for axis, strategy in enumerate(chosen):
         if any(placement is not None for placement in strategy.ins):
             continue
@@ -143,7 +152,7 @@ def _gathers(chosen: Sequence[Strategy], have: Sequence[Layout], options: list[S
             if (
                 layout.numel
                 and layout.axis_dim(axis) is not None
-                and not any(isinstance(way.ins[position], int) for way in options)
+                and (doomed or not any(isinstance(way.ins[position], int) for way in options))
             ):
                 return True
     return False

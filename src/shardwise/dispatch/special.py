@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.comm import ranked
 from shardwise.dispatch.build import Whole
 from shardwise.dispatch.fallback import describe
-from shardwise.dispatch.views import CopiedView, watch_view
+from shardwise.dispatch.views import CopiedView, OfCopies, watch_view
 from shardwise.errors import InPlaceError, MixedTensorError
 from shardwise.tensor import DTensor, as_layout, distribute_tensor, wrap
 
@@ -222,6 +222,8 @@ def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     x = args[0]
     if not isinstance(x, DTensor):
         raise MixedTensorError("a plain tensor cannot be converted to be like a DTensor; convert it to its dtype")
+    if isinstance(x, CopiedView):
+        return OfCopies(func)(args, kwargs)
     if x._layout.has_pending:
         with _disabled():
             changed = func(torch.empty((0,) * max(x.ndim, 1), dtype=x.dtype, device=x.device), *args[1:], **kwargs)

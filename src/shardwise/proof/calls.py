@@ -192,6 +192,8 @@ def _quiet() -> Iterator[None]:
 
 # What is not judged, and why
 
+DRAWN = "draws random numbers"
+UNWRITTEN = "its result is uninitialised memory"
 UNDEFINED = frozenset(
     {"empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty", "resize_", "set_"}
 )
@@ -199,10 +201,10 @@ UNDEFINED = frozenset(
 
 def excluded(call: Call) -> str | None:
     """Why a call cannot be judged by recombining shards; None if it can."""
-    if is_random(call):
-        return "draws random numbers"
+    if is_random(call) and call.bound.get("dropout_p") != 0:
+        return DRAWN
     if call.name.rstrip("_") in UNDEFINED or call.name in UNDEFINED:
-        return "its result is uninitialised memory"
+        return UNWRITTEN
     if call.name == "lift_fresh":
         return "only marks a constant as new"
     if any(value.dtype == torch.complex32 for value in (*call.inputs, *call.outputs)):
@@ -210,7 +212,7 @@ def excluded(call: Call) -> str | None:
     tags = call.op.tags
     if torch.Tag.inplace_view in tags:
         return "changes how a tensor is viewed; dispatch does so itself"
-    if torch.Tag.dynamic_output_shape in tags:
+    if torch.Tag.dynamic_output_shape in tags and not _has_fixed_shape(call):
         return "the shape of its result depends on data"
     if not call.inputs:
         return "takes no tensors"
@@ -219,3 +221,10 @@ def excluded(call: Call) -> str | None:
     if max((value.numel for value in (*call.inputs, *call.outputs)), default=0) > LARGEST:
         return "large; smaller samples are judged"
     return None
+
+
+def _has_fixed_shape(call: Call) -> bool:
+    """Whether a call of an op whose result may have any shape has a result of one shape after all."""
+    if call.name == "index":
+        return all(value.dtype not in (torch.bool, torch.uint8) for value in call.inputs[1:])
+    return call.name == "_ctc_loss" or (call.name == "one_hot" and call["num_classes"] >= 0)

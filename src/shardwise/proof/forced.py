@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -20,6 +20,9 @@ from shardwise.proof.case import Case
 from shardwise.proof.parts import close, terms
 from shardwise.rules import PENDING, AxisPlacement, Strategy, Value, rule_for
 from shardwise.tensor import DTensor, wrap
+
+Judged = Callable[[list[DTensor], list[DTensor]], str | None]
+"""What is wrong with results, given the leaves they were made of."""
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 FILLED = tuple(map(Partial, ("sum", "avg", "max", "min", "product")))
@@ -91,6 +94,24 @@ def trials(case: Case) -> Iterator[Trial]:
 def failure(case: Case, trial: Trial) -> str | None:
     """What goes wrong in a trial; None if nothing does, or if it cannot be."""
     expected = case.expected
+    return _failure(
+        *(case, trial, expected.gradients is not None),
+        lambda results, leaves: _wrong_value(expected.results, results) or _wrong_gradient(case, results, leaves),
+    )
+
+
+def misfit(case: Case, trial: Trial, *, replicas: bool) -> str | None:
+    """What is wrong in a trial with the shapes of results that have no value to compare, or, if that is asked for, with
+    their replicas."""
+    return _failure(case, trial, False, lambda results, leaves: _misfit(results, replicas=replicas))
+
+
+def _misfit(results: Sequence[DTensor], *, replicas: bool) -> str | None:
+    found = (inconsistent(x, replicas=replicas) for x in results)
+    return next((f"result {i}: {problem}" for i, problem in enumerate(found) if problem is not None), None)
+
+
+def _failure(case: Case, trial: Trial, with_gradient: bool, judged: Judged) -> str | None:
     placed = [_layout(trial, i, value) for i, value in enumerate(case.call.inputs)]
     if any(layout is None for layout in placed):
         return None
@@ -99,7 +120,6 @@ def failure(case: Case, trial: Trial) -> str | None:
     leaves = [x for x in inputs if x is not None]
     if len(leaves) < len(inputs):
         return None
-    with_gradient = expected.gradients is not None
     for position, leaf in enumerate(leaves):
         leaf.requires_grad_(with_gradient and case.wants_gradient(position))
     try:
@@ -107,7 +127,7 @@ def failure(case: Case, trial: Trial) -> str | None:
             results = _run(case, trial, layouts, leaves)
             if results is None:
                 return None
-            return _wrong_value(expected.results, results) or _wrong_gradient(case, results, leaves)
+            return judged(results, leaves)
     except Exception as error:
         return f"raises {type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
 
@@ -185,7 +205,7 @@ def _wrong_value(expected: Sequence[Tensor], results: Sequence[DTensor]) -> str 
     return None
 
 
-def inconsistent(x: DTensor) -> str | None:
+def inconsistent(x: DTensor, *, replicas: bool = True) -> str | None:
     """How the shards contradict their layout: shapes that do not fit it, or replicas that differ."""
     layout = x._layout
     with _disabled():
@@ -193,6 +213,8 @@ def inconsistent(x: DTensor) -> str | None:
     shapes = [tuple(shard.shape) for shard in shards]
     if shapes != list(layout.held_shapes):
         return f"shards {shapes} do not fit {layout}"
+    if not replicas:
+        return None
     seen: dict[Any, Tensor] = {}
     for coordinate, shard in zip(layout.mesh.held, shards, strict=True):
         key = (layout.box(coordinate), tuple(c for c, p in zip(coordinate, layout.pending, strict=True) if p))

@@ -19,10 +19,11 @@ from shardwise.layout import Partial
 from shardwise.layout.sizes import chunk_sizes
 from shardwise.proof.case import Case, Run
 from shardwise.proof.parts import close, is_whole, pieces
-from shardwise.rules import AxisPlacement, Call, Value
+from shardwise.rules import AxisPlacement, Call, Value, flat_values
 
 SUM = Partial("sum")
 KINDS = tuple(map(Partial, ("sum", "avg", "max", "min")))
+Fits = Callable[[Call, Sequence[AxisPlacement]], bool]
 MOST = 400
 """Assignments tried per call; beyond that, only those in which at most two inputs are not replicated."""
 
@@ -63,16 +64,42 @@ def _per_channel(call: Call, ins: Sequence[AxisPlacement]) -> bool:
     return all((placement == 0) == (ins[0] == 1) for placement in ins[1:])
 
 
-def _batches(call: Call, ins: Sequence[AxisPlacement]) -> bool:
-    """All are cut alike, in a dim before the last two."""
-    return len(set(ins)) == 1 and (ins[0] is None or (isinstance(ins[0], int) and ins[0] < call.inputs[0].ndim - 2))
+def _alike(num_whole: int) -> Fits:
+    """All are cut alike, in a dim before the last ones."""
+
+    def fits(call: Call, ins: Sequence[AxisPlacement]) -> bool:
+        dims = range(call.inputs[0].ndim - num_whole)
+        return len(set(ins)) == 1 and (ins[0] is None or (isinstance(ins[0], int) and ins[0] in dims))
+
+    return fits
 
 
-UNCHECKED: dict[str, Callable[[Call, Sequence[AxisPlacement]], bool]] = {
+def _attention(call: Call, ins: Sequence[AxisPlacement]) -> bool:
+    """Queries, keys and values are cut alike, by batch or heads; or queries alone, by rows, and the mask with them."""
+    query, key, value, *masks = ins
+    if query == 2:
+        rows = all(placement == mask.ndim - 2 for placement, mask in zip(masks, call.inputs[3:], strict=True))
+        return key is None and value is None and rows
+    return query in (None, 0, 1) and query == key == value and not any(p is not None for p in masks)
+
+
+def _layer(call: Call, ins: Sequence[AxisPlacement]) -> bool:
+    """Input and states are cut by batch; weights are whole."""
+    states = len(flat_values(call["hx"]))
+    batch = (0 if call["batch_first"] else 1, *[1] * states)
+    return tuple(ins[: 1 + states]) == batch and not any(p is not None for p in ins[1 + states :])
+
+
+UNCHECKED: dict[str, Fits] = {
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _layer),
     **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"), _per_channel),
     **dict.fromkeys(("_native_batch_norm_legit_functional", "_batch_norm_no_update"), _per_channel),
-    **dict.fromkeys(("max_pool2d_with_indices_backward", "lu_unpack", "linalg_lu_solve"), _batches),
-    **dict.fromkeys(("linalg_ldl_solve", "ldl_solve", "ormqr", "linalg_householder_product"), _batches),
+    "_native_batch_norm_legit_no_training": _per_channel,
+    **dict.fromkeys(("lu_unpack", "linalg_lu_solve", "linalg_ldl_solve", "ldl_solve"), _alike(2)),
+    **dict.fromkeys(("ormqr", "linalg_householder_product", "max_pool2d_with_indices_backward"), _alike(2)),
+    "max_pool3d_with_indices_backward": _alike(3),
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_weight_norm_interface": lambda call, ins: (ins[0] == call["dim"]) == (ins[1] == call["dim"]),
     "segment_reduce": lambda call, ins: False,
 }
 """Ops whose kernels reach beyond a tensor when its size does not go with the others': only what fits is tried."""

@@ -19,6 +19,7 @@ class OpReport:
     true: int = 0
     claimed: int = 0
     unsound: list[dict[str, str]] = field(default_factory=list)
+    shapes: int = 0  # calls whose results have no value to compare: only their shapes, and that replicas agree
     gaps: list[dict[str, str]] = field(default_factory=list)
     excluded: dict[str, int] = field(default_factory=dict)
     ways: str = ""  # how it may be sharded, of the call with the most ways
@@ -33,7 +34,7 @@ class OpReport:
         if not self.sound:
             return "unsound" if self.unsound else self.failure
         if not self.calls:
-            return "not judged: " + next(iter(self.excluded), "no samples")
+            return ("only in shape: " if self.shapes else "not judged: ") + next(iter(self.excluded), "no samples")
         if self.gaps:
             return f"sound; {self.claimed} of {self.true} true ways"
         return "verified" if self.has_rule else "no rule, none needed"
@@ -41,7 +42,7 @@ class OpReport:
     def add(self, other: OpReport) -> None:
         """Take in what was found out about another call."""
         self.has_rule |= other.has_rule
-        for name in ("calls", "trials", "true", "claimed"):
+        for name in ("calls", "trials", "true", "claimed", "shapes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.unsound += other.unsound
         self.gaps += other.gaps
@@ -68,7 +69,7 @@ def tables(reports: Sequence[OpReport]) -> list[Table]:
         if not report.calls:
             reasons.setdefault(report.status, []).append(report.name.removeprefix("aten::"))
     made: list[Table] = [
-        ("not judged", ("reason", "ops"), [(reason, ", ".join(names)) for reason, names in reasons.items()]),
+        ("not judged by value", ("reason", "ops"), [(reason, ", ".join(names)) for reason, names in reasons.items()]),
         ("true, but not claimed", ("op", "true", "claimed", "the first"), gaps),
         ("unsound", ("op", "trials", "failed", "the first"), unsound),
         ("verify", ("", ""), summary(reports)),

@@ -11,22 +11,25 @@ import contextlib
 import importlib.util
 import json
 import pickle
+import random
 import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise.proof import catalogue
-from shardwise.proof.calls import Recorded, excluded, key_of, made_again, record
+from shardwise.proof.calls import DRAWN, UNWRITTEN, Recorded, excluded, key_of, made_again, record
 from shardwise.proof.case import Case
 from shardwise.proof.coverage import _stratum
-from shardwise.proof.forced import concrete, failure, show_ins, trials
+from shardwise.proof.extra import EXTRA, extra_calls
+from shardwise.proof.forced import Trial, concrete, failure, misfit, show_ins, trials
 from shardwise.proof.gaps import reason_for
 from shardwise.proof.oracle import Truth, truths, worth
 from shardwise.proof.pool import Outcome, run_all
@@ -70,9 +73,13 @@ def judge_call(recorded: Recorded) -> OpReport:
     reason = excluded(recorded.call) or _unrepeatable(case)
     if reason is not None:
         report.excluded[reason] = 1
+        if reason in (DRAWN, UNWRITTEN) and report.has_rule:
+            report.shapes = 1
+            _judge(case, report, partial(misfit, replicas=reason == DRAWN))
+            report.ways = catalogue.ways(recorded.call, concrete(case))
         return report
     report.calls = 1
-    _judge_soundness(case, report)
+    _judge(case, report, failure)
     _judge_completeness(case, report)
     report.ways = catalogue.ways(recorded.call, concrete(case))
     return report
@@ -90,10 +97,10 @@ def _not_again(error: Exception) -> str:
     return f"cannot be called again on its own: {type(error).__name__}"
 
 
-def _judge_soundness(case: Case, report: OpReport) -> None:
+def _judge(case: Case, report: OpReport, failing: Callable[[Case, Trial], str | None]) -> None:
     for trial in trials(case):
         report.trials += 1
-        problem = failure(case, trial)
+        problem = failing(case, trial)
         if problem is not None:
             found = {"call": str(case.recorded), "strategy": str(trial), "problem": problem}
             report.unsound.append({**found, "from": case.recorded.origin})
@@ -138,6 +145,7 @@ class Settings:
     calls: int = 16
     stratum: tuple[int, int] = (0, 1)
     module: str | None = None
+    seed: int | None = None
 
 
 def calls_of(operator: Operator, limit: int | None) -> list[Recorded]:
@@ -170,13 +178,24 @@ def collect(settings: Settings, *, quiet: bool = True) -> dict[str, list[Recorde
 
     if settings.module is not None:
         keep(user_calls(load_module(settings.module)))
+    if settings.ops is None:
+        for name in sorted(EXTRA)[settings.stratum[0] :: settings.stratum[1]]:
+            if not settings.names or any(_is_called(name, wanted) for wanted in settings.names):
+                keep(extra_calls(name))
     if not settings.names or not all(any(_is_called(op, name) for op in found) for name in settings.names):
         sources = _sources(settings)
         with Progress("recording", len(sources), quiet=quiet) as progress:
             for operator in sources:
                 keep(calls_of(operator, settings.samples))
                 progress.advance(operator.name)
-    return {op: spread(list(calls.values()), settings.calls) for op, calls in found.items()}
+    return {op: _chosen(op, list(calls.values()), settings) for op, calls in found.items()}
+
+
+def _chosen(op: str, calls: list[Recorded], settings: Settings) -> list[Recorded]:
+    """The calls by which an op is judged: evenly spread over all, or at random."""
+    if settings.seed is None or len(calls) <= settings.calls:
+        return spread(calls, settings.calls)
+    return random.Random(f"{settings.seed} {op}").sample(calls, settings.calls)
 
 
 def _sources(settings: Settings) -> list[Operator]:
@@ -224,6 +243,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", metavar="PATTERN", help="only calls by operators of op_db whose name matches")
     parser.add_argument("--samples", type=int, default=12, metavar="N", help="samples per operator of op_db (12)")
     parser.add_argument("--calls", type=int, default=16, metavar="N", help="calls judged per op (16)")
+    parser.add_argument("--seed", type=int, metavar="N", help="choose these calls at random (evenly spread over all)")
     parser.add_argument("--stratum", type=_stratum, default=(0, 1), metavar="K/N", help="the K-th of N parts, from 0")
     parser.add_argument("--module", metavar="FILE", help="a Python file with ops and rules, and SAMPLES = {op: [args]}")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes; 0: this one (2)")
@@ -236,7 +256,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Run the command; 0 if every rule is sound."""
-    settings = Settings(given.ops, tuple(given.names), given.samples, given.calls, given.stratum, given.module)
+    settings = Settings(
+        given.ops, tuple(given.names), given.samples, given.calls, given.stratum, given.module, given.seed
+    )
     if given.resume and given.json is None:
         print("--resume needs --json FILE: the results to go on with", file=sys.stderr)
         return 2
@@ -270,13 +292,26 @@ def measure(
 ) -> list[OpReport]:
     """Judge the ops that the settings name, in the order of their names."""
     calls = collect(settings, quiet=quiet)
+    return judge_all(calls, store=store, module=settings.module, jobs=jobs, timeout=timeout, quiet=quiet)
+
+
+def judge_all(
+    calls: Mapping[str, Sequence[Recorded]],
+    *,
+    store: Store | None = None,
+    module: str | None = None,
+    jobs: int = 0,
+    timeout: float = 120.0,
+    quiet: bool = True,
+) -> list[OpReport]:
+    """Judge ops by some calls of each, in the order of their names."""
     names = sorted(calls)
     done = {name: kept for name, kept in (store.results if store else {}).items() if name in calls}
     left = [name for name in names if name not in done]
     with tempfile.TemporaryDirectory() as folder, Progress("verify", len(names), done=len(done), quiet=quiet) as bar:
         for name in left:
             _save(calls[name], _file(folder, name))
-        for outcome in run_all(judge_saved, left, (folder, settings.module), jobs=jobs, timeout=timeout):
+        for outcome in run_all(judge_saved, left, (folder, module), jobs=jobs, timeout=timeout):
             report = done[outcome.name] = report_of(outcome)
             bar.advance(f"{report.name} {report.status}")
             if store is not None:

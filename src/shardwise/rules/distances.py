@@ -22,7 +22,7 @@ from shardwise.rules.reductions import (
     wide,
 )
 from shardwise.rules.registry import register
-from shardwise.rules.types import Call, Collectives, Local, Rule, Strategy
+from shardwise.rules.types import SUM, Call, Collectives, Local, Rule, Strategy
 
 # Norms
 
@@ -61,11 +61,11 @@ def _whole_norm(
     dtype: torch.dtype | None,
     result: torch.dtype,
 ) -> Tensor:
+    if order == 0:
+        return group.psum(torch.linalg.vector_norm(x, 0, dims, keepdim, dtype=dtype)).to(result)
     x = wide((x if dtype is None else x.to(dtype)).abs())
     if math.isinf(order):
         return extremum(group, x, dims, keepdim, "amax" if order > 0 else "amin").to(result)
-    if order == 0:
-        return group.psum((x != 0).to(x.dtype).sum(dims, keepdim)).to(result)
     zero = x == 0  # there the norm's gradient is none, whatever the slope of the power is
     powers = torch.where(zero, 0 if order > 0 else math.inf, torch.where(zero, 1, x) ** order)
     total = group.psum(powers.sum(dims, keepdim))
@@ -122,8 +122,11 @@ register("dist", rule=factor_rule(_dist, _dist_local))
 
 
 def _over_features(order: float) -> Partial | None:
-    """A distance over part of the features is a term of the norm. Not where torch's gradient is not that of the norm:
-    below one, and for the maximum, of which equal features do not share the gradient."""
+    """A distance over part of the features is a term of the norm; of order zero, a term of the number of features that
+    differ. Not where torch's gradient is not that of the norm: below one, and for the maximum, of which equal features
+    do not share the gradient."""
+    if order == 0:
+        return SUM
     return Partial("norm", order) if 1 <= order < math.inf else None
 
 

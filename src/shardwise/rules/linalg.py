@@ -34,6 +34,7 @@ _MATRICES: dict[str, str] = {
     "linalg_eig": "NN->N,NN",
     "_linalg_svd": "MN->MM,K,NN",
     "linalg_qr": "MN->MK,KN",
+    "geqrf": "MN->MN,K",
     "linalg_lu": "MN->MM,MK,KN",
     "linalg_lu_factor_ex": "MN->MN,K,",
     "lu_unpack": "MN,K->MM,MK,KN",

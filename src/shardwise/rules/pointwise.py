@@ -71,6 +71,8 @@ SWAPPED = ((MAX, MIN), (MIN, MAX))
 
 
 def _strategies(call: Call) -> list[Strategy]:
+    if not call.inputs:  # `normal` of two numbers: it has the size of the whole among its arguments
+        return [replicated(call)]
     return [*pointwise_factors(call).strategies(), *_averages(call), *_extrema(call)]
 
 
@@ -181,7 +183,7 @@ def _keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
     return target.is_floating_point or target.is_complex or not source.is_floating_point
 
 
-register("detach", "alias", "clone", "contiguous", "lift_fresh", "positive", "conj", "_conj", rule=Rule(_identity))
+register("detach", "alias", "clone", "lift_fresh", "_conj", rule=Rule(_identity))
 register("_to_copy", rule=Rule(_conversion))
 
 

@@ -132,4 +132,4 @@ def _exchanged_view(*arguments: Any) -> Tensor:
     return groups[0].map(Tensor.reshape, x, shape)
 
 
-VIEW = register("view", "_unsafe_view", "reshape", "_reshape_alias", rule=Rule(_view, _view_local))
+VIEW = register("view", "_unsafe_view", "_reshape_alias", rule=Rule(_view, _view_local))
