@@ -1,5 +1,7 @@
 """Shardwise: write a single-device PyTorch program, run it on a mesh of devices."""
 
+from typing import Any
+
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import debug, dispatch, errors, experimental, parallel
@@ -8,7 +10,6 @@ from shardwise.dispatch import cache_info, clear_cache, strict
 from shardwise.factories import empty, full, ones, rand, randn, zeros
 from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
 from shardwise.parallel import distribute_module
-from shardwise.proof.verify import verify
 from shardwise.tensor import DTensor, distribute_tensor
 
 __version__ = "0.1.0"
@@ -43,3 +44,11 @@ __all__ = [
     "verify",
     "zeros",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "verify":  # only those who judge rules need what it needs
+        from shardwise.proof.verify import verify
+
+        return verify
+    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

@@ -195,10 +195,10 @@ def batch_statistics_are_those_of_the_whole_batch(mesh: Any) -> None:
     assert_close(ours.weight.grad, layer.weight.grad)
 
 
-# Errors: on all ranks alike, who go on together
+# Errors: on all ranks alike
 
 
-def refused(mesh: Any, call: Callable[[], Any]) -> set[tuple[str, str]]:
+def refused(call: Callable[[], Any], mesh: Any) -> set[tuple[str, str]]:
     """The errors of all ranks. All of them must have one."""
     error = ""
     with warnings.catch_warnings():
@@ -222,20 +222,30 @@ def indices_out_of_range_are_refused_alike(mesh: Any) -> None:
         lambda x, i: x.scatter(0, i.view(4, 1), 1.0),
         lambda x, i: x.index_add(0, i, x[:4]),
         lambda x, i: x.index_put((i,), x[0]),
-        lambda x, i: F.embedding(i, x),
-        lambda x, i: F.embedding_bag(i.view(2, 2), x),
-        lambda x, i: F.cross_entropy(x[:4], i),
+        lambda x, i: x.put(i * 3, x[:4, 0]),
         lambda x, i: x.index_fill_(0, i, 0.5),
+        lambda x, i: F.one_hot(i, 5),
     ]
     for call in calls:
-        try:
-            call(x.clone(), bad)
-        except Exception as error:
-            expected = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         for where in ([S(0), R], [S(0), S(1)], [S(1), S(0)], [R, R]):
             for index in ([R, R], [S(0), R], [S(0), S(0)]):
-                d, i = sw.distribute_tensor(x, mesh, where), sw.distribute_tensor(bad, mesh, index)
-                assert refused(mesh, lambda d=d, i=i, f=call: f(d, i)) == {expected}, (where, index)
+                check_refused(mesh, call, x, where, bad, index)
+    for call in (lambda x, i: F.embedding(i, x), lambda x, i: F.embedding_bag(i.view(2, 2), x)):
+        for where in ([S(0), R], [S(0), S(1)], [S(1), S(0)], [R, R]):
+            check_refused(mesh, call, x, where, bad, [R, R])
+    for call in (lambda x, i: F.cross_entropy(x[:4], i), lambda x, i: F.nll_loss(x[:4], i)):
+        for where in ([R, S(1)], [S(1), S(1)], [R, R]):
+            check_refused(mesh, call, x, where, bad, [R, R])
+
+
+def check_refused(mesh: Any, call: Callable, x: Tensor, where: list[Any], bad: Tensor, index: list[Any]) -> None:
+    expected = ""
+    try:
+        call(x.clone(), bad)
+    except Exception as error:
+        expected = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    d, i = sw.distribute_tensor(x, mesh, where), sw.distribute_tensor(bad, mesh, index)
+    assert refused(lambda: call(d, i), mesh) == {expected}, (where, index)
 
 
 @body(2, 2)
@@ -251,7 +261,7 @@ def matrices_that_cannot_be_factored_are_refused_alike(mesh: Any) -> None:
     for call in calls:
         for where in ([S(0), S(0)], [S(0), R], [R, S(1)]):
             d = sw.distribute_tensor(x, mesh, where)
-            (error,) = refused(mesh, lambda d=d, f=call: f(d))
+            (error,) = refused(lambda d=d, f=call: f(d), mesh)
             assert error.startswith("_LinAlgError: ") and "(Batch element 2)" in error, error
 
 
@@ -320,7 +330,7 @@ def writes_through_copied_views(mesh: Any) -> None:
         stale = d.view(3, 8)
         d.add_(1)
         if stale.__class__ is not sw.DTensor:
-            assert {error.split(":")[0] for error in refused(mesh, lambda v=stale: v * 1)} == {"InPlaceError"}
+            assert {error.split(":")[0] for error in refused(lambda v=stale: v * 1, mesh)} == {"InPlaceError"}
 
 
 # Random numbers

@@ -27,8 +27,11 @@ class Case:
     def on_other_data(self) -> list[Case]:
         """The same call on other data: what is true of one by accident is hardly true of all. Integers stay, unless the
         op is element-wise: they may be indices, and not every kernel checks them."""
-        turns = (*_OTHERS, _integers_too) if torch.Tag.pointwise in self.call.op.tags else _OTHERS
-        cases = [Case(replace(self.recorded, tensors=tuple(map(turn, self.recorded.tensors)))) for turn in turns]
+        tensors = self.recorded.tensors
+        others = [tuple(map(turn, tensors)) for turn in _OTHERS]
+        if torch.Tag.pointwise in self.call.op.tags:
+            others.append(tuple(_anew(x, seed) for seed, x in enumerate(tensors)))
+        cases = [Case(replace(self.recorded, tensors=other)) for other in others]
         return [case for case in cases if case.is_answered]
 
     @property
@@ -128,10 +131,10 @@ def _without_first(x: Tensor) -> Tensor:
     return made if _is_number(x) or x.dtype == torch.bool else x
 
 
-def _integers_too(x: Tensor) -> Tensor:
-    """Integers that differ from their neighbours, whatever they were."""
+def _anew(x: Tensor, seed: int) -> Tensor:
+    """Other numbers altogether; integers that differ from their neighbours, whatever they were."""
     if _is_number(x) or x.dtype == torch.bool:
-        return x
+        return noise(x.shape, x.dtype, torch.Generator().manual_seed(seed))
     return x + torch.arange(x.numel()).remainder(5).to(x.dtype).view(x.shape)
 
 

@@ -62,6 +62,7 @@ class Settings:
     assignments: int = 24
     spread: int = 4
     seed: int = 0
+    dtype: str = "float64"
 
 
 # The calls
@@ -116,7 +117,7 @@ def calls(op: Operator, sample: Sample, settings: Settings) -> Iterator[tuple[Fo
 
 def cover(name: str, settings: Settings) -> Iterator[dict[str, Any]]:
     """Try one operator; yields, for each sample, what became of it."""
-    op = operator(name)
+    op = operator(name, settings.dtype)
     clear_cache()
     for sample in op.samples(settings.samples, settings.seed):
         yield cover_sample(op, sample, settings)
@@ -198,9 +199,9 @@ def replay(name: str, sample: int, placements: str, *, form: str = "function", s
 # The results
 
 
-def result_of(outcome: Outcome) -> Result:
+def result_of(outcome: Outcome, settings: Settings) -> Result:
     """One operator's parts, summed up."""
-    op = operator(outcome.name)
+    op = operator(outcome.name, settings.dtype)
     result = Result(op.name, str(op.dtype).removeprefix("torch."), seconds=round(outcome.seconds, 2))
     if op.dtype is None:
         result.note = NO_DTYPE
@@ -250,6 +251,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--assignments", type=int, default=24, metavar="N", help="layouts per sample, one axis (24)")
     parser.add_argument("--spread", type=int, default=4, metavar="N", help="layouts per sample on a 2×2 mesh (4)")
     parser.add_argument("--seed", type=int, default=0, help="another choice of data and layouts (0)")
+    parser.add_argument("--dtype", default="float64", choices=("float64", "float32"), help="of operators that take it")
     parser.add_argument("--stratum", type=_stratum, default=(0, 1), metavar="K/N", help="the K-th of N parts, from 0")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes; 0: this one (2)")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds a sample may take (120)")
@@ -267,7 +269,7 @@ def _stratum(text: str) -> tuple[int, int]:
 
 def run(given: argparse.Namespace) -> int:
     """Run the command; 0 if nothing was wrong and nothing raised."""
-    settings = Settings(given.samples, given.assignments, given.spread, given.seed)
+    settings = Settings(given.samples, given.assignments, given.spread, given.seed, given.dtype)
     try:
         names = [op.name for op in operators(given.ops, given.stratum)]
     except NoSamplesError as error:
@@ -299,7 +301,7 @@ def measure(
     left = [name for name in names if name not in done]
     with Progress("coverage", len(names), done=len(done), quiet=quiet) as progress:
         for outcome in run_all(cover, left, settings, jobs=jobs, timeout=timeout):
-            result = done[outcome.name] = result_of(outcome)
+            result = done[outcome.name] = result_of(outcome, settings)
             problem = result.problems[0]["kind"] if result.problems else ""
             progress.advance(f"{outcome.name} {problem}")
             if store is not None:

@@ -12,7 +12,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -163,9 +163,11 @@ def operators(pattern: str | None = None, stratum: tuple[int, int] = (0, 1)) -> 
     return wanted[part::parts]
 
 
-def operator(name: str) -> Operator:
-    """The operator of that name."""
-    return next(op for op in all_operators() if op.name == name)
+def operator(name: str, dtype: str = "float64") -> Operator:
+    """The operator of that name, in a floating dtype if it takes it."""
+    op = next(op for op in all_operators() if op.name == name)
+    wanted = getattr(torch, dtype)
+    return replace(op, dtype=wanted) if wanted in op.info.supported_dtypes("cpu") else op
 
 
 @contextmanager

@@ -65,14 +65,14 @@ def part(**problem: str) -> dict:
 
 def test_problems_that_differ_in_numbers_only_are_one() -> None:
     parts = [part(kind="wrong", detail=f"value: off by {off} as [2] R") for off in ("1.5", "2e-3", "7")]
-    result = result_of(Outcome("mm", [*parts, part(kind="raised", detail="ValueError: no")]))
+    result = result_of(Outcome("mm", [*parts, part(kind="raised", detail="ValueError: no")]), FEW)
     assert [(problem["kind"], problem["count"]) for problem in result.problems] == [("wrong", 3), ("raised", 1)]
     assert result.counts == {"right": 20, "wrong": 3, "raised": 1} and result.samples == 4
     assert problem_rows([result]) == [("mm", "24", "3", "1", "(f64[2]) S0: value: off by 1.5 as [2] R")]
 
 
 def test_a_task_that_failed_counts_as_raised() -> None:
-    result = result_of(Outcome("mm", [], failure="timed out: nothing heard for 5 s"))
+    result = result_of(Outcome("mm", [], failure="timed out: nothing heard for 5 s"), FEW)
     assert result.counts == {"raised": 1} and result.problems[0]["detail"].startswith("timed out")
     assert dict(summary([result]))["sometimes raised"] == "1 (100.0%)"
 

@@ -48,7 +48,7 @@ def test_every_rule_is_called(calls: dict[str, list[Recorded]]) -> None:
 
 def test_extra_calls_are_of_ops_with_a_rule(calls: dict[str, list[Recorded]]) -> None:
     assert set(EXTRA) <= set(homes())
-    assert [name for name, functions in EXTRA.items() if len(extra_calls(name)) != len(functions)] == []
+    assert [name for name, functions in EXTRA.items() if len(extra_calls(name)) < len(functions)] == []
 
 
 def test_calls_are_chosen_by_a_seed() -> None:
