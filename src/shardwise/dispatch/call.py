@@ -22,8 +22,9 @@ from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors,
 from shardwise.dispatch.views import CopiedView, Copies, OfCopies, Writes
 from shardwise.errors import MeshError, ShardwiseError, StrideError
 from shardwise.layout import Layout
-from shardwise.rules import flat_values
+from shardwise.rules import flat_values, rule_for
 from shardwise.rules.foreach import is_list_op
+from shardwise.rules.pointwise import ELEMENTWISE
 from shardwise.tensor import DTensor
 
 MAX_PLANS = 16384
@@ -328,6 +329,8 @@ def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, A
     (call,) = lowered.calls
     if call.call.name in ("_to_copy", "scaled_dot_product_attention"):
         return False  # what passes through a conversion depends on the dtype; whether attention draws, on a float
+    if call.call.bound.float_read and rule_for(call.call.op) is not ELEMENTWISE:
+        return False  # the rule looked at a float (element-wise ones see to that themselves)
     if call.local is not None and not call.local.resized:  # its arguments may have been read off dtypes and floats
         return False
     return not any(p and p.reduce_op == "norm" for layout in call.layouts.outs for p in layout.pending)

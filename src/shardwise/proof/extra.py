@@ -7,6 +7,7 @@ Sizes are odd, or smaller than the number of ranks, so that shards come out unev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,9 +46,8 @@ def _elementwise_gradients() -> dict[str, list[Callable[[], Any]]]:
         "softplus_backward": (1.5, 20.0),
         "softshrink_backward": (0.5,),
     }
-    found = {
-        f"aten::{name}": [lambda name=name, given=given: getattr(aten, name)(g, x, *given)]
-        for name, given in numbers.items()
+    found: dict[str, list[Callable[[], Any]]] = {
+        f"aten::{name}": [partial(getattr(aten, name), g, x, *given)] for name, given in numbers.items()
     }
     found["aten::elu_backward"] = [lambda: aten.elu_backward(g, 1.5, 1.0, 1.0, False, x)]
     found["aten::_prelu_kernel_backward"] = [lambda: aten._prelu_kernel_backward(g, x, _x(5, 4).flip(0))]
@@ -62,8 +62,8 @@ def _layers() -> dict[str, list[Callable[[], Any]]]:
         state: Any = (_x(1, 5, 3), _x(1, 5, 3).flip(1)) if gates == 4 else _x(1, 5, 3)
         rest = (weights, True, 1, 0.0, False, False)
         found[f"shardwise::{function.__name__}"] = [
-            lambda function=function, state=state, rest=rest: function(_x(4, 5, 2), state, *rest, False),
-            lambda function=function, state=state, rest=rest: function(_x(5, 4, 2), state, *rest, True),
+            partial(function, _x(4, 5, 2), state, *rest, False),
+            partial(function, _x(5, 4, 2), state, *rest, True),
         ]
     return found
 
@@ -151,7 +151,7 @@ EXTRA: dict[str, Sequence[Callable[[], Any]]] = {
     "aten::view_as_real_copy": [lambda: torch.view_as_real_copy(_x(5, 4, dtype=torch.complex128))],
     "aten::zero": [lambda: aten.zero(_x(5, 4))],
     **{
-        f"aten::{name}": [lambda name=name, given=given: getattr(aten, name)(_x(5, 4), *given)]
+        f"aten::{name}": [partial(getattr(aten, name), _x(5, 4), *given)]
         for name, given in {
             "cauchy": (),
             "exponential": (),

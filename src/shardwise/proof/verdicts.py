@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from shardwise.proof.catalogue import num_ways
 from shardwise.proof.report import Table
 
 
@@ -22,7 +23,7 @@ class OpReport:
     shapes: int = 0  # calls whose results have no value to compare: only their shapes, and that replicas agree
     gaps: list[dict[str, str]] = field(default_factory=list)
     excluded: dict[str, int] = field(default_factory=dict)
-    ways: str = ""  # how it may be sharded, of the call with the most ways
+    ways: Sequence[str] = ()  # how it may be sharded, of the call with the most ways: cells of the catalogue
     failure: str = ""  # what ended the judgement early
 
     @property
@@ -48,7 +49,7 @@ class OpReport:
         self.gaps += other.gaps
         for reason, count in other.excluded.items():
             self.excluded[reason] = self.excluded.get(reason, 0) + count
-        self.ways = max(self.ways, other.ways, key=len)
+        self.ways = max(self.ways, other.ways, key=lambda cells: num_ways(cells) if cells else (-1, -1))
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.status} ({self.calls} calls, {self.trials} trials, {self.claimed}/{self.true})"]
@@ -64,17 +65,26 @@ def tables(reports: Sequence[OpReport]) -> list[Table]:
     """Title, column names and rows of every table that has rows."""
     unsound = [(r.name, str(r.trials), str(len(r.unsound)), _first_failure(r)) for r in reports if not r.sound]
     gaps = [(r.name, str(r.true), str(r.claimed), _first_gap(r)) for r in reports if r.gaps]
-    reasons: dict[str, list[str]] = {}
-    for report in reports:
-        if not report.calls:
-            reasons.setdefault(report.status, []).append(report.name.removeprefix("aten::"))
     made: list[Table] = [
-        ("not judged by value", ("reason", "ops"), [(reason, ", ".join(names)) for reason, names in reasons.items()]),
+        (
+            "not judged by value",
+            ("reason", "ops"),
+            [(why, ", ".join(names)) for why, names in _unjudged(reports).items()],
+        ),
         ("true, but not claimed", ("op", "true", "claimed", "the first"), gaps),
         ("unsound", ("op", "trials", "failed", "the first"), unsound),
         ("verify", ("", ""), summary(reports)),
     ]
     return [table for table in made if table[2]]
+
+
+def _unjudged(reports: Sequence[OpReport]) -> dict[str, list[str]]:
+    """Ops that no call of was judged by value, by reason."""
+    found: dict[str, list[str]] = {}
+    for report in reports:
+        if not report.calls:
+            found.setdefault(report.status, []).append(report.name.removeprefix("aten::"))
+    return found
 
 
 def _first_failure(report: OpReport) -> str:
@@ -102,3 +112,24 @@ def summary(reports: Sequence[OpReport]) -> list[tuple[str, str]]:
         ("complete", f"{claimed} of {true} true sharded ways ({100 * claimed / max(true, 1):.1f}%)"),
         ("gaps", f"{true - claimed}, of which {explained} have a known reason"),
     ]
+
+
+def page(reports: Sequence[OpReport], title: str) -> str:
+    """The results as a page of Markdown: what is sound, what is missing and why."""
+    lines = [f"# {title}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in summary(reports)), ""]
+    unsound = [report for report in reports if not report.sound]
+    lines += ["## Unsound", "", *([f"- `{report.name}`: {_first_failure(report)}" for report in unsound] or ["None."])]
+    lines += [
+        "",
+        "## True, but not listed",
+        "",
+        "| op | true ways | listed | why not the others |",
+        "|---|---|---|---|",
+    ]
+    for report in sorted(reports, key=lambda report: -len(report.gaps)):
+        if report.gaps:
+            why = "; ".join(dict.fromkeys(gap["reason"] or f"missing: {gap['true']}" for gap in report.gaps))
+            lines.append(f"| `{report.name}` | {report.true} | {report.claimed} | {why} |")
+    lines += ["", "## Not judged by value", "", "| why | ops |", "|---|---|"]
+    lines += [f"| {why} | {', '.join(f'`{name}`' for name in names)} |" for why, names in _unjudged(reports).items()]
+    return "\n".join([*lines, ""])

@@ -18,6 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from shardwise.proof.progress import Progress
 from shardwise.proof.report import print_tables
 from shardwise.proof.results import Store
 from shardwise.proof.samples import NoSamplesError, Operator, operators
-from shardwise.proof.verdicts import OpReport, tables
+from shardwise.proof.verdicts import OpReport, page, tables
 from shardwise.rules import AxisPlacement, Strategy, rule_for
 
 # Judging
@@ -251,6 +252,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE as they come")
     parser.add_argument("--resume", action="store_true", help="keep what FILE holds of the same code and settings")
     parser.add_argument("--write-docs", type=Path, metavar="FILE", help="write the catalogue of rules to FILE")
+    parser.add_argument("--write-report", type=Path, metavar="FILE", help="write the results to FILE as a dated page")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -279,6 +281,8 @@ def run(given: argparse.Namespace) -> int:
     print_tables(tables(reports))
     if given.write_docs is not None:
         given.write_docs.write_text(catalogue.render({report.name: report for report in reports}))
+    if given.write_report is not None:
+        given.write_report.write_text(page(reports, f"Sharding rules, judged by brute force, {date.today()}"))
     return 0 if all(report.sound for report in reports) else 1
 
 

@@ -148,6 +148,21 @@ UNDECLARED_WRITES = {"native_batch_norm": ("running_mean", "running_var")}
 """Arguments that an op writes to, in training, though its schema does not say so."""
 
 
+class _Arguments(dict[str, Any]):
+    """Arguments by name, which remember whether somebody looked at a float: then what follows may depend on it."""
+
+    float_read = False
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if isinstance(value, (float, complex)):
+            self.float_read = True
+        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 - through our own look-up
+
+
 class Call:
     """One aten op applied to global tensors."""
 
@@ -166,9 +181,9 @@ class Call:
         return self.op._schema.name.split("::")[1]
 
     @cached_property
-    def bound(self) -> dict[str, Any]:
+    def bound(self) -> _Arguments:
         """All arguments by schema name, defaults filled in."""
-        found = {}
+        found = _Arguments()
         for position, argument in enumerate(self.op._schema.arguments):
             if position < len(self.args) and not argument.kwarg_only:
                 found[argument.name] = self.args[position]

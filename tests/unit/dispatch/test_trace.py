@@ -46,7 +46,7 @@ def test_the_numbers_of_a_function_are_constants_of_its_trace() -> None:
 def changing(x: Tensor) -> Tensor:
     number = torch.zeros(())
     number += 5
-    y = x * number
+    y = x - number
     number.sub_(1)
     return y + number
 
@@ -54,15 +54,15 @@ def changing(x: Tensor) -> Tensor:
 def test_numbers_are_written_down_when_they_are_used() -> None:
     """Until then the function may still change them; after that, what it makes of them is another constant."""
     trace = traced(changing, (2, 3))
-    assert [call.name for call in trace.calls] == ["mul", "add"]
+    assert [call.name for call in trace.calls] == ["sub", "add"]
     assert [constant.item() for _, constant in trace.constants] == [5.0, 4.0]
     sweep(whole(changing), normal(5, 3))
 
 
 def test_what_is_random_or_large_is_made_again_in_every_call() -> None:
     for function, calls in (
-        (lambda x: x + torch.rand(()), ["rand", "add"]),
-        (lambda x: x[torch.arange(LARGE)], ["arange", "index"]),
+        (lambda x: x + torch.rand(()), ["rand", "detach", "add"]),
+        (lambda x: x[torch.arange(LARGE)], ["arange", "detach", "index"]),
         (lambda x: x[torch.arange(LARGE // 4)], ["index"]),
     ):
         assert [call.name for call in traced(function, (LARGE,)).calls] == calls
@@ -81,9 +81,9 @@ OWN: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "unravel_index": (lambda i: torch.unravel_index(i, (3, 4)), [torch.tensor([[3, 7], [11, 0], [5, 5]])]),
     "quantile": (lambda x: torch.quantile(x, 0.3, dim=1, keepdim=True), [normal(5, 3)]),
     "quantiles": (lambda x, q: torch.nanquantile(x, q.sigmoid(), dim=0), [normal(5, 3), normal(2)]),
-    "stft": (lambda x, w: torch.view_as_real(torch.stft(x, 4, window=w, return_complex=True)), [normal(3, 9), normal(4)]),
+    "stft": (lambda x, w: torch.stft(x, 4, window=w, return_complex=True).real, [normal(3, 9), normal(4)]),
     "circular": (lambda x: F.pad(x, (2, 1, 1, 1), mode="circular"), [normal(2, 3, 4)]),
-    "gradient": (lambda x: torch.gradient(x, spacing=[0.5, 2.0], edge_order=2), [normal(5, 4)]),
+    "gradient": (lambda x: torch.gradient(x, spacing=2.0, dim=1), [normal(5, 4)]),
     "block_diag": (torch.block_diag, [normal(2, 3), normal(3, 2)]),
     "cartesian_prod": (torch.cartesian_prod, [normal(3), normal(2)]),
     "masked var": (lambda x: torch.masked.var(x, 1, mask=x > 0), [normal(5, 4)]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from shardwise.proof.extra import EXTRA, extra_calls
 from shardwise.proof.oracle import Truth
 from shardwise.proof.pool import Outcome
 from shardwise.proof.results import Store
-from shardwise.proof.verdicts import OpReport, summary, tables
+from shardwise.proof.verdicts import OpReport, page, summary, tables
 from shardwise.proof.verify import Settings, collect, is_claimed, judge_all, verify
 from shardwise.rules import Strategy, registry
 from shardwise.rules.registry import homes
@@ -28,8 +29,12 @@ SUM, MAX = Partial("sum"), Partial("max")
 
 @pytest.fixture(scope="module")
 def calls() -> dict[str, list[Recorded]]:
-    """Two calls of every op that torch's first samples, and ours, make. The whole run is `make verify`."""
-    return collect(Settings(samples=3, calls=2, seed=20261115))
+    """Two calls of every op that torch's first samples, and ours, make. The whole run is `make verify`.
+
+    For every sample torch looks through the stack, which under pytest is deep; that of a thread is not.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(collect, Settings(samples=3, calls=2, seed=20261115)).result()
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -60,13 +65,13 @@ def test_calls_are_chosen_by_a_seed() -> None:
 
 
 def test_what_is_drawn_is_judged_by_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = (normal(5, 4),)
-    assert verify(torch.rand_like, [x]).status == "only in shape: draws random numbers"
+    x = (normal(5, 4).abs(),)
+    assert verify(torch.poisson, [x]).status == "only in shape: draws random numbers"
     assert verify(torch.empty_like, [x]).status == "only in shape: its result is uninitialised memory"
     wrong = registry.Rule(lambda call: [Strategy((None,), (None,)), Strategy((0,), (None,))])
-    monkeypatch.setitem(registry._rules, "aten::rand_like", wrong)
+    monkeypatch.setitem(registry._rules, "aten::poisson", wrong)
     monkeypatch.setattr(registry, "_found", {})
-    report = verify(torch.rand_like, [x])
+    report = verify(torch.poisson, [x])
     assert report.status == "unsound"
     assert "do not fit [5,4] R" in report.unsound[0]["problem"]
 
@@ -122,6 +127,19 @@ def test_reports_add_up() -> None:
     one.add(other)
     assert (one.calls, one.trials, one.true, one.claimed, len(one.gaps)) == (2, 20, 8, 6, 2)
     assert dict(summary([one]))["complete"] == "6 of 8 true sharded ways (75.0%)"
+
+
+def test_reports_as_a_page() -> None:
+    gap = {"call": "", "true": "S(0) -> S(0)", "reason": "it is hidden"}
+    good = OpReport("aten::mm", True, 1, 10, 4, 3, gaps=[gap])
+    drawn = OpReport("aten::poisson", True, shapes=1, excluded={"draws random numbers": 1})
+    text = page([good, drawn], "Title")
+    assert text.startswith("# Title\n")
+    assert "## Unsound\n\nNone.\n" in text
+    assert "| `aten::mm` | 4 | 3 | it is hidden |" in text
+    assert "| only in shape: draws random numbers | `poisson` |" in text
+    good.unsound.append({"call": "mm()", "strategy": "2: R -> R", "problem": "wrong"})
+    assert "- `aten::mm`: mm() 2: R -> R: wrong" in page([good], "Title")
 
 
 # The command

@@ -180,3 +180,12 @@ def test_assignment_of_rows_to_a_mask_of_sharded_rows_is_refused():
     with pytest.raises(sw.errors.InPlaceError, match="Nothing was changed"):
         d[on(d, SOME)] = on(d, normal(3, 3))
     assert torch.equal(d.full_tensor(), normal(5, 3))
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="_put_items hands None to a binding that takes tensors only")
+@pytest.mark.parametrize("placement", [R, S(0), S(1)], ids=str)
+def test_assignment_behind_a_slice(placement):
+    x, d = normal(5, 3), place(normal(5, 3), placement)
+    x[1:, ROWS % 3], x[..., ROWS % 3] = normal(4, 1), 2.5
+    d[1:, on(d, ROWS % 3)], d[..., on(d, ROWS % 3)] = on(d, normal(4, 1)), 2.5
+    assert torch.equal(d.full_tensor(), x)

@@ -87,6 +87,16 @@ def test_rectangular_matrices(op):
     sweep(op, normal(3, 4, 2), rtol=1e-6, atol=1e-7)
 
 
+def test_reflections_of_nothing():
+    """Each argument has its gradient on every rank, also where there is no matrix."""
+    sweep(torch.ormqr, normal(3, 4, 2), normal(3, 2) / 4, normal(3, 4, 1), rtol=1e-6, atol=1e-7)
+    sweep(linalg.householder_product, normal(3, 4, 2), normal(3, 2) / 4, rtol=1e-6, atol=1e-7)
+
+
+def test_geqrf():
+    sweep(lambda a: torch.geqrf(a.detach()), normal(3, 4, 2), partial=False, rtol=1e-6, atol=1e-7)
+
+
 SOLVES = {
     "solve": linalg.solve,
     "solve_ex": linalg.solve_ex,

@@ -149,6 +149,17 @@ def test_margins_between_classes(reduction):
     )
 
 
+@pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
+def test_margins_by_the_names_of_ops(reduction):
+    aten = torch.ops.aten
+    sweep(lambda x, t: aten.multilabel_margin_loss_forward(x, t, reduction), normal(5, 3), LABELS)
+    sweep(lambda x, t: aten.multi_margin_loss(x, t, reduction=reduction), normal(5, 3), TARGET)
+    x, target = place(normal(5, 3), S(0)), place(TARGET, S(0))
+    with CommDebugMode() as comm, sw.strict():
+        out = aten.multi_margin_loss(x, target, 1, 1.0, None, reduction)
+    assert out.placements == ((P(),) if reduction else (S(0),)) and comm.get_total_counts() == 0
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_margins_of_one_row(reduction):
     sweep(lambda x, t: F.multilabel_margin_loss(x, t, reduction=reduction), normal(3), LABELS[0])

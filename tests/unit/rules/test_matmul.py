@@ -25,6 +25,8 @@ PRODUCTS = {
     "addmm bias": (torch.addmm, (4,), (5, 3), (3, 4)),
     "addmm without": (lambda c, a, b: torch.addmm(c, a, b, beta=0), (5, 1), (5, 3), (3, 4)),
     "addmv": (torch.addmv, (5,), (5, 3), (3,)),
+    "addmv bias": (torch.addmv, (1,), (3, 2), (2,)),
+    "addmv number": (lambda c, a, b: torch.addmv(c, a, b, beta=2), (), (2, 3), (3,)),
     "addr": (torch.addr, (5, 3), (5,), (3,)),
     "baddbmm": (lambda c, a, b: torch.baddbmm(c, a, b, beta=2), (1, 4), (3, 5, 2), (3, 2, 4)),
     "addbmm": (lambda c, a, b: torch.addbmm(c, a, b, beta=2, alpha=-3), (5, 4), (3, 5, 2), (3, 2, 4)),

@@ -28,6 +28,8 @@ ATTENTION = {
     "causal, more queries": (attend(is_causal=True, scale=0.4), (3, 7, 2), (3, 4, 2), (3, 4, 2)),
     "shared heads": (attend(enable_gqa=True), (1, 8, 3, 2), (1, 4, 3, 2), (1, 4, 3, 2)),
     "one shared head": (attend(enable_gqa=True, is_causal=True), (2, 4, 5, 2), (2, 1, 6, 2), (2, 1, 6, 2)),
+    "broadcast queries": (attend(), (4, 3, 2), (2, 4, 5, 2), (2, 4, 5, 3)),
+    "broadcast causal keys": (attend(is_causal=True), (2, 4, 3, 2), (4, 5, 2), (2, 1, 5, 3)),
     "kernel for CPUs": (
         aten._scaled_dot_product_flash_attention_for_cpu,
         *((2, 4, 5, 2), (2, 4, 6, 2), (2, 4, 6, 2)),
@@ -46,6 +48,7 @@ def test_attention(op, shapes):
 
 FREE = {
     "causal queries": (attend(is_causal=True), (S(2), R, R), S(2)),
+    "broadcast": (lambda q, k, v: attend()(q[0], k, v), (S(1), S(1), S(1)), S(1)),
     "heads": (attend(enable_gqa=True), (S(1), S(1), S(1)), S(1)),
     "heads of queries": (attend(enable_gqa=True), (S(1), R, R), S(1)),
 }
@@ -53,7 +56,7 @@ FREE = {
 
 @pytest.mark.parametrize(("op", "where", "out"), FREE.values(), ids=FREE)
 def test_what_moves_nothing(op, where, out):
-    heads = 4 if op is FREE["causal queries"][0] else 2
+    heads = 2 if op in (FREE["heads"][0], FREE["heads of queries"][0]) else 4
     shapes = [(2, 4, 6, 2), (2, heads, 6, 2), (2, heads, 6, 2)]
     inputs = [place(normal(*shape), p) for shape, p in zip(shapes, where, strict=True)]
     with CommDebugMode() as comm, sw.strict():

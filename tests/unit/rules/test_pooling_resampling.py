@@ -30,6 +30,12 @@ def test_interpolate(mode, shape, to):
     sweep(lambda x: F.interpolate(x, mode=mode, **to), normal(*shape), partial=False)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 4, 4), (1, 2, 4, 4, 4)], ids=str)
+def test_neighbours_beside_a_sharded_dim(shape):
+    """The first neighbour along a dim that is whole is not the first element either."""
+    sweep(lambda x: F.interpolate(x, size=2, mode="nearest-exact"), normal(*shape), partial=False)
+
+
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 def test_antialiasing(mode):
     sweep(lambda x: F.interpolate(x, size=4, mode=mode, antialias=True), normal(2, 3, 6, 5))

@@ -54,6 +54,7 @@ OPS = {
     "all no dims": lambda a: a.all(()),
     "any dim": lambda a: (a > 1).any(0),
     "any dims": lambda a: a.any((1,)),
+    "hash_tensor": lambda a: torch.hash_tensor(a.detach(), 1).to(torch.int64),
     "count_nonzero": lambda a: (a > 0).count_nonzero(0),
     "count_nonzero dims": lambda a: a.count_nonzero((0, 1)),
     "nanmean": lambda a: a.nanmean(0, keepdim=True),
