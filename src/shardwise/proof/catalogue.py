@@ -28,7 +28,8 @@ some later op, or a read, reduces. Further signs:
 
 - `·` a dim that must be whole; `()` a tensor without dims; `(ab)` a dim that may be sharded in two ways; `3×ab` three
   tensors alike;
-- *leaves* `b: whole`: the ranks communicate inside the op, a reduction or a halo, and results without `b` are whole;
+- *leaves* `b: whole`: results without `b` are whole on every rank. *By communication*: the ranks exchange data inside
+  the op, such as totals or a halo;
 - *pending* `sum, avg: P, R → P`: the op may run on the terms of a pending sum or average, if the first argument is one
   and the second is replicated; the result is pending too. Whatever else is pending is reduced first.
 
@@ -77,7 +78,8 @@ def _numbers(reports: Mapping[str, Any]) -> str:
     """How many ops there are of each status."""
     known = [report for report in reports.values() if report.has_rule]
     kinds = Counter(report.status.split(":")[0].split(";")[0] for report in known)
-    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    kinds["sound, but not all is listed"] = kinds.pop("sound", 0)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common() if count)
     return f"Of {len(known)} ops with a rule that were called: {counts}.\n"
 
 
@@ -170,9 +172,9 @@ def _is_dim(placement: AxisPlacement, dim: int) -> bool:
 
 
 def _note(way: Strategy) -> str:
-    """What becomes of outputs that do not carry the letter."""
-    found = [("whole" if p is None else str(p)) for p in way.outs if not isinstance(p, int)]
-    return " and ".join(dict.fromkeys(found))
+    """What becomes of outputs that do not carry the letter, and whether the ranks communicate."""
+    found = " and ".join(dict.fromkeys("whole" if p is None else str(p) for p in way.outs if not isinstance(p, int)))
+    return ", ".join(filter(None, (found, "by communication" if way.cost else "")))
 
 
 ANY = {"sum", "avg", "max", "min", "product"}

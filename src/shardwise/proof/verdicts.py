@@ -114,9 +114,17 @@ def summary(reports: Sequence[OpReport]) -> list[tuple[str, str]]:
     ]
 
 
-def page(reports: Sequence[OpReport], title: str) -> str:
+def page(reports: Sequence[OpReport], title: str, about: str = "") -> str:
     """The results as a page of Markdown: what is sound, what is missing and why."""
-    lines = [f"# {title}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in summary(reports)), ""]
+    lines = [
+        f"# {title}",
+        "",
+        *([about, ""] if about else []),
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in summary(reports)),
+        "",
+    ]
     unsound = [report for report in reports if not report.sound]
     lines += ["## Unsound", "", *([f"- `{report.name}`: {_first_failure(report)}" for report in unsound] or ["None."])]
     lines += [

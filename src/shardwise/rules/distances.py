@@ -65,7 +65,7 @@ def _whole_norm(
         return group.psum(torch.linalg.vector_norm(x, 0, dims, keepdim, dtype=dtype)).to(result)
     x = wide((x if dtype is None else x.to(dtype)).abs())
     if math.isinf(order):
-        return extremum(group, x, dims, keepdim, "amax" if order > 0 else "amin").to(result)
+        return extremum(group, x, dims, keepdim, "max" if order > 0 else "min").to(result)
     zero = x == 0  # there the norm's gradient is none, whatever the slope of the power is
     powers = torch.where(zero, 0 if order > 0 else math.inf, torch.where(zero, 1, x) ** order)
     total = group.psum(powers.sum(dims, keepdim))

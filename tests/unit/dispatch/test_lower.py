@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from sweep import normal, place, sweep
+from compare import compare
+from sweep import mesh_of, normal, place, sweep
 from torch import Tensor, linalg
 
 import shardwise as sw
@@ -150,6 +151,23 @@ def test_bad_arguments(name: str, placement: sw.Placement) -> None:
 @pytest.mark.parametrize("name", UNSEEN)
 def test_bad_arguments_that_meta_tensors_let_pass(name: str) -> None:
     check_bad(*UNSEEN[name])
+
+
+# Memory
+
+
+STRIDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda x, i: torch.einsum("bij,bij->bi", x.permute(2, 1, 0), x.permute(2, 1, 0) + 1),
+    "nll_loss": lambda x, i: F.nll_loss(x.mT, i),
+}
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="meta tensors are contiguous, so the trace shows no copies")
+@pytest.mark.parametrize("name", STRIDED)
+def test_functions_that_copy_what_is_not_contiguous(name: str) -> None:
+    """They reshape what they are given, or make it contiguous. On tensors that are contiguous that does nothing."""
+    for placement in (R, S(0), S(1)):
+        compare(STRIDED[name], [normal(3, 4, 2), torch.tensor([[0, 1, 1, 0]] * 3)], mesh_of((2,)), [[placement], [R]])
 
 
 # Results of several kinds

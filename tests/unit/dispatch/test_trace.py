@@ -166,6 +166,48 @@ def test_views_of_what_is_written_to_form_a_family() -> None:
     assert written_families(trace) == {product: product, turned: product, part: product}
 
 
+# Memory
+
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x.mT.contiguous(),
+    "contiguous columns": lambda x: x[:, 1:3].contiguous(),
+    "contiguous rows": lambda x: x[::2].contiguous(),
+    "contiguous of equals": lambda x: x[:1].expand(4, 4).contiguous(),
+    "reshape": lambda x: x.mT.reshape(16),
+    "reshape of columns": lambda x: x[:, :2].reshape(8),
+    "reshape of rows": lambda x: x[::2].reshape(8),
+    "flatten": lambda x: x.mT.flatten(),
+}
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x.contiguous(),
+    "reshape": lambda x: x.reshape(16),
+    "turned twice": lambda x: x.mT.reshape(4, 4),
+    "unflatten": lambda x: x.mT.unflatten(0, (2, 2)),
+}
+
+
+def check_writes(take: Callable[[Tensor], Tensor]) -> None:
+    for placement in (R, S(0), S(1)):
+        x, d = normal(4, 4), place(normal(4, 4), placement)
+        taken, ours = take(x).add_(1), take(d).add_(1)
+        assert torch.equal(ours.full_tensor(), taken), placement
+        assert torch.equal(d.full_tensor(), x), placement
+
+
+@pytest.mark.parametrize("take", VIEWS.values(), ids=VIEWS)
+def test_what_torch_makes_a_view_is_written_through(take: Callable[[Tensor], Tensor]) -> None:
+    check_writes(take)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="traced on contiguous tensors, where these are the tensor itself or a view of it"
+)
+@pytest.mark.parametrize("take", COPIES.values(), ids=COPIES)
+def test_what_torch_makes_a_copy_is_not(take: Callable[[Tensor], Tensor]) -> None:
+    check_writes(take)
+
+
 # Modules
 
 

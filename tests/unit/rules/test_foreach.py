@@ -59,7 +59,6 @@ FOREACH = [name for name in OPTIMIZERS if name != "AdamW"]  # a learning rate in
 FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
 
 
-
 def train(make: Callable[[list[nn.Parameter]], optim.Optimizer], params: list[nn.Parameter]) -> optim.Optimizer:
     optimizer = make(params)
     for step in range(3):
