@@ -212,7 +212,11 @@ def _plan(func: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Lay
             return picked_by_tensor, False
         if isinstance(error, NotImplementedError) or (isinstance(error, RuntimeError) and "meta" in str(error)):
             return Gathered(func, layouts[0].mesh), False
-        raise torchs_own(error, func, args, kwargs) from None
+        raise torchs_own(error, func, args, kwargs) or error from None
+    if any(call.name.rstrip("_") in UNCHECKED_ON_META for call in trace.calls):
+        refusal = torchs_own(None, func, args, kwargs)
+        if refusal is not None:
+            raise refusal
     if any(call.name.startswith("as_strided") for call in trace.calls) and not all(x.replicated for x in layouts):
         return ContiguousOnly(Gathered(func, layouts[0].mesh)), False
     if not _covered(trace.output) or _lost_constants(trace, device):
@@ -278,7 +282,16 @@ MANY = 1 << 24
 """Elements that are not worth making only to hear an error in better words."""
 
 
-def torchs_own(error: Exception, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Exception:
+UNCHECKED_ON_META = frozenset(
+    {
+        *("select_scatter", "slice_scatter", "diagonal_scatter"),
+        *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "__and__", "__or__", "__xor__"),
+    }
+)
+"""Ops whose kernels for meta tensors let sizes or dtypes pass that others refuse."""
+
+
+def torchs_own(error: Exception | None, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
     """What torch says to such arguments on one device: kernels for meta tensors have words, and types, of their own."""
     tensors = flat_tensors((args, kwargs))
     if isinstance(error, ShardwiseError) or sum(x.numel() for x in tensors) > MANY:
@@ -365,7 +378,7 @@ _OPERATORS = {
 }
 _METHODS = (
     *("add", "sub", "mul", "div", "matmul", "neg", "square", "sum", "mean", "view", "reshape", "transpose", "permute"),
-    *("softmax", "exp", "sigmoid", "tanh", "relu", "contiguous", "unsqueeze", "expand"),
+    *("softmax", "exp", "sigmoid", "tanh", "relu", "unsqueeze", "expand"),
 )
 
 

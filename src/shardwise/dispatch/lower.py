@@ -122,7 +122,10 @@ def lower_calls(
         rule = rule_for(call.op)
         local = rule.local(call, realised.ins, realised.outs) if rule is not None and rule.local is not None else None
         if local is not None and local.resized and not any(any(o.splits) for o in (*realised.ins, *realised.outs)):
-            local = None  # nothing is sharded: the global sizes are the local ones
+            # Nothing is sharded: the global sizes are the local ones. But what a function does to contiguous tensors
+            # by a view may take a copy of others.
+            if len(trace.calls) == 1 or call.name not in ("view", "_unsafe_view"):
+                local = None
         ways = [along[position] for along in chosen]
         gathers = not (rule is not None and rule.sees_all) and _gathers(ways, have, options[position], position <= last)
         lowered = LoweredCall(call, realised, moves, _out_moves(call, realised, local), local, gathers)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.comm import ranked
 from shardwise.dispatch.build import Whole
 from shardwise.dispatch.fallback import describe
-from shardwise.dispatch.views import CopiedView, OfCopies, watch_view
+from shardwise.dispatch.views import CopiedView, OfCopies, lies_plainly, watch_view
 from shardwise.errors import InPlaceError, MixedTensorError
 from shardwise.tensor import DTensor, as_layout, distribute_tensor, wrap
 
@@ -81,6 +81,23 @@ def _getters(*names: str) -> list[Any]:
 )
 def _of_the_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return torch._C._disabled_torch_function_impl(func, (), args, kwargs)
+
+
+@handles(Tensor.contiguous)
+def _contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
+    """The tensor itself if every shard lies plainly in memory, strides of single rows included: which dims come first
+    is a matter of the whole tensor. Otherwise a copy, on every rank."""
+    x = args[0]
+    if isinstance(x, CopiedView):
+        return OfCopies(func)(args, kwargs)
+    with _disabled():
+        if len(args) == 1 and not kwargs and lies_plainly(x):
+            return x
+        order = args[1] if len(args) > 1 else kwargs.get("memory_format", torch.contiguous_format)
+        if order is not torch.contiguous_format and all(s.is_contiguous(memory_format=order) for s in shards_of(x)):
+            return x
+        shards = [shard.clone(memory_format=order) for shard in shards_of(x)]
+    return wrap(shards[0] if len(shards) == 1 else ranked(shards), x._layout)
 
 
 @handles(Tensor.stride)
@@ -385,7 +402,7 @@ def _put_items(x: DTensor, items: list[Any], value: Any) -> None:
         indices.append(item if isinstance(item, Tensor) else None)
     if not isinstance(value, Tensor):
         value = torch.tensor(value, dtype=x.dtype)
-    view.index_put_(tuple(indices), value)
+    torch.ops.aten.index_put_.default(view, indices, value)
 
 
 @handles(nn.functional.l1_loss)

@@ -75,7 +75,7 @@ class Copies:
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         out = self.plan(args, kwargs)
         source = args[0] if args else None
-        if isinstance(source, DTensor):
+        if isinstance(source, DTensor) and not (self.function in _MAY_COPY and not lies_plainly(source)):
             results = flat_tensors(out)
             way_back = _way_back(self.function, args, kwargs or {}) if len(results) == 1 else None
             for position in self.positions:
@@ -133,6 +133,21 @@ class Writes:
         out = self.plan(args, kwargs)
         carry_on(written)
         return out
+
+
+def lies_plainly(x: Tensor) -> bool:
+    """Whether the shards lie in memory as fresh tensors do."""
+    with _disabled():
+        shards = (x, *x.__dict__.get("_peers", ()))
+        return all(_strides(shard) == shard.stride() for shard in shards)
+
+
+def _strides(shard: Tensor) -> tuple[int, ...]:
+    step, found = 1, []
+    for size in reversed(torch._C.TensorBase.size(shard)):
+        found.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(found))
 
 
 # Watching
@@ -223,6 +238,10 @@ _RESHAPES = frozenset(
         *(Tensor.squeeze, Tensor.unsqueeze, torch.squeeze, torch.unsqueeze),
     }
 )
+
+
+_MAY_COPY = _RESHAPES - {Tensor.view, Tensor.view_as, Tensor.squeeze, Tensor.unsqueeze, torch.squeeze, torch.unsqueeze}
+"""What torch makes a copy itself where strides do not allow a view."""
 
 
 def _way_back(function: Callable, args: tuple, kwargs: dict[str, Any]) -> WayBack | None:

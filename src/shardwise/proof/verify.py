@@ -287,7 +287,8 @@ def run(given: argparse.Namespace) -> int:
     if given.write_report is not None:
         about = (
             f"Python {platform.python_version()}, torch {torch.__version__}. Calls from up to {settings.samples} "
-            f"samples of each operator of op_db, and of ops that these do not call; at most {settings.calls} of each op. "
+            f"samples of each operator of op_db, and of ops that these do not call, but at most {settings.calls} "
+            f"calls of each op. "
             f"{time.monotonic() - began:.0f} s with {given.jobs} processes."
         )
         given.write_report.write_text(page(reports, f"Sharding rules, judged by brute force, {date.today()}", about))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,30 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.layout import Layout
-from shardwise.rules.entropy import check_range
+from shardwise.rules.indices import Bound, axes_of, has_empty
 from shardwise.rules.notation import Factor, Factors, dims_of
 from shardwise.rules.reductions import LAST, PROGRAM_COST
 from shardwise.rules.registry import register, register_function
 from shardwise.rules.types import SUM, Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
 
-OUT_OF_RANGE = "index out of range in self"
+
+def _refuse_index(index: int) -> None:
+    raise IndexError("index out of range in self")
+
+
+def _refuse_item(index: int) -> None:
+    raise RuntimeError(f"embedding_bag: Expected idx >= 0 && idx < num_embeddings but found idx to be {index}")
+
+
+def _must_check(table: Layout, index: Layout) -> bool:
+    """Whether torch, on its own, would not refuse an index out of range on all ranks alike: some do not see it, or do
+    not see that it is, or have no columns to look up and do not look."""
+    return bool(table.splits[0]) or any(index.splits) or has_empty([table])
+
+
+def _axes_of_indices(index: Layout) -> tuple[int, ...]:
+    """The axes along which the ranks confer about indices."""
+    return tuple(sorted(axes_of([index])))
 
 
 def _row_starts(layout: Layout) -> HeldValues:
@@ -42,21 +60,29 @@ def _embedding(call: Call) -> list[Strategy]:
 
 def _embedding_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     table, index = ins
-    args = [call["weight"], call["indices"], _row_starts(table), call.inputs[0].shape[0], call["padding_idx"]]
-    if call["scale_grad_by_freq"] and (table.splits[0] or any(index.splits)):
-        axes = tuple(axis for cut in index.splits for axis in cut)
-        return Local(_rows_by_frequency, args, groups=(axes,))
-    if table.splits[0]:
-        return Local(_own_rows, args)
+    num_rows = call.inputs[0].shape[0]
+    if _must_check(table, index):
+        bound = Bound(0, num_rows, any(index.splits), _refuse_index)
+        args = [bound, call["weight"], call["indices"], _row_starts(table), num_rows, call["padding_idx"]]
+        rows = _rows_by_frequency if call["scale_grad_by_freq"] else _rows
+        return Local(rows, args, groups=(_axes_of_indices(index),))
     if not call["sparse"]:
         return None
     args, kwargs = call.replace(sparse=False)
     return Local(torch.embedding, args, kwargs)
 
 
+def _rows(
+    group: Collectives, bound: Bound, table: Tensor, index: Tensor, start: Any, num_rows: int, padding: int
+) -> Tensor:
+    bound.check(group, index)
+    return group.map(_own_rows, table, index, start, num_rows, padding)
+
+
 def _own_rows(table: Tensor, index: Tensor, start: int, num_rows: int, padding: int) -> Tensor:
     """The rows held here, zeros in place of others."""
-    check_range(index, num_rows, message=OUT_OF_RANGE)
+    if len(table) == num_rows:
+        return torch.embedding(table, index, padding)
     local, mine = _own(table, index, start)
     if not len(table):  # no rows here: zeros that are still part of the graph
         return table.new_zeros((*index.shape, table.shape[1])) + table.sum()
@@ -72,10 +98,10 @@ def _own(table: Tensor, index: Tensor, start: int) -> tuple[Tensor, Tensor]:
 
 
 def _rows_by_frequency(
-    group: Collectives, table: Tensor, index: Tensor, start: Any, num_rows: int, padding: int
+    group: Collectives, bound: Bound, table: Tensor, index: Tensor, start: Any, num_rows: int, padding: int
 ) -> Tensor:
     """The same rows with gradients divided by how often each occurs, on all ranks together."""
-    rows = group.map(_own_rows, table, index, start, num_rows, padding)
+    rows = _rows(group, bound, table, index, start, num_rows, padding)
     counts = group.reduce(group.map(_count, table, index, start), "sum")
     return group.map(_shared, rows, counts, index, start)
 
@@ -157,7 +183,6 @@ class _Bags:
     mode: str
     include_last: bool
     padding: int | None
-    num_rows: int
     num_items: int  # in all bags, or, where bags are rows of indices, in each
 
 
@@ -189,23 +214,24 @@ def _embedding_bag(call: Call) -> list[Strategy]:
 
 def _embedding_bag_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
     items, table = ins[:2]
-    split_bags = any(cut for cut in items.splits[-1:])
-    if not table.splits[0] and not split_bags:
+    num_rows, confer = call["weight"].shape[0], _axes_of_indices(items)
+    bound = Bound(0, num_rows, any(items.splits), _refuse_item)
+    if not table.splits[0] and not any(items.splits[-1:]):
         args, kwargs = call.replace(sparse=False)
+        if _must_check(table, items):
+            return Local(_whole_bags, [bound, *args], kwargs, groups=(confer,))
         return Local(F.embedding_bag, args, kwargs)
-    bags = _Bags(
-        call["mode"],
-        call["include_last_offset"],
-        _padding(call),
-        call["weight"].shape[0],
-        call["input"].shape[-1],
-    )
+    bags = _Bags(call["mode"], call["include_last_offset"], _padding(call), call["input"].shape[-1])
     item_starts = HeldValues([items.box(coordinate)[0][-1] for coordinate in items.mesh.held])
-    args = [call["input"], call["weight"], call["offsets"], call["per_sample_weights"]]
+    args = [bound, call["input"], call["weight"], call["offsets"], call["per_sample_weights"]]
     args += [_row_starts(table), item_starts, bags]
-    if bags.mode == "max":
-        return Local(_largest_in_bags, args, groups=(table.splits[0],))
-    return Local(_sum_in_bags, args)
+    in_bags = _largest_in_bags if bags.mode == "max" else _sums_in_bags
+    return Local(in_bags, args, groups=(confer, table.splits[0]))
+
+
+def _whole_bags(confer: Collectives, bound: Bound, index: Tensor, *args: Any, **options: Any) -> Tensor:
+    bound.check(confer, index)
+    return confer.map(partial(F.embedding_bag, **options), index, *args)
 
 
 def _begins(index: Tensor, offsets: Tensor | None, item_start: int, bags: _Bags) -> tuple[Tensor, Tensor]:
@@ -235,21 +261,10 @@ def _check_offsets(offsets: Tensor, bags: _Bags) -> None:
         )
 
 
-def _check_items(index: Tensor, bags: _Bags) -> None:
-    if index.device.type != "cpu":
-        return check_range(index, bags.num_rows, message=OUT_OF_RANGE)
-    bad = index[(index < 0) | (index >= bags.num_rows)]
-    if bad.numel():
-        raise RuntimeError(
-            f"embedding_bag: Expected idx >= 0 && idx < num_embeddings but found idx to be {int(bad[0])}"
-        )
-
-
 def _own_items(
     index: Tensor, table: Tensor, offsets: Tensor | None, row_start: int, item_start: int, bags: _Bags
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Which items name rows held here and are not padding; the bag of each item; how many items each bag has."""
-    _check_items(index, bags)
     begins, sizes = _begins(index, offsets, item_start, bags)
     index = index.reshape(-1)
     places = torch.arange(len(index), dtype=begins.dtype, device=index.device)
@@ -262,6 +277,11 @@ def _own_items(
         real = (index != bags.padding).to(sizes.dtype)
         sizes = torch.zeros_like(sizes).index_add(0, bag, real)
     return mine, bag, sizes
+
+
+def _sums_in_bags(confer: Collectives, group: Collectives, bound: Bound, index: Tensor, *args: Any) -> Tensor:
+    bound.check(confer, index)
+    return group.map(_sum_in_bags, index, *args)
 
 
 def _sum_in_bags(
@@ -287,7 +307,9 @@ def _sum_in_bags(
 
 
 def _largest_in_bags(
+    confer: Collectives,
     group: Collectives,
+    bound: Bound,
     index: Tensor,
     table: Tensor,
     offsets: Tensor | None,
@@ -298,6 +320,7 @@ def _largest_in_bags(
 ) -> Tensor:
     """The largest of each bag, column by column. The gradient goes to the first item of the bag that attains it, so the
     ranks agree on its place."""
+    bound.check(confer, index)
     values, places = group.map(_largest_of_own, index, table, offsets, row_start, item_start, bags)
     best = group.reduce(values, "max")
     place = group.reduce(torch.where(_same(values.detach(), best), places, LAST), "min")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.layout import Layout
+from shardwise.rules.indices import Bound
 from shardwise.rules.losses import MEAN, NONE, TOTAL, reduction_of
 from shardwise.rules.reductions import PROGRAM_COST, maximum, wide
 from shardwise.rules.registry import register, register_function
@@ -30,16 +31,20 @@ def _weight_ways(call: Call) -> list[list[AxisPlacement]]:
     return [[0], [None]] if call["weight"] is not None else [[]]
 
 
-def check_range(index: Tensor, size: int, *, ignore: int | None = None, message: str) -> None:
-    """Torch's IndexError for an index outside of a dim. On accelerators it is an assertion there, as in torch."""
-    bad = (index < 0) | (index >= size)
-    if ignore is not None:
-        bad = bad & (index != ignore)
-    if index.device.type == "cpu":
-        if bad.any():
-            raise IndexError(message.format(index=int(index[bad][0])))
-    elif index.device.type != "meta":
-        torch._assert_async(~bad.any())
+def _check_targets(batch: Collectives, target: Tensor, ignore: int, num_classes: int) -> None:
+    """Torch's error for a target that names no class, on all ranks alike: those that split the batch confer first."""
+    bound = Bound(0, num_classes, batch.size > 1, _refuse_target)
+    bound.check(batch, batch.map(_not_ignored, target, ignore))
+
+
+def _not_ignored(target: Tensor, ignore: int) -> Tensor:
+    if target.device.type == "cpu":
+        return target[target != ignore]
+    return torch.where(target == ignore, 0, target)  # elsewhere it is not known how many there are
+
+
+def _refuse_target(target: int) -> None:
+    raise IndexError(f"Target {target} is out of bounds.")
 
 
 def _look_up(x: Tensor, dim: int, target: Tensor, offset: int) -> tuple[Tensor, Tensor]:
@@ -60,9 +65,6 @@ def _weights_of(weight: Tensor, target: Tensor, offset: int, ignore: int) -> Ten
     if not len(weight):
         return weight.new_zeros(target.shape)
     return torch.where(mine, weight.detach()[index.clamp(0, len(weight) - 1)], 0)
-
-
-OUT_OF_BOUNDS = "Target {index} is out of bounds."
 
 
 # Negative log likelihood: a look-up. Sharded classes leave a pending sum.
@@ -92,11 +94,13 @@ def _nll_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Loc
     axes = tuple(axis for cut in ins[0].splits for axis in cut)
     args = [call["self"], call["target"], call["weight"], call["reduction"], call["ignore_index"], classes]
     own_weight = len(ins) > 2 and any(ins[2].splits)
-    return Local(_sharded_nll, [*args, call.inputs[0].shape[classes], own_weight], groups=(axes,))
+    groups = (axes, _batch_axes(ins[0], classes))
+    return Local(_sharded_nll, [*args, call.inputs[0].shape[classes], own_weight], groups=groups)
 
 
 def _sharded_nll(
     group: Collectives,
+    batch: Collectives,
     x: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -108,8 +112,8 @@ def _sharded_nll(
 ) -> tuple[Tensor, Tensor]:
     """Each rank looks up the targets that fall into its classes. A mean is the global sum over the global weight, both
     in one reduction."""
+    _check_targets(batch, target, ignore, num_classes)
     at = group.offset(0, classes)
-    group.map(_check_targets, target, ignore, num_classes)
     losses, weights = group.map(_local_nll, x, target, weight, ignore, classes, at, at if own_weight else 0)
     if reduction == NONE:
         return losses, losses.detach().new_zeros(())
@@ -118,10 +122,6 @@ def _sharded_nll(
         sums = group.psum(sums)
     loss, total = sums[0], sums.detach()[1]
     return (loss / total if reduction == MEAN else loss).to(x.dtype), total.to(x.dtype)
-
-
-def _check_targets(target: Tensor, ignore: int, num_classes: int) -> None:
-    check_range(target, num_classes, ignore=ignore, message=OUT_OF_BOUNDS)
 
 
 def _local_nll(
@@ -211,7 +211,7 @@ def _sharded_cross_entropy(
             "cannot have requires_grad True."
         )
     if not of.probabilities:
-        batch.map(_check_targets, target, of.ignore, of.num_classes)
+        _check_targets(batch, target, of.ignore, of.num_classes)
     if of.split_classes:
         rows, weights = _class_parallel_rows(shards, x, target, weight, of)
     else:

@@ -202,6 +202,10 @@ class Call:
         if dim is None or (isinstance(dim, (list, tuple)) and not dim):
             return tuple(range(ndim))
         dims = dim if isinstance(dim, (list, tuple)) else [dim]
+        for d in dims:  # kernels for meta tensors do not always look
+            if not -max(ndim, 1) <= d < max(ndim, 1):
+                low, high = -max(ndim, 1), max(ndim, 1) - 1
+                raise IndexError(f"Dimension out of range (expected to be in range of [{low}, {high}], but got {d})")
         return tuple(d % ndim if ndim else 0 for d in dims)
 
     @cached_property

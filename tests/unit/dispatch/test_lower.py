@@ -147,7 +147,6 @@ def test_bad_arguments(name: str, placement: sw.Placement) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
-@pytest.mark.xfail(strict=True, reason="torch's kernels for meta tensors check neither this dim nor these sizes")
 @pytest.mark.parametrize("name", UNSEEN)
 def test_bad_arguments_that_meta_tensors_let_pass(name: str) -> None:
     check_bad(*UNSEEN[name])
@@ -162,7 +161,6 @@ STRIDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="meta tensors are contiguous, so the trace shows no copies")
 @pytest.mark.parametrize("name", STRIDED)
 def test_functions_that_copy_what_is_not_contiguous(name: str) -> None:
     """They reshape what they are given, or make it contiguous. On tensors that are contiguous that does nothing."""

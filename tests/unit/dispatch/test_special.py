@@ -98,10 +98,10 @@ def test_set_item_refuses_what_it_cannot_do_and_changes_nothing() -> None:
     x = data(4, 4)
     d = sw.distribute_tensor(x, MESH, [S0, R])
     with pytest.raises(sw.errors.InPlaceError) as error:
-        d[[0, 2]] = 1.0
+        d[True] = 1.0
     assert str(error.value) == (
-        "__setitem__(f64[4,4] S(0)@dp, [0, 2], 1.0): only ints, slices, None, ... and, for a number, a boolean mask "
-        "can index a DTensor that is written to. Nothing was changed; use torch.where, or redistribute it first"
+        "__setitem__(f64[4,4] S(0)@dp, True, 1.0): this index cannot be written to on shards. Nothing was changed; use "
+        "ints, slices, masks or tensors of indices, torch.where, or redistribute it first"
     )
     with pytest.raises(IndexError, match="index 4 is out of bounds for a dim of size 4"):
         d[4] = 1.0
