@@ -230,12 +230,38 @@ def indices_out_of_range_are_refused_alike(mesh: Any) -> None:
         for where in ([S(0), R], [S(0), S(1)], [S(1), S(0)], [R, R]):
             for index in ([R, R], [S(0), R], [S(0), S(0)]):
                 check_refused(mesh, call, x, where, bad, index)
-    for call in (lambda x, i: F.embedding(i, x), lambda x, i: F.embedding_bag(i.view(2, 2), x)):
-        for where in ([S(0), R], [S(0), S(1)], [S(1), S(0)], [R, R]):
-            check_refused(mesh, call, x, where, bad, [R, R])
-    for call in (lambda x, i: F.cross_entropy(x[:4], i), lambda x, i: F.nll_loss(x[:4], i)):
-        for where in ([R, S(1)], [S(1), S(1)], [R, R]):
-            check_refused(mesh, call, x, where, bad, [R, R])
+
+
+@body(2, 2)
+def rows_of_tables_out_of_range_are_refused_alike(mesh: Any) -> None:
+    x, bad = doubles(5, 3), at(0, 1, 3, 7)
+    calls: list[Callable[[Tensor, Tensor], Any]] = [
+        lambda x, i: F.embedding(i, x),
+        lambda x, i: F.embedding(i, x, scale_grad_by_freq=True),
+        lambda x, i: F.embedding(i, x, max_norm=0.1),
+        *(lambda x, i, mode=mode: F.embedding_bag(i.view(2, 2), x, mode=mode) for mode in ("sum", "mean", "max")),
+        lambda x, i: F.embedding_bag(i, x, beside(x, at(0, 2))),
+    ]
+    for call in calls:
+        for where in ([S(0), R], [S(0), S(1)], [S(1), S(0)], [S(1), S(1)], [R, S(0)], [R, R]):
+            for index in ([R, R], [S(0), R], [R, S(0)], [S(0), S(0)]):
+                check_refused(mesh, call, x, where, bad, index)
+
+
+@body(2, 2)
+def targets_out_of_bounds_are_refused_alike(mesh: Any) -> None:
+    x, bad, ignored = doubles(4, 3), at(0, 1, 2, 7), at(7, 1, -2, 7)
+    calls: list[Callable[[Tensor, Tensor], Any]] = [
+        *(lambda x, i, kind=kind: F.cross_entropy(x, i, reduction=kind) for kind in ("none", "sum", "mean")),
+        *(lambda x, i, kind=kind: F.nll_loss(x, i, reduction=kind) for kind in ("none", "sum", "mean")),
+        lambda x, i: F.cross_entropy(x, i, label_smoothing=0.1),
+        lambda x, i: F.nll_loss(x.view(2, 3, 2), i.view(2, 2)),
+    ]
+    for where in ([S(0), R], [S(0), S(0)], [S(0), S(1)], [S(1), S(0)], [R, S(1)], [S(1), S(1)], [R, R]):
+        for index in ([R, R], [S(0), R], [R, S(0)], [S(0), S(0)]):
+            for call in calls:
+                check_refused(mesh, call, x, where, bad, index)
+            check_refused(mesh, lambda x, i: F.cross_entropy(x, i, ignore_index=7), x, where, ignored, index)
 
 
 def check_refused(mesh: Any, call: Callable, x: Tensor, where: list[Any], bad: Tensor, index: list[Any]) -> None:

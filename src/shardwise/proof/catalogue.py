@@ -78,7 +78,7 @@ def _numbers(reports: Mapping[str, Any]) -> str:
     """How many ops there are of each status."""
     known = [report for report in reports.values() if report.has_rule]
     kinds = Counter(report.status.split(":")[0].split(";")[0] for report in known)
-    kinds["sound, but not all is listed"] = kinds.pop("sound", 0)
+    kinds["sound but incomplete"] = kinds.pop("sound", 0)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common() if count)
     return f"Of {len(known)} ops with a rule that were called: {counts}.\n"
 

@@ -23,7 +23,9 @@ class OpReport:
     shapes: int = 0  # calls whose results have no value to compare: only their shapes, and that replicas agree
     gaps: list[dict[str, str]] = field(default_factory=list)
     excluded: dict[str, int] = field(default_factory=dict)
-    ways: Sequence[str] = ()  # how it may be sharded, of the call with the most ways: cells of the catalogue
+    ways: Sequence[str] = field(
+        default_factory=list
+    )  # how it may be sharded, of the call with the most ways: cells of the catalogue
     failure: str = ""  # what ended the judgement early
 
     @property

@@ -33,6 +33,10 @@ def _refuse_item(index: int) -> None:
     raise RuntimeError(f"embedding_bag: Expected idx >= 0 && idx < num_embeddings but found idx to be {index}")
 
 
+def _refuse_row(shape: Sequence[int], index: int) -> None:
+    raise IndexError(f"select(): index {index} out of range for tensor of size {shape} at dimension 0")
+
+
 def _must_check(table: Layout, index: Layout) -> bool:
     """Whether torch, on its own, would not refuse an index out of range on all ranks alike: some do not see it, or do
     not see that it is, or have no columns to look up and do not look."""
@@ -135,15 +139,18 @@ def _renorm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> 
     if not any(table.splits) and not any(index.splits):
         return None
     pieces = [index.pieces(dim) for dim in range(len(index.splits))]
-    args = [pieces, call["self"], call["indices"], _row_starts(table), call["max_norm"], call["norm_type"]]
+    shape = list(call["self"].shape)
+    bound = Bound(-shape[0], shape[0], False, partial(_refuse_row, shape))
+    args = [pieces, bound, call["self"], call["indices"], _row_starts(table), call["max_norm"], call["norm_type"]]
     return Local(_renorm_rows, args, groups=(table.splits[1], *index.splits))
 
 
 def _renorm_rows(columns: Collectives, *args: Any) -> Tensor:
     """All ranks that hold a row must know that it is looked up, so split indices are gathered: the table is not."""
-    *groups, pieces, table, index, start, max_norm, order = args
+    *groups, pieces, bound, table, index, start, max_norm, order = args
     for dim, (group, sizes) in enumerate(zip(groups, pieces, strict=True)):
         index = group.gather(index, dim, sizes)
+    bound.check(columns, index)
     rows = columns.map(_rows_of, table, index, start)
     powers = columns.map(_powers, table, rows, order)
     whole = columns.reduce(powers, "max" if math.isinf(order) else "sum")

@@ -89,13 +89,18 @@ def _nll(call: Call) -> list[Strategy]:
 
 def _nll_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     if not any(ins[0].splits):
-        return None
+        return Local(_whole_nll, [call.op, *call.args], call.kwargs)
     classes = _class_dim(call)
     axes = tuple(axis for cut in ins[0].splits for axis in cut)
     args = [call["self"], call["target"], call["weight"], call["reduction"], call["ignore_index"], classes]
     own_weight = len(ins) > 2 and any(ins[2].splits)
     groups = (axes, _batch_axes(ins[0], classes))
     return Local(_sharded_nll, [*args, call.inputs[0].shape[classes], own_weight], groups=groups)
+
+
+def _whole_nll(op: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The kernel takes contiguous tensors only; torch sees to that before it calls it."""
+    return op(x.contiguous(), *args, **kwargs)
 
 
 def _sharded_nll(

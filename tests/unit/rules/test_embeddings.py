@@ -115,6 +115,32 @@ def test_index_out_of_range(placement, bad):
     assert comm.get_total_counts() == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str)
+@pytest.mark.parametrize("placement", [R, S(0), S(1)], ids=str)
+def test_split_index_out_of_range(placement, options):
+    """One rank of those that split the indices has it; they all tell each other, before anything else is sent."""
+    table, index = place(normal(6, 4), R, placement, mesh=(2, 2)), place(torch.tensor([0, 6]), S(0), R, mesh=(2, 2))
+    with CommDebugMode() as comm, pytest.raises(IndexError, match=r"^index out of range in self$"):
+        F.embedding(index, table, **options)
+    assert [(c.kind, c.axes, c.bytes) for c in comm.comms] == [("all_reduce", ("a",), 8)]
+
+
+def test_ranks_without_columns_look_at_indices():
+    with pytest.raises(IndexError, match=r"^index out of range in self$"):
+        F.embedding(place(torch.tensor([0, 6]), R, mesh=(4,)), place(normal(6, 3), S(1), mesh=(4,)))
+
+
+@pytest.mark.parametrize("rows", [R, S(0)], ids=str)
+@pytest.mark.parametrize("placement", [R, S(0), S(1)], ids=str)
+def test_too_long_rows_out_of_range(placement, rows):
+    """Torch's other words for it. Nothing was changed where ranks hold parts."""
+    table, index = place(normal(6, 4), placement), place(torch.tensor([0, 6]), rows)
+    with pytest.raises(IndexError, match=r"select\(\): index 6 out of range for tensor of size \[6, 4\]"):
+        F.embedding(index, table, max_norm=0.1)
+    if (placement, rows) != (R, R):
+        torch.testing.assert_close(table.full_tensor(), normal(6, 4))
+
+
 def test_a_module():
     plain = torch.nn.Embedding(7, 5, padding_idx=2, max_norm=1.5)
     table = torch.nn.Embedding(7, 5, padding_idx=2, max_norm=1.5)

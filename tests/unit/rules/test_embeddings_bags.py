@@ -83,16 +83,23 @@ def test_values_that_are_not_numbers(mode):
 
 # What is communicated
 
+ASKED = [("all_reduce", 8)]
+
+
+def sent(comm):
+    return [(c.kind, c.bytes) for c in comm.comms]
+
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize(
     ("items", "table", "result"), [(R, S(0), P()), (R, S(1), S(1)), (S(0), R, S(0))], ids=["rows", "columns", "bags"]
 )
 def test_nothing_moves(mode, items, table, result):
+    """Where items are split it is asked, in one number, whether all are in range."""
     index, weight = place(BAGS, items), place(normal(6, 4), table).requires_grad_()
     with CommDebugMode() as comm:
         out = F.embedding_bag(index, weight, mode=mode)
-    assert out.placements == (result,) and comm.get_total_counts() == 0
+    assert out.placements == (result,) and sent(comm) == (ASKED if items == S(0) else [])
 
 
 def test_maxima_are_reduced():
@@ -108,7 +115,7 @@ def test_items_of_long_bags_add_up():
     index, offsets, weight = place(ITEMS, S(0)), place(OFFSETS, R), place(normal(6, 4), R)
     with CommDebugMode() as comm:
         out = F.embedding_bag(index, weight, offsets)
-    assert out.placements == (P(),) and comm.get_total_counts() == 0
+    assert out.placements == (P(),) and sent(comm) == ASKED
 
 
 # Errors
@@ -132,6 +139,17 @@ def test_torch_own_complaints(placement, items, offsets, message):
     with CommDebugMode() as comm, pytest.raises(RuntimeError, match=message):
         F.embedding_bag(items, table, offsets)
     assert comm.get_total_counts() == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("table", [R, S(0), S(1)], ids=str)
+def test_split_items_out_of_range(table, mode):
+    bags = BAGS.clone()
+    bags[2, 1] = 6
+    index, table = place(bags, S(0), R, mesh=(2, 2)), place(normal(6, 4), R, table, mesh=(2, 2))
+    with CommDebugMode() as comm, pytest.raises(RuntimeError, match=r"found idx to be 6$"):
+        F.embedding_bag(index, table, mode=mode)
+    assert sent(comm) == ASKED
 
 
 @may_gather  # what is not implemented is gathered before it says so

@@ -160,9 +160,10 @@ def test_classes_over_two_axes():
 
 
 def test_rows_and_classes():
-    """The mean is over the whole batch: one reduction more, of two numbers."""
+    """The mean is over the whole batch: one reduction more, of two numbers. Whether all targets are in range is asked
+    first, in one number."""
     places = ([S(0), S(1)], CLASSES, [S(0), R], (2, 2))
-    within = reductions(3, 6, axes=("b",))
+    within = reductions(1) + reductions(3, 6, axes=("b",))
     assert communicated(F.cross_entropy, normal(6, 13), *places) == within + reductions(2)
     assert communicated(F.cross_entropy, normal(6, 13), *places, reduction="none") == within
 
@@ -174,10 +175,10 @@ def test_rows_of_sharded_probabilities():
 
 
 def test_negative_log_likelihood_is_a_look_up():
-    """A pending sum; only a mean, which is divided by a weight, is reduced at once."""
+    """A pending sum; only a mean, which is divided by a weight, is reduced at once. Split targets are checked first."""
     assert communicated(F.nll_loss, normal(6, 13), [S(1)], CLASSES, [R], (2,), reduction="sum") == []
     assert communicated(F.nll_loss, normal(6, 13), [S(1)], CLASSES, [R], (2,)) == reductions(2)
-    assert communicated(F.nll_loss, normal(6, 13), [S(0)], CLASSES, [S(0)], (2,)) == reductions(2)
+    assert communicated(F.nll_loss, normal(6, 13), [S(0)], CLASSES, [S(0)], (2,)) == reductions(1, 2)
 
 
 @pytest.mark.parametrize("function", [F.softmax, F.log_softmax])
@@ -193,12 +194,26 @@ def test_softmax_needs_two_reductions_and_one_backward(function):
 @pytest.mark.parametrize("placement", [R, S(0), S(1)], ids=str)
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
 def test_target_out_of_bounds(loss, placement, bad):
+    """Where each rank sees only its own rows, the ranks tell each other, in one number, and nothing else is sent."""
     target = TARGET.clone()
     target[4] = bad
     x, target = place(normal(5, 4), placement), place(target, R)
     with CommDebugMode() as comm, pytest.raises(IndexError, match=f"^Target {bad} is out of bounds.$"):
         loss(x, target)
-    assert comm.get_total_counts() == 0
+    assert [(c.kind, c.bytes) for c in comm.comms] == ([("all_reduce", 8)] if placement == S(0) else [])
+
+
+@pytest.mark.parametrize("target_at", [(S(0), R), (S(0), S(0))], ids=str)
+@pytest.mark.parametrize("x_at", [(S(0), R), (S(0), S(1)), (S(1), S(1)), (R, R)], ids=str)
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
+def test_split_target_out_of_bounds(loss, x_at, target_at):
+    """In the last row, which one rank has. Targets to be ignored are not looked at."""
+    x, target = place(normal(5, 4), *x_at, mesh=(2, 2)), TARGET.clone()
+    target[4] = 7
+    with pytest.raises(IndexError, match=r"^Target 7 is out of bounds.$"):
+        loss(x, place(target, *target_at, mesh=(2, 2)))
+    ignored = loss(x, place(target, *target_at, mesh=(2, 2)), ignore_index=7)
+    torch.testing.assert_close(ignored.full_tensor(), loss(normal(5, 4), target, ignore_index=7))
 
 
 @pytest.mark.parametrize("placement", [R, S(0), S(1)], ids=str)
