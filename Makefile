@@ -35,7 +35,7 @@ bench: $(STAMP)  ## run benchmarks/overhead.py
 
 coverage: export OMP_NUM_THREADS := 1
 coverage: $(STAMP)  ## run every operator of torch on DTensors in all layouts against plain torch (a quarter of an hour)
-	$(BIN)/shardwise coverage --json benchmarks/results/coverage-$$(date +%F).json --resume
+	$(BIN)/shardwise coverage --json .coverage-run.json --resume --write-report benchmarks/results/coverage-$$(date +%F).md
 
 verify: export OMP_NUM_THREADS := 1
 verify: $(STAMP)  ## judge every sharding rule by brute force, and write docs/rules.md (three minutes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import platform
 import random
 import re
 import sys
@@ -18,9 +19,11 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise.comm import simulate
@@ -29,7 +32,7 @@ from shardwise.layout import Mesh, Partial, Placement, Replicate, Shard
 from shardwise.proof.judge import Case, Form, Unusable, Verdict, judge
 from shardwise.proof.pool import Outcome, run_all
 from shardwise.proof.progress import Progress
-from shardwise.proof.report import print_report
+from shardwise.proof.report import page, print_report
 from shardwise.proof.results import Result, Store
 from shardwise.proof.samples import (
     NO_DTYPE,
@@ -257,6 +260,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds a sample may take (120)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE as they come")
     parser.add_argument("--resume", action="store_true", help="keep what FILE holds of the same code and settings")
+    parser.add_argument("--write-report", type=Path, metavar="FILE", help="write the results to FILE as a dated page")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -284,6 +288,14 @@ def run(given: argparse.Namespace) -> int:
     store = Store(given.json, asdict(settings), resume=given.resume)
     results = measure(names, settings, store=store, jobs=given.jobs, timeout=given.timeout, quiet=given.quiet)
     print_report(results)
+    if given.write_report is not None:
+        about = (
+            f"Python {platform.python_version()}, torch {torch.__version__}. Every operator of op_db, "
+            f"{settings.samples or 'all'} samples of each, in {settings.dtype} where it is taken, forward and backward: "
+            f"up to {settings.assignments} layouts of each sample on two ranks and "
+            f"{settings.spread} on 2×2, as function, method and in place."
+        )
+        given.write_report.write_text(page(results, f"Every operator against plain torch, {date.today()}", about))
     return 1 if any(result.problems for result in results) else 0
 
 

@@ -92,6 +92,18 @@ def tables(results: Sequence[Result]) -> list[Table]:
     return [table for table in made if table[2]]
 
 
+def page(results: Sequence[Result], title: str, about: str) -> str:
+    """The tables as a page of Markdown, the summary first."""
+    *details, total = tables(results)
+    lines = [f"# {title}", "", about, ""]
+    for heading, columns, rows in (total, *details):
+        lines += [] if heading == total[0] else [f"## {heading.capitalize()}", ""]
+        lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+        lines.append("")
+    return "\n".join(lines)
+
+
 def print_report(results: Sequence[Result]) -> None:
     print_tables(tables(results))
 

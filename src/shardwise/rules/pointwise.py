@@ -140,7 +140,17 @@ def _call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 ELEMENTWISE = Rule(_strategies, _by_value)
 register_pointwise(ELEMENTWISE)
 register(  # element-wise, but without the tag
-    *("rsub", "hardswish", "_prelu_kernel", "floor_divide", "complex", "polar", "masked_fill", "log_sigmoid_forward"),
+    *(
+        "rsub",
+        "leaky_relu",
+        "hardswish",
+        "_prelu_kernel",
+        "floor_divide",
+        "complex",
+        "polar",
+        "masked_fill",
+        "log_sigmoid_forward",
+    ),
     *("elu_backward", "hardshrink_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward"),
     *("leaky_relu_backward", "softplus_backward", "softshrink_backward", "rrelu_with_noise", "_prelu_kernel_backward"),
     *("bernoulli", "uniform", "normal", "exponential", "random", "native_dropout", "cauchy", "log_normal", "geometric"),
