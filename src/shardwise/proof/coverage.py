@@ -291,9 +291,9 @@ def run(given: argparse.Namespace) -> int:
     if given.write_report is not None:
         about = (
             f"Python {platform.python_version()}, torch {torch.__version__}. Every operator of op_db, "
-            f"{settings.samples or 'all'} samples of each, in {settings.dtype} where it is taken, forward and backward: "
-            f"up to {settings.assignments} layouts of each sample on two ranks and "
-            f"{settings.spread} on 2×2, as function, method and in place."
+            f"{settings.samples or 'all'} samples of each, in {settings.dtype} where it is taken, forward and backward, "
+            f"as function, method and in place; of each, up to {settings.assignments} layouts on two ranks and "
+            f"{settings.spread} on 2×2."
         )
         given.write_report.write_text(page(results, f"Every operator against plain torch, {date.today()}", about))
     return 1 if any(result.problems for result in results) else 0
