@@ -86,7 +86,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, 
     for size in sorted({world_size(body) for body in BODIES.values()}):
         folder, problem = tmp_path_factory.mktemp(f"{size}-ranks"), ""
         try:
-            run_ranks(run_all, size, folder, timeout=60)
+            run_ranks(run_all, size, folder, timeout=150)
         except AssertionError as error:
             problem = str(error)
         found[size] = folder, problem

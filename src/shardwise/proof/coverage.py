@@ -292,8 +292,8 @@ def run(given: argparse.Namespace) -> int:
         about = (
             f"Python {platform.python_version()}, torch {torch.__version__}. Every operator of op_db, "
             f"{settings.samples or 'all'} samples of each, in {settings.dtype} where it is taken, forward and "
-            f"backward, as function, method and in place; of each, up to {settings.assignments} layouts on two ranks and "
-            f"{settings.spread} on 2×2."
+            f"backward, as function, method and in place; of each, up to {settings.assignments} layouts on two "
+            f"ranks and {settings.spread} on 2×2."
         )
         given.write_report.write_text(page(results, f"Every operator against plain torch, {date.today()}", about))
     return 1 if any(result.problems for result in results) else 0

@@ -122,7 +122,7 @@ def _may_raise(call: Call) -> bool:
 def _batched_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     cuts = tuple(dict.fromkeys(axes for layout in ins for axes in layout.splits if axes))
     if not _may_raise(call) or not cuts:
-        return unless_empty(call, outs) if call.name == "_linalg_det" else None  # torch 2.11 has no gradient of nothing
+        return None
     joins = [
         [(dim, cuts.index(axes), layout.pieces(dim)) for dim, axes in enumerate(layout.splits) if axes]
         for layout in ins

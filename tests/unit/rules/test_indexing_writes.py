@@ -182,7 +182,6 @@ def test_assignment_of_rows_to_a_mask_of_sharded_rows_is_refused():
     assert torch.equal(d.full_tensor(), normal(5, 3))
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="_put_items hands None to a binding that takes tensors only")
 @pytest.mark.parametrize("placement", [R, S(0), S(1)], ids=str)
 def test_assignment_behind_a_slice(placement):
     x, d = normal(5, 3), place(normal(5, 3), placement)
