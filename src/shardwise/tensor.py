@@ -95,12 +95,13 @@ class DTensor(Tensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        peers = self.__dict__.get("_peers", ())
         if value is None:
-            _on_shard(_set_grad, (), (self, None), {})
-            for peer in peers:
-                peer.grad = None
+            _on_shard(_set_grad, (), (self, None))  # type: ignore[call-arg]
+            if "_peers" in self.__dict__:
+                for peer in self._peers:
+                    peer.grad = None
             return
+        peers = self.__dict__.get("_peers", ())
         with _disabled():
             grad = as_layout(value, self._layout.gradient, "grad")
             _set_grad(self, grad)

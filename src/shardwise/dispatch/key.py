@@ -31,6 +31,8 @@ def key_of(value: Any) -> Any:
         return value
     if cls is bool:
         return (bool, value)
+    if cls is tuple and len(value) == 1 and value[0].__class__ is int:
+        return value
     if cls is list or cls is tuple or cls is torch.Size:
         if value and value[0].__class__ is DTensor:
             return tuple([item._layout if item.__class__ is DTensor else key_of(item) for item in value])

@@ -151,10 +151,12 @@ def _one_moved_first(function: Callable, position: int, mover: Mover, layout: La
 
     def run(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
         with _disabled():
-            if position:
-                local = (*args[:position], mover(args[position]), *args[rest:])
+            if position == 0:
+                local: tuple = (mover(args[0]), *args[1:])
+            elif len(args) == 2:
+                local = (args[0], mover(args[1]))
             else:
-                local = (mover(args[0]), *args[1:])
+                local = (*args[:position], mover(args[position]), *args[rest:])
             out: Any = function(*local, **kwargs) if kwargs else function(*local)
             if out.__class__ is Tensor:
                 out.__class__ = DTensor

@@ -100,7 +100,7 @@ def _settling(move: Move) -> Callable[[Tensor], Tensor]:
     reduce = mesh.port.reducer(mesh, move.axes, move.wire_op)
 
     def settle(x: Tensor) -> Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
+        out = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
         reduce(out.detach())
         out.grad_fn.metadata[SECOND_ORDER] = dual  # type: ignore[union-attr, index]
         return out
@@ -164,6 +164,9 @@ def _custom_function(move: Move) -> Callable[..., Any]:
         out = run_move(move, shards)
         return out[0] if len(out) == 1 else tuple(out)
 
+    def alias(ctx: Any, shard: Tensor) -> Tensor:
+        return shard.detach()
+
     def backward(ctx: Any, *grads: Tensor) -> Any:
         forget()
         if _grad_enabled():
@@ -172,14 +175,16 @@ def _custom_function(move: Move) -> Callable[..., Any]:
         if dual.keeps_value:
             return grads
         if reduce is not None:
-            out = grads[0].clone(memory_format=torch.contiguous_format)
+            (grad,) = grads
+            out = grad.clone() if grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format)
             reduce(out)
             return out
         with _disabled():
             return tuple(run_move(dual, grads))
 
     name = "".join(word.capitalize() for word in move.kind.split("_"))
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    is_alias = move.kind == "nothing" and len(mesh.held) == 1
+    methods = {"forward": staticmethod(alias if is_alias else forward), "backward": staticmethod(backward)}
     function = type(name, (torch.autograd.Function,), methods)
     # `apply` itself, without the detour for functorch's transforms, which have no business with shards.
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
