@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Ranked, ranked
+from shardwise.errors import PlacementError
 from shardwise.layout import Mesh
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -29,6 +30,17 @@ def single(local: Tensor) -> Tensor:
         return local
     with _disabled():
         return _OneOfAll.apply(local, *local._peers)
+
+
+def check_strided(x: Tensor) -> Tensor:
+    """The tensor, unless it cannot be cut along its dims."""
+    if x.is_nested or x.layout is not torch.strided:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.").replace("_", " ")
+        raise PlacementError(
+            f"a {kind} tensor cannot be a DTensor: only dense tensors have shards; convert it first (to_dense(), "
+            f"to_padded_tensor()), or keep it a plain tensor"
+        )
+    return x
 
 
 def spread(plain: Tensor, mesh: Mesh) -> Tensor:

@@ -13,7 +13,7 @@ from shardwise.comm import Ranked, as_mesh, ranked, shards_of
 from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardShapeError
 from shardwise.from_local import layout_of_shards
 from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
-from shardwise.local import on_shards, single, spread
+from shardwise.local import check_strided, on_shards, single, spread
 from shardwise.redistribute import Move, Typed, plan_moves, run_path, second_order, transition
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -156,6 +156,7 @@ class DTensor(Tensor):
                 "from_local takes a plain tensor; this already is a DTensor (redistribute changes its placements)"
             )
         mesh = as_mesh(device_mesh)
+        check_strided(local_tensor)
         local = local_tensor if isinstance(local_tensor, Ranked) else spread(local_tensor, mesh)
         layout = layout_of_shards(local, mesh, placements, run_check=run_check, shape=shape)
         with _disabled():
@@ -375,6 +376,7 @@ def distribute_tensor(
         if tensor._layout.mesh is not mesh:
             raise MeshError(f"the tensor already lies on {tensor._layout.mesh}, not on {mesh}; use full_tensor() first")
         return tensor.redistribute(placements=placements)
+    check_strided(tensor)
     layout = Layout.of(mesh, tensor.shape, placements)
     with torch.no_grad():
         plain = tensor.detach().to(mesh.device_type) if tensor.device.type != mesh.device_type else tensor.detach()

@@ -164,3 +164,24 @@ def test_the_text_of_a_refused_write() -> None:
         "changed; redistribute the tensor first, or use the out-of-place function"
     )
     assert d.clamp(max=2).item() == 2
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested", "ignore:Sparse CSR tensor support", "ignore:.*on these shards"
+)
+def test_sparse_and_nested_tensors_have_no_shards() -> None:
+    mesh = sw.simulate((2,), ("tp",))
+    dense = sw.distribute_tensor(torch.eye(4), mesh, [sw.Shard(0)])
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    makers = {
+        "sparse coo": lambda: sw.distribute_tensor(torch.eye(4).to_sparse(), mesh, [sw.Shard(0)]),
+        "sparse csr": lambda: sw.DTensor.from_local(torch.eye(4).to_sparse_csr(), mesh, [sw.Shard(0)]),
+        "nested": lambda: sw.distribute_tensor(nested, mesh),
+    }
+    for kind, make in [*makers.items(), ("sparse coo", dense.to_sparse)]:
+        with pytest.raises(sw.errors.PlacementError) as error:
+            make()
+        assert str(error.value) == (
+            f"a {kind} tensor cannot be a DTensor: only dense tensors have shards; convert it first (to_dense(), "
+            f"to_padded_tensor()), or keep it a plain tensor"
+        )

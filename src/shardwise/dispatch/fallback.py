@@ -18,6 +18,7 @@ from shardwise.dispatch.plan import Mover, wrap_fresh
 from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.errors import FallbackWarning, InPlaceError, StrictModeError
 from shardwise.layout import Layout, Mesh
+from shardwise.local import check_strided
 from shardwise.redistribute import plan_moves
 from shardwise.tensor import DTensor, localise, single, spread
 
@@ -102,10 +103,11 @@ class Gathered:
 
         local_args, local_kwargs = map_tensors(args, self._gather), map_tensors(kwargs, self._gather)
         if _writes(name) or len(self.mesh.held) == 1:
-            out = self.function(*local_args, **local_kwargs)
+            out = map_tensors(self.function(*local_args, **local_kwargs), check_strided)
         else:  # all ranks would compute, and draw, the same: one does, for all
             once_args, once_kwargs = map_tensors(local_args, single), map_tensors(local_kwargs, single)
-            out = map_tensors(self.function(*once_args, **once_kwargs), lambda x: spread(x, self.mesh))
+            out = self.function(*once_args, **once_kwargs)
+            out = map_tensors(out, lambda x: spread(check_strided(x), self.mesh))
         with _disabled():
             return map_tensors(out, lambda x: wrap_fresh(x, Layout(self.mesh, tuple(x.shape))))
 
