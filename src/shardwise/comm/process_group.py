@@ -82,6 +82,14 @@ class _Group:
             placed[index] = items[position]
         return placed
 
+    def backend(self, device: torch.device) -> Any:
+        """What carries tensors of a device: torch's dispatcher would look it up anew for each call."""
+        find = getattr(self.process_group, "_get_backend", None)
+        try:
+            return find(device) if find is not None else self.process_group
+        except (RuntimeError, TypeError):  # a process group of somebody's own, which has none
+            return self.process_group
+
     def number(self, member: int) -> int:
         """The group's number of one of our members."""
         return member if self.order is None else self.order.index(member)
@@ -152,7 +160,7 @@ class ProcessGroupPort:
                 x.copy_(self.all_reduce((x,), mesh, axes, op)[0])
                 return
             if all_reduce is None:  # groups are made by the first collective that needs them
-                all_reduce = self.group(mesh, axes).process_group.allreduce
+                all_reduce = self.group(mesh, axes).backend(x.device).allreduce
             if record.listeners:
                 record.note("all_reduce", mesh, axes, x)
             work = all_reduce([x], options)

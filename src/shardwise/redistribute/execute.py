@@ -186,6 +186,7 @@ def _custom_function(move: Move) -> Callable[..., Any]:
     is_alias = move.kind == "nothing" and len(mesh.held) == 1
     methods = {"forward": staticmethod(alias if is_alias else forward), "backward": staticmethod(backward)}
     function = type(name, (torch.autograd.Function,), methods)
+    function._backward_cls.apply = backward  # type: ignore[attr-defined]  # torch's own only looks for it
     # `apply` itself, without the detour for functorch's transforms, which have no business with shards.
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
