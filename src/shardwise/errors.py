@@ -39,6 +39,10 @@ class HookError(ShardwiseError, RuntimeError):
     """A gradient hook would see only a part of its gradient."""
 
 
+class UnreducedGradientError(ShardwiseError, RuntimeError):
+    """An optimizer is about to step while gradients are kept aside."""
+
+
 class StrictModeError(ShardwiseError, RuntimeError):
     """Strict mode: a call cannot run on the shards it is given and would have to gather them."""
 

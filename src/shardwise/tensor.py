@@ -14,7 +14,7 @@ from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardS
 from shardwise.from_local import layout_of_shards
 from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
 from shardwise.local import check_strided, on_shards, single, spread
-from shardwise.redistribute import Move, Typed, plan_moves, run_path, second_order, transition
+from shardwise.redistribute import Move, Typed, drop, owing, plan_moves, run_path, second_order, transition
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 # (function, types, args, kwargs): run it where a DTensor is its shard
@@ -97,6 +97,8 @@ class DTensor(Tensor):
     def grad(self, value: Tensor | None) -> None:
         if value is None:
             _on_shard(_set_grad, (), (self, None))  # type: ignore[call-arg]
+            if owing:
+                drop(self)
             if "_peers" in self.__dict__:
                 for peer in self._peers:
                     peer.grad = None

@@ -163,6 +163,23 @@ def gradients_accumulate(mesh: Any) -> None:
 
 
 @body(2, 2)
+def gradients_wait_and_are_reduced_once(mesh: Any) -> None:
+    w, batches = doubles(4, 3), [doubles(5, 3) for _ in range(3)]
+    plain = w.clone().requires_grad_()
+    for batch in batches:
+        F.linear(batch, plain).pow(2).mean().backward()
+    for placements in ([R, S(0)], [S(1), S(0)], [R, R], [S(0), S(0)]):
+        x, counts = nn.Parameter(leaf(w, mesh, placements)), []
+        for i, batch in enumerate(batches):
+            loss = F.linear(sw.distribute_tensor(batch, mesh, [S(0), R]), x).pow(2).mean()
+            with sw.parallel.no_sync(enabled=i < 2), sw.debug.CommDebugMode() as comms:
+                loss.backward()
+            counts.append(comms.get_total_counts())
+        assert_close(x.grad, plain.grad, placements)
+        assert counts[0] == counts[1] < counts[2], counts
+
+
+@body(2, 2)
 def hooks_see_distributed_gradients(mesh: Any) -> None:
     whole, seen = doubles(4, 3), []
     x = leaf(whole, mesh, [R, S(0)])

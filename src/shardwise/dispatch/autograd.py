@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.dispatch.special import handles, shards_of
 from shardwise.errors import HookError
-from shardwise.redistribute import forget, second_order
+from shardwise.redistribute import alone, forget, owing, pay, second_order
 from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -50,6 +50,8 @@ def _backward(
         _engine_run_backward(
             (self,), (seed,), bool(retain_graph), False, (), allow_unreachable=True, accumulate_grad=True
         )
+        if owing:
+            pay()
     else:
         Tensor.backward(self, gradient, retain_graph, create_graph, inputs)
 
@@ -85,6 +87,8 @@ def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: 
         allow_unreachable=True,
         accumulate_grad=True,
     )
+    if owing:
+        pay()
 
 
 @handles(torch.autograd.grad)
@@ -101,15 +105,16 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
     if create:
         second_order([root.grad_fn for root in roots])
     materialize = bool(given.get("materialize_grads", False))
-    found = _engine_run_backward(
-        roots,
-        seeds,
-        bool(create) if retain is None else retain,
-        bool(create),
-        _flat(inputs),
-        materialize if unused is None else unused,
-        accumulate_grad=False,
-    )
+    with alone():
+        found = _engine_run_backward(
+            roots,
+            seeds,
+            bool(create) if retain is None else retain,
+            bool(create),
+            _flat(inputs),
+            materialize if unused is None else unused,
+            accumulate_grad=False,
+        )
     flat = iter(found)
     results: list[Tensor | None] = []
     for x in inputs:

@@ -17,6 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from shardwise.dispatch.views import carry_on
 from shardwise.layout import Layout
+from shardwise.redistribute import check_paid
 from shardwise.tensor import DTensor
 
 ELEMENTWISE = frozenset(
@@ -72,6 +73,7 @@ _shadows: WeakKeyDictionary[optim.Optimizer, dict[int, _Shadow]] = WeakKeyDictio
 
 def step_on_shards(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
     """Before a step: its arguments, with the optimizer's plain twin in its place where that gives the same."""
+    check_paid()
     if optimizer.__class__ not in ELEMENTWISE or len(args) != 1 or kwargs:  # a closure looks at the parameters
         return None
     if optimizer._optimizer_step_pre_hooks or len(torch_optimizer._global_optimizer_pre_hooks) != 1:

@@ -1,5 +1,6 @@
 """Redistribution: the transition table, its prices, the planner and the executor."""
 
+from shardwise.redistribute.aside import alone, check_paid, drop, no_sync, owing, pay
 from shardwise.redistribute.collectives import Group
 from shardwise.redistribute.cost import LATENCY, LOCAL, transition_cost
 from shardwise.redistribute.execute import differentiable, run_path, second_order, transition
@@ -14,9 +15,15 @@ __all__ = [
     "Group",
     "Move",
     "Typed",
+    "alone",
+    "check_paid",
     "differentiable",
+    "drop",
     "forget",
+    "no_sync",
+    "owing",
     "path_cost",
+    "pay",
     "plan_moves",
     "recall",
     "remember",

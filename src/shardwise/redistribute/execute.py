@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
+from shardwise.redistribute.aside import blocks, collected, owing
 from shardwise.redistribute.cost import group_size
 from shardwise.redistribute.kernels import run_move
 from shardwise.redistribute.shared import forget
@@ -174,6 +175,12 @@ def _custom_function(move: Move) -> Callable[..., Any]:
                 return tuple(_linear(dual, grads))
         if dual.keeps_value:
             return grads
+        if blocks or owing:
+            with _disabled():
+                found, to_move = collected(ctx.next_functions[0][0], dual, grads)
+            grads = tuple(found)
+            if not to_move:
+                return grads
         if reduce is not None:
             (grad,) = grads
             out = grad.clone() if grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format)

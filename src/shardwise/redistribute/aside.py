@@ -1,0 +1,138 @@
+"""Gradients of parameters that are kept aside instead of being reduced.
+
+Moving a gradient is linear, so gradients of several backward passes may be added up first and moved once. Inside a
+`no_sync` block the backward of a parameter's move keeps what arrives; the first backward pass outside adds its own.
+
+Backward passes run on threads of the engine's, where the context of the thread that began them is unknown: what is kept
+aside, and whether to, is one fact for the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import UnreducedGradientError
+from shardwise.redistribute.kernels import run_move
+from shardwise.redistribute.transitions import Move
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+_size = torch._C.TensorBase.size
+_set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
+
+blocks: list[str] = []
+"""Open blocks, the innermost last: in it gradients are "kept", "reduced" with those kept before, or left "alone"."""
+
+owing: dict[int, ref[Tensor]] = {}
+"""Parameters with gradients that are kept aside, by their ids, in the order of the first one kept."""
+
+
+@contextmanager
+def no_sync(*, enabled: bool = True) -> Iterator[None]:
+    """Inside, backward passes do not reduce gradients of parameters but keep them; the first one outside reduces them.
+
+    For gradient accumulation: all passes but the last run inside. `enabled=False` makes a block that changes nothing.
+
+    >>> import torch, shardwise as sw
+    >>> mesh = sw.simulate((2,), ("dp",))
+    >>> weight = torch.nn.Parameter(sw.distribute_tensor(torch.ones(3), mesh, [sw.Replicate()]))
+    >>> batch = sw.distribute_tensor(torch.ones(4, 3), mesh, [sw.Shard(0)])
+    >>> for step in range(3):
+    ...     with sw.debug.CommDebugMode() as comms, sw.parallel.no_sync(enabled=step < 2):
+    ...         (batch * weight).sum().backward()
+    ...     print(comms.get_total_counts())
+    0
+    0
+    1
+    >>> weight.grad.full_tensor()
+    tensor([12., 12., 12.])
+    """
+    with _block("kept" if enabled else blocks[-1] if blocks else "reduced"):
+        yield
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, a backward pass is asked for the gradients of its own outputs: nothing is kept, nothing added."""
+    with _block("alone"):
+        yield
+
+
+@contextmanager
+def _block(mode: str) -> Iterator[None]:
+    blocks.append(mode)
+    try:
+        yield
+    finally:
+        blocks.pop()
+
+
+def collected(node: Any, move: Move, grads: Sequence[Tensor]) -> tuple[Sequence[Tensor], bool]:
+    """Gradients on their way to a node, with those kept so far, and True: to be moved. If they are kept as well, zeros
+    and False: to be passed on, so that the parameter has a gradient to reset and its hooks run in every pass."""
+    mode = blocks[-1] if blocks else "reduced"
+    parameter = _leaf(node)
+    if mode == "alone" or not isinstance(parameter, nn.Parameter):
+        return grads, True
+    kept: dict[int, tuple[Move, Sequence[Tensor]]] = parameter.__dict__.setdefault("_aside", {})
+    if (before := kept.pop(id(move), None)) is not None:
+        grads = [a + b for a, b in zip(before[1], grads, strict=True)]
+    if mode == "kept":
+        kept[id(move)] = move, grads
+        if id(parameter) not in owing:
+            owing[id(parameter)] = ref(parameter, partial(_gone, id(parameter)))
+        return [grad.new_zeros(()).expand(_size(x)) for x, grad in zip(_held(parameter), grads, strict=True)], False
+    if not kept:
+        drop(parameter)
+    return grads, True
+
+
+def _gone(key: int, found: ref[Tensor]) -> None:
+    owing.pop(key, None)
+
+
+def _leaf(node: Any) -> Tensor | None:
+    """The leaf that a node's gradient is for; in the simulator, rank 0's shard is an alias of it."""
+    if node.name() == "AliasBackward0":
+        node = node.next_functions[0][0]
+    return getattr(node, "variable", None)
+
+
+def _held(parameter: Tensor) -> Sequence[Tensor]:
+    return (parameter, *parameter.__dict__.get("_peers", ()))
+
+
+def pay() -> None:
+    """After a backward pass: move what is kept for parameters that it did not reach."""
+    if blocks and blocks[-1] != "reduced":
+        return
+    parameters = [parameter for found in owing.values() if (parameter := found()) is not None]
+    owing.clear()
+    with _disabled(), torch.no_grad():
+        for parameter in parameters:
+            for move, grads in parameter.__dict__.pop("_aside").values():
+                for x, grad in zip(_held(parameter), run_move(move, grads), strict=True):
+                    sum_so_far = _get_grad(x)
+                    _set_grad(x, grad) if sum_so_far is None else sum_so_far.add_(grad)
+
+
+def drop(parameter: Tensor) -> None:
+    """Forget what is kept for a parameter: its gradient starts afresh."""
+    parameter.__dict__.pop("_aside", None)
+    owing.pop(id(parameter), None)
+
+
+def check_paid() -> None:
+    """Raise if gradients are still aside where an optimizer is about to use them."""
+    if owing:
+        raise UnreducedGradientError(
+            f"gradients of {len(owing)} parameter{'s' if len(owing) > 1 else ''} were kept aside by no_sync() and "
+            f"never reduced: run the last backward pass before an optimizer's step outside of it"
+        )
