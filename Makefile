@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench coverage verify clean
+.PHONY: help install demo test check format bench coverage verify errors clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -30,12 +30,17 @@ format: $(STAMP)  ## format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## run benchmarks/overhead.py
+bench: $(STAMP)  ## measure overhead and planning (benchmarks/)
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/planning.py
 
 coverage: export OMP_NUM_THREADS := 1
 coverage: $(STAMP)  ## run every operator of torch on DTensors in all layouts against plain torch (a quarter of an hour)
 	$(BIN)/shardwise coverage --json .coverage-run.json --resume --write-report benchmarks/results/coverage-$$(date +%F).md
+
+errors: export OMP_NUM_THREADS := 1
+errors: $(STAMP)  ## call every operator of torch with bad arguments, and compare the errors (five minutes)
+	$(BIN)/shardwise errors --write-report benchmarks/results/errors-$$(date +%F).md
 
 verify: export OMP_NUM_THREADS := 1
 verify: $(STAMP)  ## judge every sharding rule by brute force, and write docs/rules.md (three minutes)

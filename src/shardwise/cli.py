@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from shardwise.proof import coverage, verify
+from shardwise.proof import coverage, errors, verify
 
 COMMANDS: dict[str, ModuleType] = {
     "coverage": coverage,
+    "errors": errors,
     "verify": verify,
 }
 

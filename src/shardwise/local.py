@@ -34,6 +34,8 @@ def single(local: Tensor) -> Tensor:
 
 def check_strided(x: Tensor) -> Tensor:
     """The tensor, unless it cannot be cut along its dims."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"a DTensor is made of a torch.Tensor, not of a {type(x).__name__}; see torch.as_tensor")
     if x.is_nested or x.layout is not torch.strided:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.").replace("_", " ")
         raise PlacementError(

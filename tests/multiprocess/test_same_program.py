@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+import bodies_errors
 import bodies_moves
 import bodies_ops
 import bodies_optimizers
@@ -25,7 +26,7 @@ from launch import run_ranks
 from shardwise.debug import CommDebugMode
 
 # importing them fills BODIES
-assert bodies_moves and bodies_ops and bodies_optimizers and bodies_rules and bodies_training
+assert bodies_errors and bodies_moves and bodies_ops and bodies_optimizers and bodies_rules and bodies_training
 
 Record = list[tuple[str, tuple[str, ...], int, bool]]
 

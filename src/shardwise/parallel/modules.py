@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.comm import as_mesh
 from shardwise.layout import Replicate
 from shardwise.tensor import DTensor, distribute_tensor
 
@@ -28,6 +29,9 @@ def distribute_module(
     >>> sw.distribute_module(torch.nn.Linear(4, 2), mesh).weight.placements
     (Replicate(),)
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"distribute_module takes a torch.nn.Module, not a {type(module).__name__}")
+    as_mesh(device_mesh)
     if getattr(module, "_distribute_module_applied", False):
         raise RuntimeError("distribute_module was already applied to this module; its hooks would run twice")
     replicas: dict[int, nn.Parameter] = {}  # a parameter that two modules share stays one

@@ -11,6 +11,7 @@ from shardwise.rules import (
     distances,
     embeddings,
     entropy,
+    guards,
     indexing,
     insertion,
     joining,
@@ -35,6 +36,7 @@ from shardwise.rules import (
     spectral,
     views,
 )
+from shardwise.rules.refusals import refuse
 from shardwise.rules.registry import register, rule_for
 from shardwise.rules.types import (
     PENDING,
@@ -69,6 +71,7 @@ __all__ = [
     "embeddings",
     "entropy",
     "flat_values",
+    "guards",
     "indexing",
     "insertion",
     "joining",
@@ -84,6 +87,7 @@ __all__ = [
     "random",
     "recurrent",
     "reductions",
+    "refuse",
     "register",
     "replicated",
     "resampling",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,13 @@ _SOLVES: dict[str, str] = {
 }
 """Each column of the right-hand side is solved for on its own. With `left=False` these are rows."""
 
-_RAISING = frozenset({"cholesky", "linalg_pinv", "linalg_eig", "_linalg_eigvals", "_linalg_eigh", "_linalg_svd"})
+PIVOTED = frozenset({"lu_unpack", "linalg_lu_solve", "linalg_ldl_solve"})
+"""Ops that refuse pivots out of range. Only on the CPU: elsewhere torch does not look."""
+
+_RAISING = PIVOTED | {
+    *("cholesky", "cholesky_inverse", "linalg_pinv", "linalg_eig"),
+    *("_linalg_eigvals", "_linalg_eigh", "_linalg_svd"),
+}
 """Ops that raise for some data, and so on some ranks only, unless these are brought together."""
 
 
@@ -142,6 +149,8 @@ class _Alike:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         groups: Sequence[Collectives] = args[: self.num_groups]
         args = args[self.num_groups :]
+        if self.op._schema.name.split("::")[1] in PIVOTED and next(filter(_is_tensor, args)).device.type != "cpu":
+            return groups[0].map(partial(self.op, **kwargs), *args)
         failed, *out = groups[0].map(self._attempt, args, kwargs)
         for group in groups:
             failed = group.reduce(failed, "max")
@@ -167,6 +176,10 @@ class _Alike:
         for dim, group, sizes in parts:
             x = groups[group].gather(x.detach(), dim, sizes)
         return x
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
 
 
 register(*_MATRICES, *_SOLVES, rule=Rule(_batched, _batched_local))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.nn import _reduction
 from torch.nn import functional as F
 
 from shardwise.layout import Layout
+from shardwise.rules.agreement import agreed
+from shardwise.rules.indices import Bound, axes_of
 from shardwise.rules.notation import Factors, dims_of, factor_rule
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.reductions import wide
@@ -46,10 +49,36 @@ def _scaled(loss: Any, count: int, *args: Any, **kwargs: Any) -> Tensor:
 
 
 register(
-    *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy_with_logits"),
     rule=factor_rule(_pointwise_loss, _pointwise_loss_local),
 )
+
+
+# Binary cross entropy: the same, but torch refuses what is no probability
+
+
+def _probability_loss_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    if not any(any(layout.splits) for layout in ins):
+        return None
+    args: list[Any] = [call[argument.name] for argument in call.op._schema.arguments]
+    step = call.op
+    if call["reduction"] == MEAN:
+        args[-1] = NONE
+        step = partial(_scaled, call.op, torch.broadcast_shapes(*(value.shape for value in call.inputs)).numel())
+    return Local(_of_probabilities, [step, *args], groups=(_axes(ins),))
+
+
+def _of_probabilities(group: Collectives, step: Any, x: Tensor, *args: Any) -> Tensor:
+    if agreed(group, _is_no_probability, x):
+        raise RuntimeError("all elements of input should be between 0 and 1")
+    return group.map(step, x, *args)
+
+
+def _is_no_probability(x: Tensor) -> Tensor:
+    return ~((x >= 0) & (x <= 1))
+
+
+register("binary_cross_entropy", rule=factor_rule(_pointwise_loss, _probability_loss_local))
 
 
 # Gaussian likelihood: element-wise, but the variances are looked at first
@@ -71,11 +100,10 @@ def _gaussian(call: Call) -> Factors:
 
 
 def _gaussian_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
-    axes = tuple(sorted({axis for layout in ins for cut in layout.splits for axis in cut}))
     shapes = _gaussian_shapes(call)
     count = torch.broadcast_shapes(*shapes).numel() if call["reduction"] == "mean" else 1
     options = [len(shapes[2]) > call["var"].ndim, call["full"], call["eps"], call["reduction"], count]
-    return Local(_sharded_gaussian, [call["input"], call["target"], call["var"], *options], groups=(axes,))
+    return Local(_sharded_gaussian, [call["input"], call["target"], call["var"], *options], groups=(_axes(ins),))
 
 
 def _sharded_gaussian(
@@ -158,13 +186,47 @@ def _row_loss(call: Call) -> list[Strategy]:
 
 
 def _row_loss_of(function: Any) -> Lowering:
+    """How the shards run as an op, or as a Python function of the same arguments."""
+
     def local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
-        if reduction_of(call) != "mean" or not any(ins[0].splits):
-            return Local(function, call.args, call.kwargs)
-        options = {name: call[name] for name in call.bound if name not in ("size_average", "reduce", "reduction")}
-        return Local(_scaled, [function, call.inputs[0].shape[0]], {**options, "reduction": "none"})
+        if not any(any(layout.splits) for layout in ins):
+            return Local(function or call.op, call.args, call.kwargs)
+        named = {argument.name: call[argument.name] for argument in call.op._schema.arguments}
+        step = function or call.op
+        if reduction_of(call) == "mean":
+            named.update({name: None for name in ("size_average", "reduce") if name in named})
+            named["reduction"] = "none" if function else NONE
+            step = partial(_scaled_rows, step, call.inputs[0].shape[0])
+        return Local(_checked_rows, [_range_of_targets(call), step, *named.values()], groups=(_axes(ins),))
 
     return local
+
+
+def _axes(ins: Sequence[Layout]) -> tuple[int, ...]:
+    return tuple(sorted(axes_of(ins)))
+
+
+def _range_of_targets(call: Call) -> Bound:
+    num_classes = call.inputs[0].shape[-1]
+    if "multilabel" in call.name:  # the labels of a row end at -1
+        return Bound(-1, num_classes, True, partial(_refuse_target, "argument #2 'target' is out of range"))
+    return Bound(0, num_classes, True, partial(_refuse_target, "target out of range"))
+
+
+def _refuse_target(text: str, target: int) -> None:
+    raise RuntimeError(text)
+
+
+def _checked_rows(group: Collectives, bound: Bound, step: Any, x: Tensor, target: Tensor, *args: Any) -> Any:
+    bound.check(group, target)
+    return group.map(step, x, target, *args)
+
+
+def _scaled_rows(step: Any, count: int, *args: Any) -> Any:
+    out = step(*args)
+    terms, *rest = [out] if isinstance(out, Tensor) else out
+    loss = (wide(terms).sum() / count).to(terms.dtype)
+    return (loss, *rest) if rest else loss
 
 
 def _row_loss_on_meta(function: Any) -> Any:
@@ -178,21 +240,7 @@ def _row_loss_on_meta(function: Any) -> Any:
 # The same by the ops' own names, where a reduction is a number
 
 
-def _row_op_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if call["reduction"] != MEAN or not any(ins[0].splits):
-        return None
-    args, kwargs = call.replace(reduction=NONE)
-    return Local(_scaled_rows, [call.op, call.inputs[0].shape[0], *args], kwargs)
-
-
-def _scaled_rows(op: Any, count: int, *args: Any, **kwargs: Any) -> Any:
-    out = op(*args, **kwargs)
-    terms, *rest = [out] if isinstance(out, Tensor) else out
-    loss = (wide(terms).sum() / count).to(terms.dtype)
-    return (loss, *rest) if rest else loss
-
-
-register("multi_margin_loss", "multilabel_margin_loss_forward", rule=Rule(_row_loss, _row_op_local))
+register("multi_margin_loss", "multilabel_margin_loss_forward", rule=Rule(_row_loss, _row_loss_of(None)))
 
 
 _REDUCTION = "bool? size_average=None, bool? reduce=None, str reduction='mean'"

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.layout import Layout, Partial
+from shardwise.rules.agreement import agreed
 from shardwise.rules.notation import Factor, Factors, factor_rule
 from shardwise.rules.registry import register, register_pointwise
-from shardwise.rules.types import PENDING, SUM, Call, HeldValues, Local, Rule, Strategy, replicated
+from shardwise.rules.types import (
+    PENDING,
+    SUM,
+    Call,
+    Collectives,
+    HeldValues,
+    Local,
+    Rule,
+    Strategy,
+    Value,
+    replicated,
+)
 
 JOINTLY = [frozenset({0, 1})]
 EACH = [frozenset({0}), frozenset({1})]
@@ -116,12 +130,41 @@ def _by_value(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Loca
     """A plan holds for all floats and dtypes unless it runs something else than the op. These decide here what passes
     through, and so are to be part of the plan."""
     pending = {p for layout in ins for p in layout.pending if p is not None}
+    if _divides_by_numbers(call) and any(any(layout.splits) for layout in ins):
+        return _divided(call, ins)
     if SUM in pending and len(call.inputs) == 1 and call.name.rstrip("_") in ADDING:
         return _counted_once(call, ins[0], "other")
     divided = call.name.rstrip("_") == "div" and isinstance(call["other"], float)
     if not pending or not (divided or call.name == "copy_" or not pending.isdisjoint((MAX, MIN))):
         return None
     return Local(_call, [call.op.overloadpacket, *call.args], call.kwargs)
+
+
+def _divides_by_numbers(call: Call) -> bool:
+    """Whether a call divides by a tensor in a way that has no answer for integers and zero."""
+    base = call.name.rstrip("_")
+    if base not in ("floor_divide", "remainder", "fmod") and (base != "div" or call.bound.get("rounding_mode") is None):
+        return False
+    return isinstance(call["other"], Value)
+
+
+def _divided(call: Call, ins: Sequence[Layout]) -> Local:
+    """For all dtypes, so that no plan is made that holds for integers too and does not look."""
+    axes = {axis for layout in ins for cut in layout.splits for axis in cut}
+    options = {"rounding_mode": call["rounding_mode"]} if "rounding_mode" in call.bound else {}
+    op = partial(call.op.overloadpacket, **options)
+    return Local(_divide, [op, call["self"], call["other"]], groups=(tuple(sorted(axes)),))
+
+
+def _divide(group: Collectives, op: Any, x: Any, y: Tensor) -> Tensor:
+    integers = not torch.result_type(x, y).is_floating_point
+    if integers and agreed(group, _is_zero, y):
+        raise RuntimeError("ZeroDivisionError")
+    return group.map(op, x, y)
+
+
+def _is_zero(x: Tensor) -> Tensor:
+    return x == 0
 
 
 def _counted_once(call: Call, layout: Layout, name: str) -> Local:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
+from shardwise.rules.refusals import PYTHON
 from shardwise.rules.types import Call, Local, Rule, Strategy
 
 _rules: dict[str, Rule] = {}
@@ -64,6 +65,7 @@ def register_function(
     _library.define(f"{name}({schema}) -> {returns}")
     _library.impl(name, meta or function, "Meta")
     op = getattr(torch.ops.shardwise, name).default
+    PYTHON[op] = function
 
     @wraps(function)
     def traced(*args: Any, **kwargs: Any) -> Any:

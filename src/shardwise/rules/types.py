@@ -34,14 +34,16 @@ Resize = Callable[[tuple[int, ...]], Sequence[tuple[int, ...] | None] | None]
 
 
 class Value:
-    """A tensor inside a traced call: global shape and dtype."""
+    """A tensor inside a traced call: global shape and dtype. `layout` is where it lies when the call begins, of an
+    argument, for rules of users' that ask; elsewhere it is whole, or not known."""
 
-    __slots__ = ("dtype", "index", "shape")
+    __slots__ = ("dtype", "index", "layout", "shape")
 
-    def __init__(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, index: int, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout | None = None) -> None:
         self.index = index
         self.shape = shape
         self.dtype = dtype
+        self.layout = layout
 
     @property
     def ndim(self) -> int:

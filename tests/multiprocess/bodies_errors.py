@@ -1,0 +1,60 @@
+"""Bad data on one rank only: every rank raises torch's error, and the next collective finds all of them there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import shardwise as sw
+from bodies import S, assert_close, body, doubles, everywhere
+from shardwise.comm import as_mesh
+from shardwise.proof.bad_data import BAD_DATA
+
+
+def raises_alike(mesh: Any, name: str) -> None:
+    function, tensors = BAD_DATA[name]
+    laid = [sw.distribute_tensor(x, mesh, [S(0)]) for x in tensors]
+    found = []
+    for arguments in (tensors, laid):
+        try:
+            function(*arguments)
+            found.append("no error")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    assert found[0] != "no error", f"torch does not refuse {name}"
+    assert everywhere(dict.fromkeys(as_mesh(mesh).held, found[1])) == dict.fromkeys(((0,), (1,)), found[0])
+    x = doubles(5, 3)
+    assert_close(sw.distribute_tensor(x, mesh, [S(0)]).sum(), x.sum(), f"after {name}")
+
+
+@body(2)
+def targets_out_of_range_on_one_rank(mesh: Any) -> None:
+    for name in ("multi_margin_loss", "multilabel_margin_loss", "cross_entropy", "embedding", "index_add", "take"):
+        raises_alike(mesh, name)
+
+
+@body(2)
+def a_bad_matrix_on_one_rank(mesh: Any) -> None:
+    for name in ("linalg.cholesky", "cholesky_inverse", "linalg.solve", "linalg.lu_solve", "lu_unpack", "linalg.svd"):
+        raises_alike(mesh, name)
+
+
+@body(2)
+def numbers_out_of_range_on_one_rank(mesh: Any) -> None:
+    for name in ("binary_cross_entropy", "multinomial", "bernoulli", "poisson", "floor_divide", "remainder"):
+        raises_alike(mesh, name)
+
+
+@body(2)
+def bad_shapes_are_refused_before_anything_moves(mesh: Any) -> None:
+    x, weight = sw.distribute_tensor(doubles(4, 3, 8), mesh, [S(2)]), sw.distribute_tensor(doubles(2, 3, 3), mesh)
+    bias = sw.distribute_tensor(doubles(3), mesh, [S(0)])
+    with sw.debug.CommDebugMode() as comm:
+        try:
+            torch.conv1d(x, weight, bias)
+        except RuntimeError as error:
+            assert "expected bias to be 1-dimensional with 2 elements, but got bias of size [3]" in str(error)
+        else:
+            raise AssertionError("a bias that does not fit was taken")
+    assert not comm.comms
