@@ -38,6 +38,14 @@ def test_an_operator_that_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
+@pytest.mark.parametrize(("dtype", "how"), [("float32", "in double precision"), ("float64", "within 1e-08")])
+def test_a_page_says_what_was_tried_and_how_it_was_judged(dtype: str, how: str, tmp_path: Path) -> None:
+    file = tmp_path / "page.md"
+    assert coverage("--ops", "mm", "--dtype", dtype, "--write-report", str(file)) == 0
+    text = file.read_text()
+    assert f"in {dtype} where it is taken" in text and how in text and "0 raised, 0 wrong" in text
+
+
 def test_an_unknown_operator(capsys: pytest.CaptureFixture[str]) -> None:
     assert coverage("--ops", "no such thing") == 2
     assert capsys.readouterr().err == "no operator is called no such thing\n"

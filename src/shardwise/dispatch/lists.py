@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.build import Whole, runs_in_cpp
-from shardwise.dispatch.plan import Mover, Plan, direct_in_place, direct_list, mover_of
-from shardwise.dispatch.trace import flat_tensors
+from shardwise.dispatch.plan import Mover, Plan, direct_list, mover_of
+from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh, Partial
 from shardwise.redistribute import Group, plan_moves
@@ -27,6 +27,7 @@ def plan_list_call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     name = list_name(func)
     in_place = name.endswith("_")
     lead = _lead(args, kwargs)
+    _refuse(func, args, kwargs)
     wanted = [_target(x, in_place, name) for x in lead]
     meshes = list(dict.fromkeys(layout.mesh for layout in wanted))
     if len(meshes) > 1:
@@ -44,10 +45,35 @@ def plan_list_call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
         return _Reduced(func, movers, wanted)
     mesh = wanted[0].mesh
     if not any(movers) and runs_in_cpp(mesh):
-        return direct_in_place(func) if in_place else direct_list(func, wanted)
+        return _direct_in_place(func) if in_place else direct_list(func, wanted)
     plan: Plan = _InPlace(func, movers, mesh) if in_place else Whole(func, movers, wanted, [None] * len(wanted), mesh)
     shared = any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values()))
     return _UnlessShared(plan, func) if shared and name not in FUSED else plan
+
+
+MANY = 1 << 24
+"""Elements that are not worth making only to hear an error early."""
+
+
+def _refuse(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Where lists do not match in length, shapes or dtypes, let torch look at such tensors before anything moves."""
+    lists = [arg for arg in (*args, *kwargs.values()) if _is_tensors(arg)]
+    kinds = [[(tuple(x.shape), x.dtype) for x in items] for items in lists]
+    mixed = any(dtype.is_complex != kinds[0][0][1].is_complex for _, dtype in kinds[0])
+    if (all(found == kinds[0] for found in kinds) and not mixed) or list_name(func) in FUSED:
+        return
+    if sum(x.numel() for items in lists for x in items) > MANY:
+        return
+
+    def zeros(x: Tensor) -> Tensor:
+        with _disabled():
+            return torch.zeros(x._layout.shape if isinstance(x, DTensor) else x.shape, dtype=x.dtype)
+
+    try:
+        with torch.no_grad():
+            func(*map_tensors(args, zeros), **map_tensors(kwargs, zeros))
+    except ZeroDivisionError:  # it is only the zeros that are refused
+        return
 
 
 def _lead(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -159,15 +185,15 @@ class _ByMesh:
             out = self.func(*part, **named)
             for at, result in zip(group, out or ()):
                 results[at] = result
-        return None if list_name(self.func).endswith("_") else results
+        return _returned(self.func, args, kwargs, results)
 
 
 def _part(argument: Any, group: Sequence[int], length: int, mesh: Mesh) -> Any:
-    """The elements of a list that are on one mesh; of a number on another mesh, its value."""
+    """The elements of a list that are on one mesh; a number that is on another mesh comes over to this one."""
     if isinstance(argument, (list, tuple)) and len(argument) == length:
         return [argument[at] for at in group]
     if isinstance(argument, DTensor) and argument._layout.mesh is not mesh:
-        return argument.full_tensor()
+        return DTensor.from_local(argument.full_tensor(), mesh)
     return argument
 
 
@@ -239,14 +265,33 @@ def _reduced(layout: Layout, pending: Partial) -> Layout:
 class _InPlace:
     """An in-place list call: the results are the arguments."""
 
-    __slots__ = ("plan",)
+    __slots__ = ("func", "plan")
 
     def __init__(self, func: Callable, movers: list[Mover | None], mesh: Mesh) -> None:
-        self.plan = Whole(func, movers, [], [], mesh)
+        self.func, self.plan = func, Whole(func, movers, [], [], mesh)
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         self.plan.run(args, kwargs)
-        return None
+        return _returned(self.func, args, kwargs, ())
+
+
+def _direct_in_place(func: Callable) -> Plan:
+    """The function itself on the shards: what it returns is the list that it was given, or nothing."""
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        with _disabled():
+            return func(*args, **kwargs) if kwargs else func(*args)
+
+    return run
+
+
+def _returned(func: Callable, args: tuple, kwargs: dict[str, Any] | None, results: Sequence[Any]) -> Any:
+    """What torch's function returns: the results in a tuple or, in place, the list that it was given; fused steps
+    return nothing. An aten op returns the results in a list and, in place, nothing."""
+    is_op, name = isinstance(func, torch._ops.OpOverload), list_name(func)
+    if not name.endswith("_"):
+        return list(results) if is_op else tuple(results)
+    return None if is_op or name in FUSED else args[0] if args else (kwargs or {})["self"]
 
 
 class _Unscale:
@@ -287,7 +332,7 @@ def _each(func: Callable) -> Plan:
             mine = [arg[at] if isinstance(arg, (list, tuple)) else arg for arg in args]
             named = {k: arg[at] if isinstance(arg, (list, tuple)) else arg for k, arg in (kwargs or {}).items()}
             results.append(base(*mine, **named))
-        return None if list_name(func).endswith("_") else results
+        return _returned(func, args, kwargs, results)
 
     return run
 

@@ -1,9 +1,10 @@
 """Run every operator of torch on DTensors, in all layouts, and compare with plain torch.
 
-Each sample of each operator of torch's `op_db` is called through real DTensors on the simulator: as a function, as a
-method and in place; with every combination of placements on an axis of two ranks, or a seeded choice where there are
-too many, and some on a 2×2 mesh; forward and backward. Each call is right, or refused (a write that needs another
-layout raises before it has changed anything), or raised, or wrong; and it ran sharded or gathered its inputs.
+Each sample of each operator of torch's `op_db`, and of those on lists of tensors, is called through real DTensors on
+the simulator: as a function, as a method, in place and with `out=`; with every combination of placements on an axis of
+two ranks, or a seeded choice where there are too many, and some on a 2×2 mesh; forward and backward. Each call is
+right, or refused (a write that needs another layout raises before it has changed anything), or raised, or wrong; and it
+ran sharded or gathered its inputs.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from torch import Tensor
 from shardwise.comm import simulate
 from shardwise.dispatch import clear_cache
 from shardwise.layout import Mesh, Partial, Placement, Replicate, Shard
-from shardwise.proof.judge import Case, Form, Unusable, Verdict, judge
+from shardwise.proof.distance import TOLERANCE
+from shardwise.proof.forms import OUT, Form, Unusable, forms
+from shardwise.proof.judge import Case, Verdict, judge
 from shardwise.proof.pool import Outcome, run_all
 from shardwise.proof.progress import Progress
-from shardwise.proof.report import page, print_report
+from shardwise.proof.report import page, print_report, tables
 from shardwise.proof.results import Result, Store
+from shardwise.proof.rounding import FACTOR
 from shardwise.proof.samples import (
     NO_DTYPE,
     NO_TENSOR,
@@ -50,11 +54,24 @@ ONE_AXIS, TWO_AXES = (2,), (2, 2)
 LARGE = 100_000
 """Samples with more elements are tried in a few layouts only."""
 
+JUDGED = {
+    "float64": f"Answers are right within {TOLERANCE[torch.float64]:g} of their size.",
+    "float32": (
+        f"Answers are right within {TOLERANCE[torch.float32]:g} of their size; or if they, and torch's, are as near to "
+        f"the answer in double precision as rounding brings this call: at most {FACTOR:g} times as far as its results "
+        f"move there when every number in it is off by up to 2⁻²⁴. What that moves by a jump is not excused."
+    ),
+}
+"""How answers in a dtype are judged, in words."""
+
 EXAMPLES = 3
 """Examples kept of each problem."""
 
 Assignment = tuple[tuple[Placement, ...], ...]
 """For each tensor of a call, its placements."""
+
+Way = tuple[tuple[Placement, ...] | None, ...]
+"""The same; None for a tensor for `out=` that is to lie as the result without it does."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +82,7 @@ class Settings:
     assignments: int = 24
     spread: int = 4
     seed: int = 0
-    dtype: str = "float64"
+    dtype: str = "float32"
 
 
 # The calls
@@ -98,24 +115,33 @@ def assignments(tensors: Sequence[Tensor], num_axes: int, most: int, chance: ran
     return list(chosen)
 
 
-def forms(op: Operator) -> Iterator[tuple[Form, int]]:
-    """The ways to write an operator, and by how much fewer layouts suffice for each."""
-    yield Form("function", op.function, checks_sizes=op.checks_sizes), 1
-    if op.method is not None and op.method is not op.function:
-        yield Form("method", op.method), 6
-    if op.in_place is not None:
-        yield Form("in-place", op.in_place, in_place=True), 3
-
-
-def calls(op: Operator, sample: Sample, settings: Settings) -> Iterator[tuple[Form, Sequence[int], Assignment]]:
+def calls(op: Operator, sample: Sample, settings: Settings) -> Iterator[tuple[Form, Sequence[int], Way]]:
     """The calls to try of one sample."""
     large = 8 if sum(x.numel() for x in sample.tensors) > LARGE else 1
     with seeded(f"{op.name}/{sample.index}", settings.seed) as chance:
         for form, fewer in forms(op):
             for shape, most in ((ONE_AXIS, settings.assignments), (TWO_AXES, settings.spread)):
                 limit = math.ceil(most / (fewer * large))
-                for way in assignments(sample.tensors, len(shape), limit, chance):
+                for way in ways(form, sample, len(shape), limit, chance):
                     yield form, shape, way
+
+
+def ways(form: Form, sample: Sample, num_axes: int, most: int, chance: random.Random) -> Sequence[Way]:
+    """Ways to lay out the tensors of a sample written in some form. With `out=`, every other one has its tensors where
+    the results would be anyhow."""
+    if not form.has_out:
+        return assignments(sample.tensors, num_axes, most, chance)
+    try:
+        tensors = form.sample(sample).tensors
+    except Unusable:
+        return []
+    num_outs = len(tensors) - len(sample.tensors)
+    found: list[Way] = list(assignments(tensors, num_axes, most, chance))
+    chance.shuffle(found)
+    found = found[:most]
+    if form.name == OUT:
+        found[::2] = [(*way[:-num_outs], *(None,) * num_outs) for way in found[::2]]
+    return list(dict.fromkeys(found))
 
 
 def cover(name: str, settings: Settings) -> Iterator[dict[str, Any]]:
@@ -143,10 +169,10 @@ def cover_sample(op: Operator, sample: Sample, settings: Settings) -> dict[str, 
         found["avoidable"] += verdict.avoidable
         if verdict.kind in ("raised", "wrong"):
             found["problems"].append(_problem(form, sample, shape, way, verdict))
-    function = cases["function"]
-    if isinstance(function, str):
-        return {"note": function}
-    return {**found, "random": function.random}
+    usable = [case for case in cases.values() if not isinstance(case, str)]
+    if not usable:
+        return {"note": cases["function"]}
+    return {**found, "random": usable[0].random}
 
 
 def _case(op: Operator, form: Form, sample: Sample, settings: Settings) -> Case | str:
@@ -162,7 +188,7 @@ def make_case(op: Operator, form: Form, sample: Sample, seed: int) -> Case:
     return Case(form, sample, valueless=op.name in VALUELESS, may_write=op.may_write(sample), seed=seed)
 
 
-def _problem(form: Form, sample: Sample, shape: Sequence[int], way: Assignment, verdict: Verdict) -> dict[str, Any]:
+def _problem(form: Form, sample: Sample, shape: Sequence[int], way: Way, verdict: Verdict) -> dict[str, Any]:
     return {
         "kind": verdict.kind,
         "detail": verdict.detail,
@@ -174,28 +200,39 @@ def _problem(form: Form, sample: Sample, shape: Sequence[int], way: Assignment, 
     }
 
 
-def show_assignment(way: Assignment) -> str:
-    """`S0,R P,R`: for each tensor its placements."""
+def show_assignment(way: Way) -> str:
+    """`S0,R P,R =`: for each tensor its placements; `=` for those of the result."""
     letters = {Replicate: "R", Partial: "P"}
-    return " ".join(",".join(f"S{p.dim}" if isinstance(p, Shard) else letters[type(p)] for p in each) for each in way)
+
+    def show(each: Sequence[Placement] | None) -> str:
+        if each is None:
+            return "="
+        return ",".join(f"S{p.dim}" if isinstance(p, Shard) else letters[type(p)] for p in each)
+
+    return " ".join(map(show, way))
 
 
-def parse_assignment(text: str) -> Assignment:
+def parse_assignment(text: str) -> Way:
     """The inverse of `show_assignment`."""
     letters: dict[str, Placement] = {"R": Replicate(), "P": Partial()}
-    return tuple(tuple(letters.get(p) or Shard(int(p[1:])) for p in each.split(",")) for each in text.split())
+    return tuple(
+        None if each == "=" else tuple(letters.get(p) or Shard(int(p[1:])) for p in each.split(","))
+        for each in text.split()
+    )
 
 
-def replay(name: str, sample: int, placements: str, *, form: str = "function", seed: int = 0) -> Any:
+def replay(
+    name: str, sample: int, placements: str, *, form: str = "function", seed: int = 0, dtype: str = "float32"
+) -> Any:
     """Make one call again, as `coverage` made it, and let its error out; returns the verdict otherwise.
 
     >>> replay("mm", 0, "S0 R").kind
     'right'
     """
-    op, way = operator(name), parse_assignment(placements)
+    op, way = operator(name, dtype), parse_assignment(placements)
     chosen = next(given for given in op.samples(seed=seed) if given.index == sample)
     written = next(written for written, _ in forms(op) if written.name == form)
-    mesh = mesh_of(ONE_AXIS if len(way[0]) == 1 else TWO_AXES)
+    mesh = mesh_of(ONE_AXIS if way[0] is None or len(way[0]) == 1 else TWO_AXES)
     return judge(make_case(op, written, chosen, seed), mesh, way, let_out=True)
 
 
@@ -254,7 +291,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--assignments", type=int, default=24, metavar="N", help="layouts per sample, one axis (24)")
     parser.add_argument("--spread", type=int, default=4, metavar="N", help="layouts per sample on a 2×2 mesh (4)")
     parser.add_argument("--seed", type=int, default=0, help="another choice of data and layouts (0)")
-    parser.add_argument("--dtype", default="float64", choices=("float64", "float32"), help="of operators that take it")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float64"), help="of operators that take it")
     parser.add_argument("--stratum", type=_stratum, default=(0, 1), metavar="K/N", help="the K-th of N parts, from 0")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes; 0: this one (2)")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds a sample may take (120)")
@@ -290,12 +327,13 @@ def run(given: argparse.Namespace) -> int:
     print_report(results)
     if given.write_report is not None:
         about = (
-            f"Python {platform.python_version()}, torch {torch.__version__}. Every operator of op_db, "
-            f"{settings.samples or 'all'} samples of each, in {settings.dtype} where it is taken, forward and "
-            f"backward, as function, method and in place; of each, up to {settings.assignments} layouts on two "
-            f"ranks and {settings.spread} on 2×2."
+            f"Python {platform.python_version()}, torch {torch.__version__}. Every operator of op_db, and those on "
+            f"lists, {settings.samples or 'all'} samples of each, in {settings.dtype} where it is taken, forward and "
+            f"backward, as function, method, in place and with out=; of each, up to {settings.assignments} layouts on "
+            f"two ranks and {settings.spread} on 2×2. {JUDGED[settings.dtype]}"
         )
-        given.write_report.write_text(page(results, f"Every operator against plain torch, {date.today()}", about))
+        title = f"Every operator against plain torch, {date.today()}"
+        given.write_report.write_text(page(tables(results), title, about))
     return 1 if any(result.problems for result in results) else 0
 
 

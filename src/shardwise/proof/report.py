@@ -92,9 +92,9 @@ def tables(results: Sequence[Result]) -> list[Table]:
     return [table for table in made if table[2]]
 
 
-def page(results: Sequence[Result], title: str, about: str) -> str:
-    """The tables as a page of Markdown, the summary first."""
-    *details, total = tables(results)
+def page(made: Sequence[Table], title: str, about: str) -> str:
+    """Tables as a page of Markdown, the last, which sums up, first."""
+    *details, total = made
     lines = [f"# {title}", "", about, ""]
     for heading, columns, rows in (total, *details):
         lines += [] if heading == total[0] else [f"## {heading.capitalize()}", ""]

@@ -39,6 +39,10 @@ UNCHECKED = ("_segment_reduce.lengths", "_segment_reduce.offsets")
 """Functions that do not check whether sizes fit, and crash where they do not."""
 
 
+LISTS = ("unary", "binary", "pointwise", "reduce", "other")
+"""Kinds of operators on lists of tensors: each has samples of its own."""
+
+
 class NoSamplesError(ShardwiseError, ImportError):
     """Torch's samples cannot be imported here."""
 
@@ -90,6 +94,15 @@ class Operator:
         return self.name.endswith("_") or self.name == "_batch_norm_with_update"
 
     @property
+    def takes_out(self) -> bool:
+        return self.info.supports_out and not self.is_list
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it works on lists of tensors, each element on its own."""
+        return self.name.startswith("_foreach_")
+
+    @property
     def checks_sizes(self) -> bool:
         return self.name not in UNCHECKED
 
@@ -121,16 +134,17 @@ def _spread(total: int, count: int) -> list[int]:
 
 @lru_cache(maxsize=1)
 def all_operators() -> tuple[Operator, ...]:
-    """Every operator of `op_db`, in its order."""
+    """Every operator of `op_db`, in its order, and every one that works on lists."""
     try:
         with _nothing_changed():
-            from torch.testing._internal.common_methods_invocations import op_db
+            import torch.testing._internal.common_methods_invocations as torchs
     except ImportError as error:
         raise NoSamplesError(
             f"torch's samples of its operators need a package that is not installed ({error}); "
             f"install them with: pip install 'shardwise[proof]'"
         ) from error
-    return tuple(Operator(info.full_name, info, _dtype(info)) for info in op_db)
+    lists = [info for name in LISTS for info in getattr(torchs, f"foreach_{name}_op_db", ())]
+    return tuple(Operator(info.full_name, info, _dtype(info)) for info in (*torchs.op_db, *lists))
 
 
 @contextmanager
@@ -164,10 +178,11 @@ def operators(pattern: str | None = None, stratum: tuple[int, int] = (0, 1)) -> 
 
 
 def operator(name: str, dtype: str = "float64") -> Operator:
-    """The operator of that name, in a floating dtype if it takes it."""
+    """The operator of that name, in a floating dtype, or the complex one of that precision, if it takes it."""
     op = next(op for op in all_operators() if op.name == name)
     wanted = getattr(torch, dtype)
-    return replace(op, dtype=wanted) if wanted in op.info.supported_dtypes("cpu") else op
+    supported = op.info.supported_dtypes("cpu")
+    return replace(op, dtype=next((d for d in (wanted, wanted.to_complex()) if d in supported), op.dtype))
 
 
 @contextmanager
@@ -206,6 +221,15 @@ def counting_draws() -> Iterator[Callable[[], bool]]:
 
 
 # Trees of arguments
+
+
+def flatten(tree: Any) -> list[Any]:
+    """What a call returned, as a flat list of tensors and other values."""
+    if isinstance(tree, (list, tuple)):
+        return [leaf for item in tree for leaf in flatten(item)]
+    if isinstance(tree, dict):
+        return [leaf for item in tree.values() for leaf in flatten(item)]
+    return [tree]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

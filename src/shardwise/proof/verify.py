@@ -203,7 +203,7 @@ def _chosen(op: str, calls: list[Recorded], settings: Settings) -> list[Recorded
 
 def _sources(settings: Settings) -> list[Operator]:
     """The operators to record: for named ops those of the same name, if torch has samples of all of them."""
-    chosen = operators(settings.ops, settings.stratum)
+    chosen = [op for op in operators(settings.ops, settings.stratum) if not op.is_list]  # those have no rules
     bare = [name.split("::")[-1].strip("_") for name in settings.names]
     like = [op for op in chosen if any(_plain_name(op.name).endswith(name) for name in bare)]
     known = {_plain_name(op.name) for op in like}

@@ -14,7 +14,8 @@ import shardwise as sw
 from shardwise.comm import shards_of
 from shardwise.errors import InPlaceError
 from shardwise.proof.coverage import ONE_AXIS, TWO_AXES, mesh_of, parse_assignment, replay
-from shardwise.proof.judge import Case, Form, Unusable, Verdict, judge
+from shardwise.proof.forms import Form, Unusable
+from shardwise.proof.judge import Case, Verdict, judge
 from shardwise.proof.placing import place
 from shardwise.proof.samples import Sample
 from shardwise.rules import Local, Rule, Strategy, registry
@@ -125,7 +126,7 @@ def cheat(honest: Callable, otherwise: Callable) -> Callable:
         (lambda x: x.float() * 2, "value: dtype torch.float32, not torch.float64"),
         (lambda x: x.detach() * 2, "requires_grad of output 0 is False"),
         (lambda x: x.full_tensor() * 2, "value: a Tensor, not a DTensor"),
-        (lambda x: (x * 2, x), "returns 2 values, not 1"),
+        (lambda x: (x * 2, x), "returns tuple[_, _], not _"),
     ],
 )
 def test_results_of_another_kind(otherwise: Callable, detail: str) -> None:

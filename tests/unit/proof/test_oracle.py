@@ -141,7 +141,7 @@ def test_the_gradient_decides_too() -> None:
 @pytest.mark.parametrize(
     ("function", "args", "reason"),
     [
-        (torch.bernoulli, (torch.rand(4),), "draws random numbers"),
+        (torch.rand_like, (torch.rand(4),), "draws random numbers"),
         (torch.nonzero, (torch.ones(4),), "the shape of its result depends on data"),
         (torch.empty_like, (torch.ones(4),), "its result is uninitialised memory"),
         (Tensor.squeeze_, (torch.ones(4, 1),), "changes how a tensor is viewed; dispatch does so itself"),

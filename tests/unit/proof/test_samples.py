@@ -58,6 +58,19 @@ def test_double_precision_where_there_is_any(name: str, dtype: torch.dtype) -> N
     assert operator(name).dtype is dtype
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("add", torch.float32), ("bitwise_and", torch.int64), ("view_as_real", torch.complex64), ("sum", torch.float32)],
+)
+def test_single_precision_where_it_is_asked_for(name: str, dtype: torch.dtype) -> None:
+    assert operator(name, "float32").dtype is dtype
+
+
+def test_operators_on_lists_are_there() -> None:
+    names = {op.name for op in all_operators() if op.is_list}
+    assert {"_foreach_add", "_foreach_sqrt", "_foreach_addcdiv", "_foreach_norm", "_foreach_lerp"} <= names
+
+
 def test_strata_are_disjoint_and_complete() -> None:
     parts = [{op.name for op in operators(stratum=(k, 5))} for k in range(5)]
     assert sum(map(len, parts)) == len(set.union(*parts)) == len(all_operators())

@@ -1,0 +1,140 @@
+"""`out=`: the results of the call without it, written to where the user wants them, however that lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.dispatch.plan import Plan
+from shardwise.dispatch.trace import flat_tensors, map_tensors
+from shardwise.errors import InPlaceError
+from shardwise.tensor import DTensor
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+COMPUTED_AS_OUT = frozenset({"sum", "nansum", "prod", "cumsum", "cumprod", "mean", "nanmean"})
+"""Functions that compute in the dtype of `out`, unless they are told another: the rest compute first and convert."""
+
+
+MANY = 1 << 20
+"""Elements that are not worth making only to hear an error in better words."""
+
+RETURNING_NOTHING = frozenset({"split_copy", "split_with_sizes_copy", "unbind_copy"})
+"""Functions that return nothing when they are given `out`."""
+
+
+def plan_out(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan | None:
+    """The plan of a call with `out=` DTensors; None for other calls, and for those that need none of their own."""
+    targets = flat_tensors(kwargs.get("out"))
+    if not targets or not all(isinstance(x, DTensor) for x in targets):
+        return None
+    name = getattr(func, "__name__", str(func))
+    if len(targets) == 1 and _runs_as_it_is(name, flat_tensors((args, kwargs))):
+        return None
+    _foresee(name, func, args, {key: value for key, value in kwargs.items() if key != "out"}, targets)
+    return _IntoOut(func, name)
+
+
+def _runs_as_it_is(name: str, tensors: Sequence[Any]) -> bool:
+    """Whether a call is element-wise on tensors that all lie alike: then it runs on the shards, `out=` included."""
+    layouts = {x._layout if isinstance(x, DTensor) else None for x in tensors}
+    if len(layouts) > 1 or any(layout is None or layout.has_pending for layout in layouts):
+        return False
+    op = getattr(getattr(torch.ops.aten, name, None), "out", None)
+    return op is not None and torch.Tag.pointwise in op.tags
+
+
+def _foresee(name: str, func: Callable, args: tuple, given: dict[str, Any], targets: Sequence[Any]) -> None:
+    """Refuse before anything runs, where that can be known: the function may write to other arguments too."""
+    for target in targets:
+        if target._layout.has_pending:
+            raise InPlaceError(
+                f"{name} cannot write to out= that lies as {target._layout}: a result is no term of a sum. Nothing was "
+                f"changed; redistribute it first"
+            )
+    try:
+        with torch.no_grad():
+            results = flat_tensors(func(*map_tensors(args, _meta), **map_tensors(given, _meta)))
+    except Exception:  # no kernel for meta tensors, or bad arguments: the call itself says so
+        return
+    for target, result in zip(targets, results):
+        _check_shape(name, target, tuple(result.shape))
+
+
+def _meta(x: Tensor) -> Tensor:
+    with _disabled():
+        return torch.empty(x._layout.shape if isinstance(x, DTensor) else x.shape, dtype=x.dtype, device="meta")
+
+
+def _zeros(x: Tensor) -> Tensor:
+    with _disabled():
+        return torch.zeros(x._layout.shape if isinstance(x, DTensor) else x.shape, dtype=x.dtype)
+
+
+def _check_shape(name: str, target: Any, shape: tuple[int, ...]) -> None:
+    if target._layout.shape != shape:
+        raise InPlaceError(
+            f"{name} cannot write a result of shape {list(shape)} to out= of shape {list(target._layout.shape)}: a "
+            f"DTensor cannot be resized. Nothing was changed; give it a tensor of that shape"
+        )
+
+
+class _IntoOut:
+    """The call without `out=`, and its results copied there. Whatever refuses does so before anything is written."""
+
+    __slots__ = ("func", "name")
+
+    def __init__(self, func: Callable, name: str) -> None:
+        self.func, self.name = func, name
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        given = dict(kwargs or {})
+        out = given.pop("out")
+        targets = [out] if isinstance(out, Tensor) else list(out)
+        self._check_gradients(args, given, targets)
+        if self.name in COMPUTED_AS_OUT and given.get("dtype") is None:
+            with _disabled():
+                given["dtype"] = targets[0].dtype
+        results = self.func(*args, **given)
+        self._check(args, given, out, targets, flat_tensors(results))
+        with torch.no_grad():
+            for target, result in zip(targets, flat_tensors(results), strict=True):
+                target.copy_(result)
+        if isinstance(out, Tensor):
+            return out
+        return None if self.name in RETURNING_NOTHING else _named(results, targets)
+
+    def _check_gradients(self, args: tuple, given: dict[str, Any], targets: Sequence[Tensor]) -> None:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*flat_tensors((args, given)), *targets)):
+            raise RuntimeError(
+                f"{self.name}(): functions with out=... arguments don't support automatic differentiation, but one of "
+                f"the arguments requires grad."
+            )
+
+    def _check(
+        self, args: tuple, given: dict[str, Any], out: Any, targets: Sequence[Any], results: Sequence[Any]
+    ) -> None:
+        """That every result can be written to its target as it is."""
+        with _disabled():
+            same_dtypes = all(x.dtype == y.dtype for x, y in zip(targets, results, strict=True))
+        if not same_dtypes:
+            self._let_torch_look_at(args, given, out)
+        for target, result in zip(targets, results, strict=True):
+            _check_shape(self.name, target, result._layout.shape)
+
+    def _let_torch_look_at(self, args: tuple, given: dict[str, Any], out: Any) -> None:
+        """Raises what torch raises where results of these dtypes cannot be written to `out`."""
+        few = sum(x.numel() for x in flat_tensors((args, given, out))) < MANY
+        make = _zeros if few else _meta  # kernels for meta tensors have words of their own
+        try:
+            self.func(*map_tensors(args, make), **map_tensors(given, make), out=map_tensors(out, make))
+        except NotImplementedError:  # it has no kernel for meta tensors
+            return
+
+
+def _named(results: Any, targets: Sequence[Tensor]) -> Any:
+    """The targets as torch returns them: in a tuple, with the names of the results if they have any."""
+    return getattr(torch.return_types, f"{type(results).__name__}_out", tuple)(targets)
