@@ -11,14 +11,15 @@ import torch
 
 from shardwise.comm import PerRank
 from shardwise.comm.ranked import join, pick
-from shardwise.dispatch.choose import NoStrategyError, choose_axis, strategies_of
+from shardwise.dispatch.choose import NoStrategyError, choose_axis, placement_of, strategies_of
 from shardwise.dispatch.fast import fast_callable
+from shardwise.dispatch.metas import SHAPES
 from shardwise.dispatch.realise import CannotRealise, Realised, realise
 from shardwise.dispatch.trace import Trace, written_families
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import Group, Move, Typed, plan_moves
-from shardwise.rules import Call, HeldValues, Local, Strategy, rule_for
+from shardwise.rules import Call, HeldValues, Local, Strategy, Value, rule_for
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _BUILTIN = (
@@ -35,6 +36,25 @@ def is_builtin(function: Any) -> bool:
     if isinstance(function, torch._ops.OpOverload):
         return function.namespace == "aten"
     return isinstance(function, _BUILTIN)
+
+
+_composites: dict[Any, bool] = {}
+
+
+def has_composites(op: Any) -> bool:
+    """Whether some overload of an op is made of other ops, so that its binding may do more than call the op. Overloads
+    for named dims are, but nothing here has names."""
+    packet = op.overloadpacket
+    found = _composites.get(packet)
+    if found is None:
+        overloads = [getattr(packet, overload) for overload in packet.overloads()]
+        names = [overload.name() for overload in overloads if "Dimname" not in str(overload._schema)]
+        found = _composites[packet] = any(
+            torch._C._dispatch_has_kernel(name)
+            and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+            for name in names
+        )
+    return found
 
 
 @dataclass(slots=True)
@@ -64,14 +84,26 @@ class Lowered:
 def lower(trace: Trace, layouts: Sequence[Layout]) -> Lowered:
     """Choose strategies along every axis and turn them into layouts, moves and local calls."""
     mesh = layouts[0].mesh
+    if any(call.op.namespace != "aten" for call in trace.calls):  # only rules of users' ask where values lie
+        for value in trace.values:
+            value.layout = Layout(mesh, value.shape)
+    for value, layout in zip(trace.inputs, layouts, strict=True):
+        value.layout = layout
     options = [strategies_of(call) for call in trace.calls]
     banned: set[tuple[int, int, Strategy]] = set()
+    known: dict[tuple, list[Strategy]] = {}
+    chosen = []
+    for axis in range(mesh.ndim):
+        alike = (mesh.shape[axis], *(placement_of(layout, axis) for layout in layouts))
+        if alike not in known:  # axes along which everything lies alike are chosen alike
+            known[alike] = _choose(trace, axis, layouts, options, banned)
+        chosen.append(known[alike])
     while True:
-        chosen = [_choose(trace, axis, layouts, options, banned) for axis in range(mesh.ndim)]
         try:
             return lower_calls(trace, mesh, layouts, chosen, options)
         except Banned as ban:
             banned.add((ban.position, ban.axis, ban.strategy))
+            chosen[ban.axis] = _choose(trace, ban.axis, layouts, options, banned)
 
 
 class Banned(Exception):
@@ -210,11 +242,36 @@ def local_call(lowered: LoweredCall, mesh: Mesh) -> tuple[Callable, list[Any], d
     """The function that runs on the shards and its arguments, in which `Value`s stand for shards."""
     call, local = lowered.call, lowered.local
     if local is None:
-        return fast_callable(call), list(call.args), dict(call.kwargs)
+        return _binding(call), list(call.args), dict(call.kwargs)
     groups = [Group(mesh, axes, lowered.layouts.ins) for axes in local.groups]
     args = [*groups, *(_held(arg) for arg in local.args)]
     function = local.function if groups or len(mesh.held) == 1 else EachRank(local.function, len(mesh.held))
     return function, args, {name: _held(arg) for name, arg in local.kwargs.items()}
+
+
+_bindings: dict[tuple, Callable] = {}
+MAX_BINDINGS = 4096
+
+
+def _binding(call: Call) -> Callable:
+    """The quickest callable for a call's op, which is found by trying: once for all calls that differ in sizes only."""
+    key = (call.op, _kind_of(call.args, call.op), _kind_of(tuple(call.kwargs.items()), call.op))
+    found = _bindings.get(key)
+    if found is None:
+        if len(_bindings) >= MAX_BINDINGS:
+            _bindings.clear()
+        found = _bindings[key] = fast_callable(call)
+    return found
+
+
+def _kind_of(tree: Any, op: Any) -> Any:
+    """An argument as bindings see it. Those that are made of other ops may look at sizes too."""
+    if isinstance(tree, Value):
+        sees_sizes = has_composites(op) and op not in SHAPES
+        return (Value, tree.dtype, tree.shape if sees_sizes else tree.ndim)
+    if isinstance(tree, (list, tuple)):
+        return tuple([_kind_of(item, op) for item in tree])
+    return (tree.__class__, tree)
 
 
 class EachRank:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,8 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.dispatch.metas import run_on_meta
 from shardwise.errors import InPlaceError
-from shardwise.rules import Call, Value
+from shardwise.rules import Call, Value, flat_values
 from shardwise.rules.registry import FUNCTIONS
 
 aten = torch.ops.aten
@@ -64,6 +67,47 @@ class Trace:
         self.values.append(value)
         return value
 
+    # What follows from a finished trace
+
+    @cached_property
+    def returned(self) -> Counter[int]:
+        """How often each value is among the results."""
+        return Counter(value.index for value in flat_values(self.output))
+
+    @cached_property
+    def last_uses(self) -> dict[int, frozenset[int]]:
+        """The values that no call after some call uses."""
+        last: dict[int, int] = {}
+        for position, call in enumerate(self.calls):
+            for value in (*call.inputs, *call.outputs):
+                last[value.index] = position
+        uses: dict[int, list[int]] = {}
+        for index, position in last.items():
+            uses.setdefault(position, []).append(index)
+        return {position: frozenset(indices) for position, indices in uses.items()}
+
+    @cached_property
+    def pinned(self) -> set[int]:
+        """Values that a write must reach where they are: arguments, and whatever has views or is one."""
+        found = {value.index for value in self.inputs} | {value.index for value, _ in self.constants}
+        for call in self.calls:
+            if call.is_view:
+                found.update(value.index for value in (*call.inputs, *call.outputs))
+        return found
+
+    @cached_property
+    def written_families(self) -> dict[int, int]:
+        """Values that share storage with one that is written to, each with its family: the value all of them are views
+        of, or views of views of."""
+        base: dict[int, int] = {}
+        for call in self.calls:
+            if call.is_view and call.inputs:
+                root = base.setdefault(call.inputs[0].index, call.inputs[0].index)
+                for value in call.outputs:
+                    base.setdefault(value.index, root)
+        written = {base.get(call.inputs[i].index) for call in self.calls for i in call.mutated}
+        return {index: root for index, root in base.items() if root in written}
+
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, trace: Trace, known: dict[int, Value], device: torch.device) -> None:
@@ -95,7 +139,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.inplace_view in func.tags and id(args[0]) not in self.arguments:
             return self.reshape_in_place(func, args, kwargs)
-        out = func(*args, **kwargs)
+        out = run_on_meta(func, args, kwargs)
         if func in SILENT_IN_EVALUATION and not Call(func, args, kwargs, (), ()).bound.get("training"):
             out = (out[0], *(stat.new_empty(0) for stat in out[1:3]), *out[3:])
         made = flat_tensors(out)
@@ -169,16 +213,8 @@ def trace_call(
 
 
 def written_families(trace: Trace) -> dict[int, int]:
-    """Values that share storage with one that is written to, each with its family: the value all of them are views of,
-    or views of views of."""
-    base: dict[int, int] = {}
-    for call in trace.calls:
-        if call.is_view and call.inputs:
-            root = base.setdefault(call.inputs[0].index, call.inputs[0].index)
-            for value in call.outputs:
-                base.setdefault(value.index, root)
-    written = {base.get(call.inputs[i].index) for call in trace.calls for i in call.mutated}
-    return {index: root for index, root in base.items() if root in written}
+    """Values that share storage with one that is written to, each with its family."""
+    return trace.written_families
 
 
 def flat_tensors(tree: Any) -> list[Tensor]:
@@ -200,7 +236,7 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
         return [map_tensors(item, function) for item in tree]
     if isinstance(tree, tuple):
         items = [map_tensors(item, function) for item in tree]
-        return tuple(items) if type(tree) in (tuple, torch.Size) else _rebuild(tree, items)
+        return tuple(items) if type(tree) is tuple else _rebuild(tree, items)
     if isinstance(tree, dict):
         return {name: map_tensors(item, function) for name, item in tree.items()}
     return tree

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.dispatch.lower import Lowered
+from shardwise.dispatch.lower import Lowered, has_composites
 from shardwise.dispatch.trace import OPAQUE, Trace, map_tensors, trace_call
-from shardwise.rules import Value, flat_values
+from shardwise.rules import Call, Value, flat_values
 
 
 def runs_alike(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a function on the shards makes the calls of the lowered trace, with these arguments."""
     wanted = [_needed_layout(lowered, position) for position in range(len(lowered.trace.inputs))]
-    if not any(any(layout.splits) for layout in wanted) or (function in OPAQUE or _is_plain(lowered, args, kwargs)):
+    if not any(any(layout.splits) for layout in wanted) or function in OPAQUE:
+        return True
+    if _is_plain(lowered, args, kwargs) or _is_binding(function, lowered, args, kwargs):
         return True
     shapes = {tuple(layout.held_shapes[rank] for layout in wanted) for rank in range(len(lowered.mesh.held))}
     return all(_same_on(function, lowered, args, kwargs, shape) for shape in shapes)
@@ -42,6 +44,23 @@ def _is_plain(lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
         return False
     call = lowered.calls[0].call
     return not _has_int((args, *kwargs.values(), call.args, *call.kwargs.values()))
+
+
+def _is_binding(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a function is an op itself, and gives it the very arguments it has: whatever their sizes, it will."""
+    if len(lowered.calls) != 1:
+        return False
+    call = lowered.calls[0].call
+    name = function._schema.name.split("::")[1] if isinstance(function, torch._ops.OpOverload) else function.__name__
+    if call.name != name or has_composites(call.op) or len(args) > len(call.op._schema.arguments):
+        return False
+    left = iter(lowered.trace.inputs)
+    given_args, given_kwargs = map_tensors((args, kwargs), lambda _: next(left))
+    given = Call(call.op, given_args, given_kwargs, (), ())
+    if not call.bound.keys() >= kwargs.keys():
+        return False
+    got = [_plain(argument) for argument in call.bound.values()]
+    return all(x == y or [x] == y for x, y in zip(map(_plain, given.bound.values()), got, strict=True))
 
 
 def _has_int(tree: Any) -> bool:

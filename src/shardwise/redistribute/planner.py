@@ -10,8 +10,8 @@ from itertools import count
 
 from shardwise.errors import PlacementError
 from shardwise.layout import Layout, Partial, chunk_sizes
-from shardwise.redistribute.cost import group_size, transition_cost
-from shardwise.redistribute.transitions import Move, Typed
+from shardwise.redistribute.cost import LATENCY, LOCAL, group_size, transition_cost
+from shardwise.redistribute.transitions import TABLE, Move, Typed
 
 Edge = tuple[tuple[int, ...], Layout]
 
@@ -55,7 +55,7 @@ def _shortest(source: Layout, target: Layout) -> list[Edge]:
 
 def _search(source: Layout, target: Layout, bound: float) -> list[Edge] | None:
     order = count()
-    best = {source: 0.0}
+    best = {source: 0.0, target: math.inf}
     frontier: list[tuple[float, int, Layout, tuple]] = [(0.0, next(order), source, ())]
     while frontier:
         cost, _, layout, path = heapq.heappop(frontier)
@@ -65,16 +65,29 @@ def _search(source: Layout, target: Layout, bound: float) -> list[Edge] | None:
                 path, edge = path
                 edges.append(edge)
             return edges[::-1]
-        if cost > best[layout]:
+        if cost > best[layout] or cost + _at_least(layout, target) >= best[target]:
             continue
         for axes, after in _edges(layout, target):
             if after is not target and _local_elements(after) > bound:
                 continue
             total = cost + _price(layout, axes, after)
-            if total < best.get(after, math.inf):
+            if total < best.get(after, math.inf) and total < best[target]:
                 best[after] = total
                 heapq.heappush(frontier, (total, next(order), after, (path, (axes, after))))
     return None
+
+
+def _at_least(layout: Layout, goal: Layout) -> float:
+    """What it costs at the least to get from a layout to another that is the goal."""
+    for axis, pending in enumerate(layout.pending):
+        if pending is not None:
+            if goal.pending[axis] != pending:
+                return LATENCY
+        elif goal.pending[axis] is None:
+            dim = layout.axis_dim(axis)
+            if dim is not None and axis not in goal.splits[dim]:
+                return LATENCY
+    return LOCAL
 
 
 def _fail(source: Layout, target: Layout) -> list[Edge]:
@@ -222,10 +235,14 @@ def _local_elements(layout: Layout) -> float:
 
 
 def _price(before: Layout, axes: tuple[int, ...], after: Layout, kind: str | None = None) -> float:
-    kind = kind or Move(Typed(before), Typed(after), axes).kind
+    kind = kind or TABLE[_type_at(before, axes[0]), _type_at(after, axes[0])]
     whole = max(_local_elements(before), _local_elements(after))
     ranks = group_size(before.mesh, axes)
     return transition_cost(kind, whole * ranks if kind == "all_to_all" else whole, ranks)
+
+
+def _type_at(layout: Layout, axis: int) -> str:
+    return "P" if layout.pending[axis] is not None else "R" if layout.axis_dim(axis) is None else "S"
 
 
 def _with_varying(source: Layout, path: list[Edge], varying: frozenset[int]) -> tuple[Move, ...]:

@@ -1,4 +1,4 @@
-"""Choosing: what is preferred along an axis, and that looking for it stays within bounds."""
+"""Choosing: what is preferred along an axis."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from sweep import mesh_of, normal, place
+from sweep import normal, place
 from torch import Tensor
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.dispatch import choose, lower
-from shardwise.dispatch.choose import BEAM, IMPOSSIBLE, LONG, kind_between, move_cost
-from shardwise.dispatch.trace import Trace
+from shardwise.dispatch.prices import IMPOSSIBLE, kind_between, move_cost
 from shardwise.layout import Partial
 from shardwise.rules import Value
 
@@ -96,61 +94,3 @@ def test_whole_values_are_not_split_to_put_a_reduction_off() -> None:
     x, bias, weight = place(normal(8, 4), R), place(normal(4), R), place(normal(4, 4), R)
     assert comms(lambda: x + bias) == ({}, (R,))
     assert comms(lambda: torch.addmm(bias, x, weight)) == ({}, (R,))
-
-
-def test_what_is_whole_everywhere_is_not_even_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = place(normal(5, 4), R)
-    assert evaluations(lambda: torch.gradient(x, spacing=2.0), monkeypatch)[0] == 0
-
-
-# Bounds
-
-
-def evaluations(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """How many strategies were priced to plan a call, and how many ops it has."""
-    counts, ops, price, along = [], [], choose.step_cost, choose.choose_axis
-
-    def counted(*args: object) -> float:
-        counts.append(1)
-        return price(*args)  # type: ignore[arg-type]
-
-    def seen(trace: Trace, *args: object) -> list:
-        ops.append(len(trace.calls))
-        return along(trace, *args)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(choose, "step_cost", counted)
-        patch.setattr(lower, "choose_axis", seen)
-        sw.clear_cache()
-        call()
-    return len(counts), sum(ops)
-
-
-@pytest.mark.parametrize("num_dims", [1, 2, 3, 4])
-def test_functions_that_loop_over_numbers_are_planned_quickly(num_dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.gradient` makes dozens of ops per dim. A longer trace is searched less widely."""
-    x = place(normal(*(4,) * num_dims), S(0))
-    spacing = [place(torch.arange(4.0, dtype=torch.float64), R) for _ in range(num_dims)]
-    found, ops = evaluations(lambda: torch.gradient(x, spacing=spacing), monkeypatch)
-    assert ops == 37 * num_dims
-    assert found <= ops * (BEAM if ops > LONG else 8 * BEAM)
-
-
-def test_work_grows_with_the_length_of_a_trace_and_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chain(many: int) -> tuple[int, int]:
-        matrices = [place(normal(4, 4), S(i % 2), mesh=(2,)) for i in range(many)]
-        return evaluations(lambda: torch.linalg.multi_dot(matrices), monkeypatch)
-
-    (few, _), (many, _) = chain(6), chain(24)
-    assert many < 6 * few
-
-
-@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
-def test_a_narrow_search_is_still_right() -> None:
-    x = normal(4, 4, 4)
-    spacing = [torch.arange(4.0, dtype=torch.float64) * (i + 1) for i in range(3)]
-    expected = torch.gradient(x, spacing=spacing)
-    for where in ([S(0), S(1)], [S(2), S(2)], [P, S(1)]):
-        d = sw.distribute_tensor(x, mesh_of((2, 2)), where)
-        found = torch.gradient(d, spacing=[sw.distribute_tensor(s, mesh_of((2, 2))) for s in spacing])
-        torch.testing.assert_close([t.full_tensor() for t in found], list(expected))

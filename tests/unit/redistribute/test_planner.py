@@ -7,7 +7,7 @@ import shardwise as sw
 from shardwise import Layout, Partial, Replicate, Shard
 from shardwise.debug import CommDebugMode
 from shardwise.errors import MeshError, PlacementError
-from shardwise.redistribute import path_cost, plan_moves
+from shardwise.redistribute import path_cost, plan_moves, planner
 from shardwise.redistribute.planner import SMALL
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -225,3 +225,37 @@ def test_a_refused_redistribution_communicates_nothing() -> None:
     with CommDebugMode() as comm, pytest.raises(PlacementError):
         x.redistribute(placements=[R, Partial("norm", 2.0)])
     assert comm.get_total_counts() == 0
+
+
+# How far it looks
+
+
+def looked_at(source, target, monkeypatch, *, mesh=((2, 2, 2), ("a", "b", "c")), shape=(8, 8, 8)) -> int:
+    """From how many layouts the planner looks for moves."""
+    seen = []
+    edges = planner._edges
+    monkeypatch.setattr(planner, "_edges", lambda layout, goal: seen.append(layout) or edges(layout, goal))
+    mesh = sw.simulate(*mesh)
+    plan_moves.__wrapped__(Layout.of(mesh, shape, source), Layout.of(mesh, shape, target))
+    return len(seen)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ([S0] * 3, [R] * 3),
+        ([P] * 3, [R] * 3),
+        ([P, P, R], [S0, S1, R]),
+        ([S0, S1, R], [S1, S0, R]),
+        ([R, R, R], [S0, S1, S0]),
+        ([S0, S1, S1], [R, R, R]),
+    ],
+    ids=str,
+)
+def test_one_move_is_found_at_once(source, target, monkeypatch) -> None:
+    assert len(moves_of(source, target, mesh=((2, 2, 2), ("a", "b", "c")), shape=(8, 8, 8))) == 1
+    assert looked_at(source, target, monkeypatch) == 1
+
+
+def test_nothing_is_looked_at_that_must_be_dearer(monkeypatch) -> None:
+    assert looked_at([S0, S1, P], [S1, R, S0], monkeypatch) <= 12

@@ -1,0 +1,118 @@
+"""Results of ops on meta tensors, of which a trace needs nothing but shapes and dtypes.
+
+Most of torch's kernels for meta tensors are written in Python: an addition takes a third of a millisecond, resampling
+an image a tenth of a second. Where the shape is plain to see we do without them. Whatever is unusual, and all
+complaints, are left to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+Shape = tuple[int, ...]
+
+
+def run_on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`func(*args, **kwargs)`, an aten op on meta tensors."""
+    if func in SHAPES:
+        shape = SHAPES[func](*args) if not kwargs and args[0].is_meta else None
+        if shape is not None:
+            return args[0].new_empty(shape)
+    elif _is_elementwise(func):
+        out = _elementwise(func, args, kwargs)
+        if out is not None:
+            return out
+    return func(*args, **kwargs)
+
+
+# Resampling
+
+
+def _resampled(x: Tensor, size: Sequence[int], *_: Any) -> Shape | None:
+    good = x.is_floating_point() and x.dim() == len(size) + 2 and min(*x.shape[1:], *size) > 0
+    return (*x.shape[:2], *size) if good else None
+
+
+def _sampled(x: Tensor, grid: Tensor, interpolation: int, padding: int, *_: Any) -> Shape | None:
+    good = x.dim() == grid.dim() == 4 and x.shape[0] == grid.shape[0] and grid.shape[-1] == 2 and x.dtype == grid.dtype
+    good = good and x.is_floating_point() and min(*x.shape[2:]) > 0 and 0 <= interpolation <= 2 and 0 <= padding <= 2
+    return (*x.shape[:2], *grid.shape[1:3]) if good else None
+
+
+SHAPES: dict[Any, Callable[..., Shape | None]] = {
+    aten.upsample_linear1d.default: _resampled,
+    aten.upsample_bilinear2d.default: _resampled,
+    aten.upsample_bicubic2d.default: _resampled,
+    aten.upsample_trilinear3d.default: _resampled,
+    aten.grid_sampler_2d.default: _sampled,
+}
+"""The shape of the result, or None where there may be something to complain about."""
+
+
+# Element-wise ops
+
+_elementwise_ops: dict[Any, bool] = {}
+
+
+def _is_elementwise(func: Any) -> bool:
+    found = _elementwise_ops.get(func)
+    if found is None:
+        schema, tags = func._schema, func.tags
+        found = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+        found = found and func.namespace == "aten" and func.overloadpacket.__name__ not in UNLIKE
+        found = found and not any(entry.alias_info for entry in (*schema.arguments, *schema.returns))
+        _elementwise_ops[func] = found
+    return found
+
+
+UNLIKE = frozenset({"copy", "fill"})
+"""Ops that are tagged as element-wise, but whose result has the shape of the first argument, whatever the others'."""
+
+_ELSEWHERE = frozenset({"memory_format", "device", "layout", "pin_memory"})
+
+
+def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An element-wise op on contiguous tensors gives contiguous ones of their common shape; of which dtype, the op
+    itself says on no elements at all. None if it is not as simple as that."""
+    shapes: list[Shape] = []
+    simple = not any(name in _ELSEWHERE or isinstance(arg, Tensor) for name, arg in kwargs.items())
+    empties = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            simple = simple and arg.is_meta and arg.is_contiguous()
+            shapes.append(tuple(arg.shape))
+            arg = torch.empty((0,) if shapes[-1] else (), dtype=arg.dtype)
+        elif isinstance(arg, (list, tuple)):
+            return None
+        empties.append(arg)
+    shape = _common_shape(shapes) if simple and any(shapes) else None
+    if shape is None:
+        return None
+    try:
+        found = func(*empties, **kwargs)
+    except Exception:  # it is for the kernels of meta tensors to complain, if they do
+        return None
+    results = [found] if isinstance(found, Tensor) else found
+    if not isinstance(results, (list, tuple)) or any(tuple(x.shape) != (0,) for x in results):
+        return None
+    made = [torch.empty(shape, dtype=x.dtype, device="meta") for x in results]
+    return made[0] if isinstance(found, Tensor) else tuple(made)
+
+
+def _common_shape(shapes: Sequence[Shape]) -> Shape | None:
+    """What shapes broadcast to, if they do."""
+    ndim = max(map(len, shapes))
+    common = [1] * ndim
+    for shape in shapes:
+        for dim, size in enumerate(shape, ndim - len(shape)):
+            if common[dim] == 1:
+                common[dim] = size
+            elif size not in (1, common[dim]):
+                return None
+    return tuple(common)
