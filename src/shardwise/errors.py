@@ -39,6 +39,10 @@ class HookError(ShardwiseError, RuntimeError):
     """A gradient hook would see only a part of its gradient."""
 
 
+class TransformError(ShardwiseError, NotImplementedError):
+    """A transform of functions would see one rank's shard instead of the tensor."""
+
+
 class UnreducedGradientError(ShardwiseError, RuntimeError):
     """An optimizer is about to step while gradients are kept aside."""
 

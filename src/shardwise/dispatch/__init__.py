@@ -1,11 +1,13 @@
 """Dispatch: one call, from its key to its plan to its result."""
 
-from shardwise.dispatch import autograd, functions
+from shardwise.dispatch import assignment, autocasting, autograd, functions, numbers, transforms
 from shardwise.dispatch.call import CacheInfo, cache_info, clear_cache, dispatch, make_plan
 from shardwise.dispatch.modes import implicit_replication, strict
 
 __all__ = [
     "CacheInfo",
+    "assignment",
+    "autocasting",
     "autograd",
     "cache_info",
     "clear_cache",
@@ -13,5 +15,7 @@ __all__ = [
     "functions",
     "implicit_replication",
     "make_plan",
+    "numbers",
     "strict",
+    "transforms",
 ]

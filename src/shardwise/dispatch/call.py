@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.dispatch.autocasting import AUTOCAST, Autocast, autocast_dtype
 from shardwise.dispatch.build import Steps, build
 from shardwise.dispatch.fallback import Gathered, describe, report
 from shardwise.dispatch.key import Uncacheable, key_of, variant_key
 from shardwise.dispatch.lists import plan_list_call
 from shardwise.dispatch.lower import LostWriteError, Lowered, lower
+from shardwise.dispatch.memory import is_thin
+from shardwise.dispatch.outs import plan_out
 from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
 from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call, written_families
-from shardwise.dispatch.views import CopiedView, Copies, OfCopies, Writes
+from shardwise.dispatch.views import MAY_COPY, CopiedView, Copies, OfCopies, ViewOrCopy, Writes
 from shardwise.errors import MeshError, ShardwiseError, StrideError
 from shardwise.layout import Layout
 from shardwise.rules import flat_values, rule_for
@@ -131,13 +135,20 @@ def make_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     if is_list_op(func):
         plan = plan_list_call(func, args, kwargs)
         return Writes(plan, func.__name__, None) if func.__name__.endswith("_") else plan
+    if "out" in kwargs and (into := plan_out(func, args, kwargs)) is not None:
+        return into
     tensors = flat_tensors((args, kwargs))
     mesh = _common_mesh(tensors)
     layouts = [x._layout if isinstance(x, DTensor) else Layout(mesh, tuple(x.shape)) for x in tensors]
     if any(isinstance(kwargs.get(name), Tensor) for name in NUMBERS):
         return _with_numbers(func)
-    func = FORWARDS.get(func, func)
-    plan, invariant = _plan(func, args, kwargs, layouts)
+    try:
+        plan, invariant = _plan(func, args, kwargs, layouts)
+    except Exception:
+        if autocast_dtype(func, args, kwargs) is None:
+            raise
+        # It may do with the dtypes that it will be given. Outside autocast it is planned, and refused, as usual.
+        return Autocast(lambda args, kwargs: make_plan(func, args, kwargs or {})(args, kwargs), func)
     return plan if invariant else Variants(func, layouts, variant_key_now(args, kwargs), plan)
 
 
@@ -191,14 +202,15 @@ def _common_mesh(tensors: Sequence[Tensor]) -> Any:
     return meshes[0]
 
 
-def _plan(func: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Layout]) -> tuple[Plan, bool]:
+def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Layout]) -> tuple[Plan, bool]:
     """A plan, and whether it holds for all dtypes and floats."""
+    func = FORWARDS.get(asked, asked)
     metas: list[Tensor] = []
 
     def meta(x: Tensor) -> Tensor:
         """One for each argument, even where two are the same tensor: the plan must hold for two that are not."""
         shape = x._layout.shape if isinstance(x, DTensor) else tuple(x.shape)
-        with _disabled():
+        with _disabled(), torch.inference_mode(False):
             made = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
             metas.append(made if x.is_leaf else made.clone())  # functions may branch on either
         return metas[-1]
@@ -211,22 +223,26 @@ def _plan(func: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Lay
         if func is Tensor.__getitem__ and _has_tensor_indices(args[1]):
             return picked_by_tensor, False
         if isinstance(error, NotImplementedError) or (isinstance(error, RuntimeError) and "meta" in str(error)):
-            return Gathered(func, layouts[0].mesh), False
+            return _gathered(func, args, kwargs, layouts), False
         raise torchs_own(error, func, args, kwargs) or error from None
     if any(call.name.rstrip("_") in UNCHECKED_ON_META for call in trace.calls):
         refusal = torchs_own(None, func, args, kwargs)
         if refusal is not None:
             raise refusal
     if any(call.name.startswith("as_strided") for call in trace.calls) and not all(x.replicated for x in layouts):
-        return ContiguousOnly(Gathered(func, layouts[0].mesh)), False
+        return ContiguousOnly(_gathered(func, args, kwargs, layouts)), False
     if not _covered(trace.output) or _lost_constants(trace, device):
-        return Gathered(func, layouts[0].mesh), False
+        return _gathered(func, args, kwargs, layouts), False
     try:
         lowered = lower(trace, layouts)
     except LostWriteError:
-        return Gathered(func, layouts[0].mesh), False
+        return _gathered(func, args, kwargs, layouts), False
     plan = build(func, lowered, args, kwargs)
     invariant = _is_invariant(plan, lowered, args, kwargs)
+    if isinstance(plan, Steps) and asked in AUTOCAST:
+        plan = Autocast(plan, asked)
+    if func in MAY_COPY and is_thin(layouts[0]):
+        plan = ViewOrCopy(plan, func)
     gathering = [call for call in lowered.calls if call.gathers]
     if gathering:
         plan = Reported(plan, gathering[0].call.op._schema.name.replace("::", "."), (func, *layouts))
@@ -235,6 +251,14 @@ def _plan(func: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Lay
         return Writes(plan, getattr(func, "__name__", str(func)), written), invariant
     copies = [i for i, value in enumerate(flat_values(trace.output)) if value.index in lowered.copies]
     return Copies(plan, func, copies) if copies else plan, invariant
+
+
+def _gathered(func: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Layout]) -> Plan:
+    """The call on whole tensors, unless torch refuses such arguments whatever the data: then nothing is gathered."""
+    said = [torchs_own(None, func, args, kwargs, fill) for fill in (torch.zeros, torch.ones)]
+    if said[0] is not None and str(said[0]) == str(said[1]):
+        raise said[0]
+    return Gathered(func, layouts[0].mesh)
 
 
 def _written_arguments(lowered: Lowered) -> list[int]:
@@ -291,19 +315,24 @@ UNCHECKED_ON_META = frozenset(
 """Ops whose kernels for meta tensors let sizes or dtypes pass that others refuse."""
 
 
-def torchs_own(error: Exception | None, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
+def torchs_own(
+    error: Exception | None, func: Callable, args: tuple, kwargs: dict[str, Any], fill: Callable = torch.zeros
+) -> Exception | None:
     """What torch says to such arguments on one device: kernels for meta tensors have words, and types, of their own."""
     tensors = flat_tensors((args, kwargs))
     if isinstance(error, ShardwiseError) or sum(x.numel() for x in tensors) > MANY:
         return error
 
-    def zeros(x: Tensor) -> Tensor:
+    def filled(x: Tensor) -> Tensor:
         with _disabled():
-            return torch.zeros(x._layout.shape if isinstance(x, DTensor) else x.shape, dtype=x.dtype)
+            shape = x._layout.shape if isinstance(x, DTensor) else x.shape
+            made = fill(shape, dtype=x.dtype, requires_grad=x.requires_grad)
+            return made if x.is_leaf else made.clone()
 
     try:
-        with torch.no_grad():
-            func(*map_tensors(args, zeros), **map_tensors(kwargs, zeros))
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            func(*map_tensors(args, filled), **map_tensors(kwargs, filled))
     except Exception as said:
         return said.with_traceback(None)
     return error

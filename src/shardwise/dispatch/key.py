@@ -72,13 +72,20 @@ def _plain_tensor(value: Tensor) -> Any:
 def _made_by_torch() -> bool:
     """Whether the call comes from code of torch's that makes tensors of its own, the same ones everywhere."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("shardwise.", "torch._tensor")):
+    between = ("shardwise.", "torch._tensor", "torch._ops")
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(between):
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__") in MAKERS
 
 
-MAKERS = frozenset({"torch.masked._ops", "torch.nn.modules.rnn"})
-"""Counts, and the zeros that a recurrent layer starts from."""
+MAKERS = frozenset(
+    {
+        *("torch.masked._ops", "torch.nn.modules.rnn", "torch.nn.utils.rnn"),
+        *("torch.nn.modules.transformer", "torch.nn.utils.parametrizations"),
+    }
+)
+"""Counts; the zeros that a recurrent layer starts from, and the lengths of sequences; causal masks, unit matrices.
+Nothing random: whether the ranks drew the same is not known here."""
 
 
 def variant_key(args: tuple, kwargs: dict[str, Any] | None) -> tuple:

@@ -121,16 +121,6 @@ def direct_list(function: Callable, layouts: Sequence[Layout]) -> Plan:
     return run
 
 
-def direct_in_place(function: Callable) -> Plan:
-    """The function itself on the shards, for what it does to them."""
-
-    def run(args: tuple, kwargs: dict[str, Any] | None) -> None:
-        with _disabled():
-            function(*args, **kwargs) if kwargs else function(*args)
-
-    return run
-
-
 def moved_first(function: Callable, movers: Sequence[tuple[int, Mover]], layout: Layout) -> Plan:
     """The function on the shards after moving some positional arguments; one tensor out."""
     if len(movers) == 1:

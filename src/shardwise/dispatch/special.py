@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from shardwise.comm import ranked
 from shardwise.dispatch.build import Whole
 from shardwise.dispatch.fallback import describe
-from shardwise.dispatch.views import CopiedView, OfCopies, lies_plainly, watch_view
+from shardwise.dispatch.memory import copied, lies_plainly, on_one_device
+from shardwise.dispatch.views import CopiedView, OfCopies, watch_view
 from shardwise.errors import InPlaceError, MixedTensorError
-from shardwise.tensor import DTensor, as_layout, distribute_tensor, wrap
+from shardwise.tensor import DTensor, as_layout, wrap
 
 Handler = Callable[[Callable, tuple, dict[str, Any]], Any]
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -72,7 +73,6 @@ def _getters(*names: str) -> list[Any]:
         torch.is_conj,
         Tensor.is_neg,
         torch.is_neg,
-        Tensor.is_contiguous,
         Tensor.is_pinned,
         Tensor.is_coalesced,
     ),
@@ -90,29 +90,21 @@ def _contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     x = args[0]
     if isinstance(x, CopiedView):
         return OfCopies(func)(args, kwargs)
-    with _disabled():
-        if len(args) == 1 and not kwargs and lies_plainly(x):
-            return x
-        order = args[1] if len(args) > 1 else kwargs.get("memory_format", torch.contiguous_format)
-        if order is not torch.contiguous_format and all(s.is_contiguous(memory_format=order) for s in shards_of(x)):
-            return x
-        shards = [shard.clone(memory_format=order) for shard in shards_of(x)]
-    return wrap(shards[0] if len(shards) == 1 else ranked(shards), x._layout)
+    if (len(args) == 1 and not kwargs and lies_plainly(x)) or on_one_device(x).is_contiguous(*args[1:], **kwargs):
+        return x
+    return copied(x, *args[1:], **kwargs)
 
 
 @handles(Tensor.stride)
 def _stride(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The strides of a global tensor whose dims are ordered in memory as the shard's are."""
+    """The strides of the tensor on one device."""
+    return func(on_one_device(args[0]), *args[1:], **kwargs)
+
+
+@handles(Tensor.is_contiguous)
+def _is_contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     x = args[0]
-    with _disabled():
-        local = func(x)
-    strides = [0] * len(local)
-    step = 1
-    for dim in sorted(range(len(local)), key=lambda d: (local[d], -d)):
-        strides[dim] = step if local[dim] else 0
-        step *= max(x._layout.shape[dim], 1) if local[dim] else 1
-    wanted = args[1] if len(args) > 1 else kwargs.get("dim")
-    return tuple(strides) if wanted is None else strides[wanted]
+    return (len(args) == 1 and not kwargs and lies_plainly(x)) or func(on_one_device(x), *args[1:], **kwargs)
 
 
 @handles(
@@ -145,16 +137,19 @@ def _whole(x: Any) -> Any:
 
 
 @handles(
-    *(
-        Tensor.item,
-        Tensor.tolist,
-        Tensor.__bool__,
-        Tensor.__float__,
-        Tensor.__int__,
-        Tensor.__index__,
-        Tensor.__complex__,
-    ),
-    *(Tensor.numpy, Tensor.__array__, Tensor.__contains__, Tensor.is_nonzero, torch.is_nonzero),
+    *(Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__complex__),
+    *(Tensor.is_nonzero, torch.is_nonzero),
+)
+def _to_number(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    if x._layout.numel != 1:  # torch refuses, in its own words
+        return func(torch.zeros((), dtype=x.dtype).expand(x.shape))
+    return func(_whole(x), **kwargs)
+
+
+@handles(
+    *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__contains__),
+    *(Tensor.__dlpack__, Tensor.__dlpack_device__),
 )
 def _to_python(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*(_whole(arg) for arg in args), **kwargs)
@@ -330,79 +325,23 @@ def _set_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     x, value = args
     if not isinstance(x, DTensor) or not isinstance(value, DTensor):
         raise MixedTensorError("data of a DTensor must be set to a DTensor, and of a plain tensor to a plain one")
+    gradient = x.grad if x._layout is not value._layout else None
     with _disabled():
         for shard, new in zip(shards_of(x), shards_of(value), strict=True):
+            if shard.requires_grad and x._layout is not value._layout:
+                func(shard, new.new_empty(0, dtype=_another(new.dtype)))  # lets go of what accumulates old shards
             func(shard, new)
     x._layout = value._layout
+    if gradient is not None:
+        x.grad = gradient if gradient.shape == x.shape else None
 
 
-# Writing to parts
+def _another(dtype: torch.dtype) -> torch.dtype:
+    kinds = (torch.complex64, torch.complex128) if dtype.is_complex else (torch.float32, torch.float64)
+    return kinds[dtype == kinds[0]]
 
 
-@handles(Tensor.__setitem__)
-def _set_item(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-    """`x[ints and slices] = value`, as a copy into slices, which are views of the shards."""
-    x, index, value = args
-    if not isinstance(x, DTensor):
-        raise MixedTensorError("a part of a plain tensor cannot be set to a DTensor; use full_tensor()")
-    items = list(index) if isinstance(index, tuple) else [index]
-    if _is_mask(x, index) and not (isinstance(value, Tensor) and value.dim()):
-        x.masked_fill_(index.reshape(*index.shape, *[1] * (x.ndim - index.ndim)), value)
-        return
-    if any(isinstance(item, (Tensor, list)) for item in items) and not any(item is None for item in items):
-        _put_items(x, items, value)
-        return
-    if not all(isinstance(item, (int, slice)) or item is Ellipsis or item is None for item in items) or any(
-        isinstance(item, bool) for item in items
-    ):
-        raise InPlaceError(
-            f"{describe('__setitem__', args, kwargs)}: this index cannot be written to on shards. Nothing was changed; "
-            f"use ints, slices, masks or tensors of indices, torch.where, or redistribute it first"
-        )
-    if Ellipsis not in items:
-        items.append(Ellipsis)
-    at = items.index(Ellipsis)
-    num_dims = sum(item is not None and item is not Ellipsis for item in items)
-    items[at : at + 1] = [slice(None)] * (x.ndim - num_dims)
-    sizes = iter(x.shape)
-    slices: list[Any] = []
-    shape: list[int] = []
-    for item in items:
-        if item is None:
-            shape.append(1)
-            continue
-        size = next(sizes)
-        if isinstance(item, int):
-            if not -size <= item < size:
-                raise IndexError(f"index {item} is out of bounds for a dim of size {size}")
-            slices.append(slice(item % size, item % size + 1))
-        else:
-            slices.append(item)
-            shape.append(len(range(*item.indices(size))))
-    view = x[tuple(slices)] if slices else x
-    if isinstance(value, Tensor) and value.dim():
-        view.copy_(value.expand(shape).reshape(view.shape))
-    elif isinstance(value, Tensor):
-        view.copy_(value)
-    else:
-        view.fill_(value)
-
-
-def _put_items(x: DTensor, items: list[Any], value: Any) -> None:
-    """`x[indices, slices and ints] = value`: parts first, which are views of the shards, then the indices in them."""
-    if Ellipsis in [item for item in items if not isinstance(item, (Tensor, list))]:
-        at = next(i for i, item in enumerate(items) if item is Ellipsis)
-        items[at : at + 1] = [slice(None)] * (x.ndim - len(items) + 1)
-    slices = tuple(item if isinstance(item, slice) else slice(None) for item in items)
-    view = x[slices] if any(item != slice(None) for item in slices) else x
-    indices: list[Tensor | None] = []
-    for item in items:
-        if isinstance(item, (int, list)):
-            item = distribute_tensor(torch.tensor(item), x._layout.mesh)
-        indices.append(item if isinstance(item, Tensor) else None)
-    if not isinstance(value, Tensor):
-        value = torch.tensor(value, dtype=x.dtype)
-    torch.ops.aten.index_put_.default(view, indices, value)
+# A function that does not pass all of its arguments on
 
 
 @handles(nn.functional.l1_loss)
@@ -426,9 +365,3 @@ def _l1_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 _L1_LOSS = inspect.unwrap(nn.functional.l1_loss).__code__
-
-
-def _is_mask(x: DTensor, index: Any) -> bool:
-    if not isinstance(index, DTensor) or index.shape != x.shape[: index.ndim]:
-        return False
-    return index.dtype == torch.bool

@@ -5,6 +5,9 @@ Such a result is a copy, and the program may tell the difference only by writing
 watched: a write to a copy is carried on to its source where that is possible, and refused before it happens where not;
 after a write to the source its copies are stale, and whoever uses one is told so. Nothing is watched while there are no
 such copies.
+
+Whether torch makes a view or a copy may depend on how the whole lies in memory (`reshape`, `contiguous`). The shards
+show that (`dispatch.memory`), except where a part was cut out of a sharded dim within others: `Part`s remember it.
 """
 
 from __future__ import annotations
@@ -16,11 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.dispatch.memory import copied, lies_plainly, on_one_device
 from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.errors import InPlaceError
 from shardwise.tensor import DTensor, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
+_on_shard = torch._C._disabled_torch_function_impl
+_stride = torch._C.TensorBase.stride
 
 WayBack = Callable[[DTensor, DTensor], Any]
 
@@ -30,6 +36,13 @@ class CopiedView(DTensor):
 
     _source: tuple[DTensor, WayBack | None]  # what it was taken from, and how a write gets back there
     _whole: CopiedView  # of a view of a copy: the copy
+
+
+class Part(CopiedView):
+    """A true view: a part of a sharded dim that lies within other dims. Some ranks hold all of their piece, others none
+    of it, and their strides do not show how the whole lies. Like copies, it is recognised wherever it is used."""
+
+    _strides: tuple[int, ...]  # of the whole
 
 
 class StaleView(DTensor):
@@ -65,18 +78,30 @@ _taken: Register = {}  # copies and views of them, by the storage of their sourc
 
 
 class Copies:
-    """A plan of a view whose results at `positions` are copies."""
+    """A plan of a view whose results at `positions` are copies, or parts of a sharded dim."""
 
-    __slots__ = ("function", "plan", "positions")
+    __slots__ = ("function", "plan", "positions", "strides")
 
     def __init__(self, plan: Callable, function: Callable, positions: Sequence[int]) -> None:
         self.plan, self.function, self.positions = plan, function, positions
+        self.strides: dict[tuple, list[tuple[int, ...]]] = {}  # of parts, by those of what they are cut out of
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         out = self.plan(args, kwargs)
         source = args[0] if args else None
-        if isinstance(source, DTensor) and not (self.function in _MAY_COPY and not lies_plainly(source)):
-            results = flat_tensors(out)
+        if not isinstance(source, DTensor):
+            return out
+        results = [out] if isinstance(out, Tensor) else flat_tensors(out)
+        if _storage(results[self.positions[0]]) == _storage(source):  # views after all
+            key = _lying(source)
+            strides = self.strides.get(key)
+            if strides is None:
+                strides = _strides_of_views(self.function, args, kwargs or {}, self.positions)
+                if len(self.strides) < MOST:
+                    self.strides[key] = strides
+            for at, whole in zip(self.positions, strides, strict=True):
+                _remember_strides(results[at], whole)
+        elif is_view(self.function, args, kwargs or {}):
             way_back = _way_back(self.function, args, kwargs or {}) if len(results) == 1 else None
             for position in self.positions:
                 if results[position].__class__ is DTensor:
@@ -98,22 +123,60 @@ class OfCopies:
         def as_usual(x: Tensor) -> Tensor:
             if not isinstance(x, CopiedView):
                 return x
-            made = wrap(localise(x), x._layout)
+            made: Any = wrap(localise(x), x._layout)
+            if isinstance(x, Part):
+                made._strides = x._strides
             given[id(made)] = x
             return made
 
         args, kwargs = map_tensors(args, as_usual), map_tensors(kwargs or {}, as_usual)
+        if self.function in MAY_COPY and "_strides" in args[0].__dict__ and not is_view(self.function, args, kwargs):
+            return self.function(_fresh(args[0]), *args[1:], **kwargs)
         out = self.function(*args, **kwargs)
         by_storage = {_storage(x): x for x in given.values()}
-
-        def as_before(x: Tensor) -> Tensor:
-            if id(x) in given:
-                return given[id(x)]
-            if x.__class__ is DTensor and (copy := by_storage.get(_storage(x))) is not None:
+        results = flat_tensors(out)
+        parts = []
+        for at, x in enumerate(results):
+            if x.__class__ is CopiedView:
+                _outdate_with(x, given)
+            copy = by_storage.get(_storage(x)) if x.__class__ in (DTensor, Part) and id(x) not in given else None
+            if isinstance(copy, Part):
+                if x.__class__ is DTensor:
+                    parts.append(at)
+            elif copy is not None:
                 watch_view(x, copy)
-            return x
+        if parts:
+            for at, strides in zip(parts, _strides_of_views(self.function, args, kwargs, parts), strict=True):
+                _remember_strides(results[at], strides)
+        return map_tensors(out, lambda x: given.get(id(x), x))
 
-        return map_tensors(out, as_before)
+
+class ViewOrCopy:
+    """A plan of a reshape of shards so thin that they may allow a view where the whole does not: a row on every rank
+    lies in one piece, however far apart the rows are. What torch copies for how the whole lies is copied here too."""
+
+    __slots__ = ("function", "known", "plan")
+
+    def __init__(self, plan: Callable, function: Callable) -> None:
+        self.plan, self.function = plan, function
+        self.known: dict[Any, bool] = {}
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        lying = _lying(args[0])
+        view = self.known.get(lying)
+        if view is None:
+            view = is_view(self.function, args, kwargs or {})
+            if len(self.known) < MOST:
+                self.known[lying] = view
+        out = self.plan(args, kwargs)
+        return out if view else copied(out)
+
+
+def _fresh(x: DTensor) -> DTensor:
+    """A copy, of which reshapes are as new as they are of any copy."""
+    copy: Any = copied(x)
+    copy._copied = True
+    return copy
 
 
 class Writes:
@@ -135,19 +198,64 @@ class Writes:
         return out
 
 
-def lies_plainly(x: Tensor) -> bool:
-    """Whether the shards lie in memory as fresh tensors do."""
-    with _disabled():
-        shards = (x, *x.__dict__.get("_peers", ()))
-        return all(_strides(shard) == shard.stride() for shard in shards)
+# Views and copies on one device
 
 
-def _strides(shard: Tensor) -> tuple[int, ...]:
-    step, found = 1, []
-    for size in reversed(torch._C.TensorBase.size(shard)):
-        found.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(found))
+def _views_on_one_device(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor | None]:
+    """What a function gives on one device: a meta tensor for each view of an argument, None for other results."""
+    args, kwargs = map_tensors(args, on_one_device), map_tensors(kwargs, on_one_device)
+    given = {_storage(x) for x in flat_tensors((args, kwargs))}
+    with torch.no_grad():
+        return [y if _storage(y) in given else None for y in flat_tensors(function(*args, **kwargs))]
+
+
+def is_view(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether torch makes a view of this tensor by this function."""
+    if "_copied" in args[0].__dict__:
+        return False
+    if function not in MAY_COPY:
+        return True
+    if kwargs or not all(arg.__class__ is int or arg.__class__ is tuple for arg in args[1:]):
+        return _is_view(function, args, kwargs)
+    key = (function, args[0]._layout, _lying(args[0]), args[1:])
+    known = _known_views.get(key)
+    if known is None:
+        known = _is_view(function, args, kwargs)
+        if len(_known_views) < MOST:
+            _known_views[key] = known
+    return known
+
+
+def _is_view(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    if lies_plainly(args[0]):
+        return True
+    return all(view is not None for view in _views_on_one_device(function, args, kwargs))
+
+
+MOST = 4096
+_known_views: dict[tuple, bool] = {}
+
+
+def _lying(x: DTensor) -> tuple:
+    """How a shard lies in memory, and what is remembered of the whole."""
+    return _on_shard(_stride, (), (x,)), x.__dict__.get("_strides")  # type: ignore[call-arg]
+
+
+def _strides_of_views(
+    function: Callable, args: tuple, kwargs: dict[str, Any], positions: Sequence[int]
+) -> list[tuple[int, ...]]:
+    views = _views_on_one_device(function, args, kwargs)
+    return [view.stride() for at in positions if (view := views[at]) is not None]
+
+
+def _remember_strides(part: Any, strides: tuple[int, ...]) -> None:
+    """Where a sharded dim lies within others, strides of its parts are not to be seen from the shards."""
+    layout = part._layout
+    for axes, own in zip(layout.splits, strides, strict=True):
+        if axes and any(step > own and size != 1 for step, size in zip(strides, layout.shape, strict=True)):
+            part.__class__ = Part
+            part._strides = strides
+            return
 
 
 # Watching
@@ -155,8 +263,6 @@ def _strides(shard: Tensor) -> tuple[int, ...]:
 
 def _watch(copy: Any, source: DTensor, way_back: WayBack | None) -> None:
     storage = _storage(copy)
-    if storage == _storage(source):
-        return  # a view after all
     copy.__class__ = CopiedView
     copy._source = source, way_back  # as long as the copy lives, so does what it was taken from
     _enter(_copies, storage, copy)
@@ -164,10 +270,22 @@ def _watch(copy: Any, source: DTensor, way_back: WayBack | None) -> None:
 
 
 def watch_view(view: Any, copy: CopiedView) -> None:
-    """A view of a copy keeps it, and ages with it."""
+    """A view of a copy keeps it, and ages with it. One of a part lies as the part does."""
+    if isinstance(copy, Part):
+        view.__class__, view._strides = Part, copy._strides
+        return
     view.__class__ = CopiedView
     view._whole = _whole(copy)
-    _enter(_taken, _storage(view._whole._source[0]), view)
+    _enter(_taken, _source_storage(view), view)
+
+
+def _outdate_with(copy: CopiedView, given: dict[int, CopiedView]) -> None:
+    """A copy of a copy is as old as that."""
+    source, way_back = copy._source
+    earlier = given.get(id(source))
+    if earlier is not None and not isinstance(earlier, Part):
+        copy._source = earlier, way_back
+        _enter(_taken, _source_storage(earlier), copy)
 
 
 def _whole(copy: CopiedView) -> CopiedView:
@@ -186,6 +304,10 @@ def _enter(register: Register, storage: int, copy: CopiedView) -> None:
 def _storage(x: Tensor) -> int:
     with _disabled():
         return x.untyped_storage()._cdata
+
+
+def _source_storage(copy: CopiedView) -> int:
+    return _storage(_whole(copy)._source[0])
 
 
 def _copy_in(x: Tensor) -> CopiedView | None:
@@ -222,7 +344,7 @@ def carry_on(written: Iterable[Tensor]) -> None:
             kin = [view for reference in _taken.pop(storage, ()) if (view := reference()) is not None]
             way_back(source, wrap(localise(copy), copy._layout))  # type: ignore[misc]
             for view in kin:
-                if _whole(view) is copy:
+                if _whole(view) is copy or (view.__class__ is CopiedView and _source_storage(view) == _storage(copy)):
                     _enter(_taken, storage, view)
                 else:
                     view.__class__ = StaleView  # type: ignore[assignment]
@@ -240,7 +362,7 @@ _RESHAPES = frozenset(
 )
 
 
-_MAY_COPY = _RESHAPES - {Tensor.view, Tensor.view_as, Tensor.squeeze, Tensor.unsqueeze, torch.squeeze, torch.unsqueeze}
+MAY_COPY = _RESHAPES - {Tensor.view, Tensor.view_as, Tensor.squeeze, Tensor.unsqueeze, torch.squeeze, torch.unsqueeze}
 """What torch makes a copy itself where strides do not allow a view."""
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.comm import Ranked
 from shardwise.dispatch import clear_cache
 from shardwise.dispatch.trace import OPAQUE, map_tensors
-from shardwise.errors import ShardwiseError
+from shardwise.experimental.spec import RuleError, TensorSpec
 from shardwise.layout import Partial
 from shardwise.rules import (
     AxisPlacement,
@@ -28,11 +28,6 @@ from shardwise.rules import (
     rule_for,
 )
 from shardwise.rules.notation import Factor, Factors
-
-
-class RuleError(ShardwiseError, ValueError):
-    """A sharding rule that does not fit its op."""
-
 
 Reduction = str | None
 
@@ -75,8 +70,9 @@ def register_sharding(
     - What an op writes to (`mutates_args`) must carry a letter for it to be sharded, and ends where it began.
 
     *A function*, with the signature of torch's experimental `register_sharding`, as a decorator: it takes the op's
-    arguments, with a description (`shape`, `ndim`, `dtype`, `tensor_meta`) of each tensor, and returns the ways along
-    one mesh axis as pairs (placements of the outputs, placements of the arguments; None for what is no tensor).
+    arguments, with a description of each tensor (`shape`, `ndim`, `stride`, `tensor_meta`, and, as it lies now, `mesh`
+    and `placements`), and returns the ways along one mesh axis as pairs (placements of the outputs, placements of the
+    arguments; None for what is no tensor).
 
     >>> @register_sharding(torch.ops.doc.scaled_mm.default)
     ... def _(x, w, scale):
@@ -160,55 +156,6 @@ def _for_overload(op: Any, rule: Rule, otherwise: Rule | None) -> Rule:
 # Torch's form
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMeta:
-    """What is known of a tensor before it lies anywhere."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class TensorSpec:
-    """A tensor argument as a rule's function sees it: the global tensor, without values.
-
-    A rule lists all ways along any axis, so where the tensor lies now is not part of it: `placements` and `mesh` raise.
-    """
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: Value) -> None:
-        self._value = value
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self._value.shape)
-
-    @property
-    def ndim(self) -> int:
-        return self._value.ndim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._value.dtype
-
-    @property
-    def tensor_meta(self) -> TensorMeta:
-        stride = torch.empty(self._value.shape, device="meta").stride()
-        return TensorMeta(self.shape, stride, self._value.dtype)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("placements", "mesh", "device_mesh"):
-            raise AttributeError(
-                f"a sharding rule lists every way to run its op along one mesh axis, wherever the tensors lie now: "
-                f"{name} is not known to it. Return all ways; the cheapest is chosen"
-            )
-        raise AttributeError(f"a tensor in a sharding rule has shape, ndim, dtype and tensor_meta, but no {name}")
-
-    def __repr__(self) -> str:
-        return f"TensorSpec({list(self.shape)}, {self.dtype})"
-
-
 def _register_function(ops: Sequence[Any], function: Callable) -> Callable:
     for op in ops:
         _register(op, Rule(lambda call: _ways_of(function, call)))
@@ -234,7 +181,7 @@ def _described(arg: Any) -> Any:
     if isinstance(arg, Value):
         return TensorSpec(arg)
     if isinstance(arg, (list, tuple)):
-        return type(arg)(_described(item) for item in arg)
+        return tuple(map(_described, arg)) if flat_values(arg) else arg
     return arg
 
 

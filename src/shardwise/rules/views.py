@@ -73,7 +73,7 @@ def _squeeze(call: Call) -> list[Strategy]:
 
 def _squeeze_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
     op = torch.ops.aten.squeeze_.dims if call.name.endswith("_") else torch.ops.aten.squeeze.dims
-    return Local(op, [call.inputs[0], list(_squeezed(call))])
+    return Local(op, [call.inputs[0], list(_squeezed(call))], resized=True)
 
 
 SQUEEZE = register("squeeze", rule=Rule(_squeeze, _squeeze_local))
@@ -147,7 +147,7 @@ def _slice_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> L
         starts.append(first)
         ends.append(first + (count - 1) * step + 1 if count else 0)
     args = [call.inputs[0], dim, HeldValues(starts), HeldValues(ends), step]
-    return Local(torch.ops.aten.slice.Tensor, args, resized=True)
+    return Local(torch.ops.aten.slice.Tensor, args)
 
 
 SLICE = register("slice", rule=Rule(_slice, _slice_local))

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.experimental import RuleError, register_sharding
-from shardwise.rules import registry
+from shardwise.experimental.register import _ways_of
+from shardwise.rules import Call, Value, registry
 
 R, S0, S1, SUM = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
 
@@ -216,6 +217,47 @@ def test_placements_of_other_libraries_are_understood() -> None:
     assert affine(place(AFFINE[0], S1), place(AFFINE[1], S0), place(AFFINE[2], R)).placements == (SUM,)
 
 
+def described(function: Callable) -> Callable[..., Any]:
+    """What a rule's function makes of descriptions of the arguments of `affine`."""
+
+    def ways(*values: Value) -> Any:
+        call = Call(affine._opoverload, values, {}, values, (Value(3, (5, 3), torch.float64),))
+        return _ways_of(function, call)
+
+    return ways
+
+
+def test_a_function_sees_where_the_arguments_lie() -> None:
+    """As much as torch's functions of this form look at."""
+    mesh = place(AFFINE[0], R, R, mesh=(2, 2)).device_mesh
+    lying = [(S0, S1), (R, S0), (SUM, R)]
+    dist = [place(x, *where, mesh=(2, 2)) for x, where in zip(AFFINE, lying, strict=True)]
+    values = [Value(i, tuple(d.shape), d.dtype, d._layout) for i, d in enumerate(dist)]
+
+    def function(x: Any, w: Any, b: Any) -> list:
+        assert [spec.placements for spec in (x, w, b)] == lying
+        assert x.mesh is mesh and x.device_mesh is mesh and x.mesh.ndim == 2
+        assert (x.ndim, x.shape, x.tensor_meta.shape) == (2, torch.Size([5, 4]), torch.Size([5, 4]))
+        assert (x.stride, x.tensor_meta.stride, x.tensor_meta.dtype) == ((4, 1), (4, 1), torch.float64)
+        assert (x.dim_map, x.num_shards_map, x.num_shards, x.sums) == ([0, 1], [2, 2], 4, [])
+        assert (w.dim_map, w.num_shards_map, w.num_shards, b.sums) == ([1, -1], [2, 1], 2, [0])
+        assert [spec.is_sharded() for spec in (x, w, b)] == [True, True, False]
+        assert [spec.is_replicated() for spec in (x, w, b)] == [False, False, False]
+        return [([x.placements[0]], [x.placements[0], R, R])]
+
+    assert [way.ins for way in described(function)(*values)] == [(None, None, None), (0, None, None)]
+
+
+def test_a_function_that_follows_its_arguments() -> None:
+    @register_sharding(affine)
+    def _(x: Any, w: Any, b: Any) -> list:
+        return [([R], [R, R, R]), *(([p], [p, R, R]) for p in x.placements if p.is_shard(0))]
+
+    out = affine(place(AFFINE[0], S0), place(AFFINE[1], R), place(AFFINE[2], R))
+    assert out.placements == (S0,)
+    torch.testing.assert_close(out.full_tensor(), affine(*AFFINE))
+
+
 # What does not fit is refused
 
 
@@ -263,7 +305,9 @@ def test_a_function_that_gives_something_else(ways: list, message: str) -> None:
         affine(*(place(x, S0) for x in AFFINE))
 
 
-def test_a_rule_does_not_know_where_tensors_lie() -> None:
-    register_sharding(affine)(lambda x, w, b: x.placements)
-    with pytest.raises(AttributeError, match="placements is not known to it"):
-        affine(*(place(x, S0) for x in AFFINE))
+def test_a_function_judged_by_samples_does_not_know_where_tensors_lie() -> None:
+    seen = described(lambda x, w, b: [([x.placements[0]], [x.placements[0], R, R])])
+    with pytest.raises(RuleError, match="mesh and placements are not known to it"):
+        seen(*(Value(i, tuple(x.shape), x.dtype) for i, x in enumerate(AFFINE)))
+    with pytest.raises(AttributeError, match="a tensor in a sharding rule has no nonsense, but device_mesh, dim_map, "):
+        described(lambda x, w, b: x.nonsense)(*(Value(i, tuple(x.shape), x.dtype) for i, x in enumerate(AFFINE)))

@@ -1,0 +1,76 @@
+"""Numbers reduced together: a stack of norms, each pending along axes of its own, takes one collective.
+
+`clip_grad_norm_` stacks the norms of all gradients. Each is pending along the axes that split its parameter; stacked as
+they are, they would be reduced one by one, in as many collectives as there are parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm import ranked
+from shardwise.dispatch.special import handles, shards_of
+from shardwise.layout import Layout, Partial, Replicate
+from shardwise.tensor import DTensor, wrap
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+
+@handles(torch.stack)
+def _stack(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    numbers = args[0] if len(args) == 1 and not kwargs else ()
+    if len(numbers) < 2 or not all(x.__class__ is DTensor and not x._layout.shape for x in numbers):
+        return NotImplemented
+    layouts = {x._layout for x in numbers}
+    if len({layout.mesh for layout in layouts}) > 1:  # once whole, numbers are the same on all meshes
+        return _whole_numbers(func, numbers)
+    if len(layouts) == 1 or (torch.is_grad_enabled() and any(x.requires_grad for x in numbers)):
+        return NotImplemented
+    norm = _common_norm(layouts)
+    if norm is None:
+        return NotImplemented
+    pending = [x for x in numbers if x._layout.has_pending]
+    norms = _stacked(pending, norm)
+    if len(pending) == len(numbers):
+        return norms
+    whole = norms.redistribute(placements=[Replicate()] * norms._layout.mesh.ndim).unbind()
+    left = iter(whole)
+    return func([next(left) if x._layout.has_pending else x for x in numbers])
+
+
+def _whole_numbers(func: Callable, numbers: Sequence[DTensor]) -> Any:
+    """Those of each mesh with one reduction, where they are norms."""
+    found: dict[int, Any] = {}
+    for mesh in dict.fromkeys(x._layout.mesh for x in numbers):
+        mine = [at for at, x in enumerate(numbers) if x._layout.mesh is mesh]
+        together = func([numbers[at] for at in mine]).full_tensor()
+        found.update(zip(mine, together.unbind(), strict=True))
+    return func([found[at] for at in range(len(numbers))])
+
+
+def _common_norm(layouts: Iterable[Layout]) -> Partial | None:
+    """The norm that is pending along all axes where anything is."""
+    pending = {p for layout in layouts for p in layout.pending if p is not None}
+    norm = pending.pop() if len(pending) == 1 else None
+    return norm if norm is not None and norm.reduce_op == "norm" and norm.p is not None and norm.p > 0 else None
+
+
+def _stacked(numbers: Sequence[DTensor], norm: Partial) -> DTensor:
+    """A stack of norms that are pending along some axis, hence not negative: pending along all axes where one is. What
+    is whole along such an axis becomes as many equal terms."""
+    mesh = numbers[0]._layout.mesh
+    axes = [axis for axis in range(mesh.ndim) if any(x._layout.pending[axis] for x in numbers)]
+    assert norm.p is not None
+    with _disabled(), torch.no_grad():
+        terms = []
+        for x in numbers:
+            count = math.prod(mesh.shape[axis] for axis in axes if x._layout.pending[axis] is None)
+            share = 1.0 if math.isinf(norm.p) else count ** (1 / norm.p)
+            terms.append([shard if share == 1 else shard / share for shard in shards_of(x)])
+        shards = [torch.stack(held) for held in zip(*terms, strict=True)]
+    layout = Layout(mesh, (len(numbers),)).with_(pending=[norm if axis in axes else None for axis in range(mesh.ndim)])
+    return wrap(shards[0] if len(shards) == 1 else ranked(shards), layout)

@@ -1,0 +1,141 @@
+"""`x[index] = value` with every kind of index: as on one device, or torch's own error and nothing written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from sweep import mesh_of, place
+from torch import Tensor
+
+import shardwise as sw
+
+R, S = sw.Replicate(), sw.Shard
+WAYS = [((2,), (R,)), ((2,), (S(0),)), ((3,), (S(1),)), ((2,), (S(2),)), ((2, 2), (S(0), S(2))), ((2, 2), (S(1), S(1)))]
+ROWS = torch.tensor([True, False, True])
+
+INDICES: dict[str, Any] = {
+    "int": 1,
+    "last": -1,
+    "slice": slice(1, None),
+    "step": slice(None, None, 2),
+    "ellipsis": ...,
+    "nothing": (),
+    "ints and slices": (1, slice(None), 2),
+    "new dim": (..., None),
+    "true": True,
+    "false": False,
+    "numpy int": numpy.int64(1),
+    "numpy array": numpy.array([0, 2]),
+    "numpy mask": numpy.array([True, False, True]),
+    "range": range(2),
+    "list": [2, 0],
+    "empty list": [],
+    "list of bools": [True, False, True],
+    "list of slices": [slice(0, 2)],
+    "lists in a tuple": ([0, 1], [1, 2]),
+    "lists in a list": [[0, 1], [1, 2]],
+    "number in a tensor": torch.tensor(1),
+    "tensor": torch.tensor([2, 0]),
+    "negative": torch.tensor([-1, -2]),
+    "two": (torch.tensor([0, 1]), torch.tensor([1, 2])),
+    "two that broadcast": (torch.tensor([[0], [1]]), torch.tensor([1, 2])),
+    "apart": (torch.tensor([0, 1]), slice(None), torch.tensor([1, 2])),
+    "after a new dim": (None, torch.tensor([0, 2])),
+    "beside an int": (1, torch.tensor([0, 2])),
+    "an int between": (torch.tensor([0, 2]), 1, torch.tensor([3, 0])),
+    "in slices": (slice(0, 2), torch.tensor([1, 3]), slice(None, None, 2)),
+    "mask": ROWS,
+    "mask of all": torch.arange(60).view(3, 4, 5) % 7 == 0,
+    "mask of inner dims": (slice(None), torch.arange(20).view(4, 5) % 3 == 0),
+    "mask and int": (ROWS, 1),
+    "mask and indices": (ROWS, torch.tensor([0, 3])),
+}
+
+
+def whole() -> Tensor:
+    return torch.arange(60.0).view(3, 4, 5).clone()
+
+
+def values(shape: torch.Size) -> list[Any]:
+    full = torch.arange(1.0, 1 + shape.numel()).view(shape)
+    return [7.5, torch.tensor(5.0), full, full[..., :1], full[None, None]]
+
+
+def placed(item: Any, mesh: Any) -> Any:
+    if isinstance(item, tuple):
+        return tuple(placed(one, mesh) for one in item)
+    return sw.distribute_tensor(item, mesh) if isinstance(item, Tensor) else item
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize("mesh, placements", WAYS, ids=lambda value: "".join(map(str, value)))
+def test_every_kind_of_index(mesh: tuple[int, ...], placements: tuple[sw.Placement, ...]) -> None:
+    for name, index in INDICES.items():
+        for value in values(whole()[index].shape):
+            expected, d = whole(), place(whole(), *placements, mesh=mesh)
+            expected[index] = value
+            d[placed(index, d.device_mesh)] = placed(value, d.device_mesh)
+            assert torch.equal(d.full_tensor(), expected), (name, value)
+
+
+WRONG: dict[str, tuple[Any, Any]] = {
+    "too many": ((0, 0, 0, 0), 1.0),
+    "out of range": (7, 1.0),
+    "no index": (1.5, 1.0),
+    "mask of another shape": (torch.tensor([True, False]), 1.0),
+    "indices that do not go together": (([0, 1], [0, 1, 2]), 1.0),
+    "value of another shape": (slice(1, None), torch.ones(17)),
+    "value for indices": (torch.tensor([0, 2]), torch.ones(17)),
+    "no value": (0, "one"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("placement", [R, S(0), S(1)], ids=str)
+def test_a_wrong_assignment_raises_torchs_error_and_writes_nothing(case: str, placement: sw.Placement) -> None:
+    index, value = WRONG[case]
+    d = place(whole(), placement)
+    with pytest.raises((IndexError, RuntimeError, TypeError)) as expected:
+        whole()[index] = value
+    with pytest.raises(type(expected.value)) as found:
+        d[placed(index, d.device_mesh)] = placed(value, d.device_mesh)
+    assert str(found.value) == str(expected.value)
+    assert torch.equal(d.full_tensor(), whole())
+
+
+@pytest.mark.parametrize("mesh, placements", [*WAYS, ((4,), (S(1),)), ((2, 2), (S(0), S(0)))], ids=str)
+def test_a_part_may_be_set_to_itself(mesh: tuple[int, ...], placements: tuple[sw.Placement, ...]) -> None:
+    """As `x[index] *= 2` does, after the part was written to."""
+    for index in (1, slice(1, 3), (slice(None), slice(1, 3)), (0, slice(None), 2), (..., -1)):
+        expected, d = whole(), place(whole(), *placements, mesh=mesh)
+        expected[index] *= 2
+        d[index] *= 2
+        assert torch.equal(d.full_tensor(), expected), index
+
+
+def test_indices_apart_from_each_other_but_for_an_int() -> None:
+    """The dims of the indices stay in place if nothing but ints lies between them."""
+    x = torch.arange(81.0).view(3, 3, 3, 3)
+    index, value = (slice(None), torch.tensor([0, 2, 1]), slice(None), 1), torch.arange(27.0).view(3, 3, 3)
+    for placements in ((S(0), R), (S(1), S(3)), (S(3), S(2))):
+        expected, d = x.clone(), place(x, *placements, mesh=(2, 2))
+        expected[index] = value
+        d[placed(index, mesh_of((2, 2)))] = placed(value, mesh_of((2, 2)))
+        assert torch.equal(d.full_tensor(), expected), placements
+
+
+@pytest.mark.parametrize("index", [1, (slice(None), torch.tensor([0, 2])), (ROWS, 1)], ids=["int", "indices", "mask"])
+def test_gradients_of_assignments(index: Any) -> None:
+    x, v = whole().requires_grad_(), torch.rand_like(whole()[index]).requires_grad_()
+    for placements in ((S(0),), (S(1),)):
+        d, w = place(whole(), *placements).requires_grad_(), place(v.detach(), R).requires_grad_()
+        for t, value in ((x, v), (d, w)):
+            t.grad = value.grad = None
+            y = t * 2
+            y[placed(index, d.device_mesh) if t is d else index] = value * 3
+            (y * y).sum().backward()
+        torch.testing.assert_close(d.grad.full_tensor(), x.grad)
+        torch.testing.assert_close(w.grad.full_tensor(), v.grad)

@@ -1,0 +1,146 @@
+"""Whether torch makes a view or a copy depends on how the whole lies in memory, not on how the shards do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sweep import place
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.dispatch import memory, views
+
+R, S = sw.Replicate(), sw.Shard
+Take = Callable[[Tensor], Tensor]
+ONE = [((ranks,), (placement,)) for ranks in (2, 3, 4) for placement in (R, S(0), S(1), S(2))]
+TWO = [((2, 2), pair) for pair in ((S(1), S(1)), (S(0), S(2)), (S(2), S(2)), (S(1), S(2)))]
+
+
+def whole() -> Tensor:
+    return torch.arange(48.0, dtype=torch.float64).view(2, 4, 6).clone()
+
+
+PARTS: dict[str, Take] = {
+    "all": lambda x: x,
+    "every other of dim 0": lambda x: x[::2],
+    "every other of dim 1": lambda x: x[:, ::2],
+    "every third of dim 2": lambda x: x[..., ::3],
+    "first of dim 1": lambda x: x[:, :1],
+    "half of dim 1": lambda x: x[:, :2],
+    "middle of dim 1": lambda x: x.narrow(1, 1, 2),
+    "split of dim 2": lambda x: x.split([2, 4], 2)[1],
+    "turned": lambda x: x.transpose(0, 1),
+    "turned inside": lambda x: x.mT,
+    "half, turned": lambda x: x[:, :2].transpose(0, 1),
+    "turned, half, back": lambda x: x.transpose(0, 1)[:2].transpose(0, 1),
+    "one, repeated": lambda x: x[:1].expand(2, 4, 6),
+}
+RESULTS: dict[str, Take] = {
+    "contiguous": lambda x: x.contiguous(),
+    "reshape": lambda x: x.reshape(-1),
+    "flatten first": lambda x: x.flatten(0, 1),
+    "flatten last": lambda x: torch.flatten(x, 1),
+    "turned and merged": lambda x: x.transpose(0, 1).reshape(-1, x.shape[-1]),
+    "reshape_as": lambda x: x.reshape_as(x),
+    "ravel": torch.ravel,
+    "module": torch.nn.Flatten(0),
+    "einsum": lambda x: torch.einsum("ijk->kij", x),
+    "to": lambda x: x.to(x.dtype),
+    "expand_as": lambda x: x.expand_as(x),
+    "dropout": lambda x: F.dropout(x, 0.5, training=False),
+    "row": lambda x: x[0],
+    "squeeze": lambda x: x.squeeze(),
+}
+
+
+def storages(x: sw.DTensor) -> list[int]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [shard.untyped_storage()._cdata for shard in (x, *x._peers)]
+
+
+def outcome(take: Take, x: Tensor, *, write_to_result: bool) -> tuple[Tensor, Tensor]:
+    """What there is after a write to the result, or to the source: the source and the result."""
+    result = take(x)
+    (result if write_to_result else x).add_(1)
+    return x, result
+
+
+@pytest.mark.parametrize("mesh, placements", ONE + TWO, ids=lambda value: "".join(map(str, value)))
+def test_a_write_is_seen_where_it_is_on_one_device(mesh: tuple[int, ...], placements: tuple[sw.Placement, ...]) -> None:
+    """Or refused: a view that had to be a copy says so."""
+    seen = refused = 0
+    for (part, a), (result, b), to_result in product(PARTS.items(), RESULTS.items(), (True, False)):
+        context = f"{part}, {result}, write to {'result' if to_result else 'source'}"
+        try:
+            expected = outcome(lambda x, a=a, b=b: b(a(x)), whole(), write_to_result=to_result)
+        except RuntimeError:
+            continue  # elements that share memory cannot be written to
+        d = place(whole(), *placements, mesh=mesh)
+        try:
+            found = outcome(lambda x, a=a, b=b: b(a(x)), d, write_to_result=to_result)
+            values = [x.full_tensor() for x in found]
+        except sw.errors.InPlaceError:
+            refused += 1
+            continue
+        seen += 1
+        assert torch.equal(values[0], expected[0]), f"source: {context}"
+        assert torch.equal(values[1], expected[1]), f"result: {context}"
+    assert seen > 3 * refused
+    if all(placement == R for placement in placements):
+        assert not refused
+
+
+@pytest.mark.parametrize("mesh, placements", ONE + TWO, ids=lambda value: "".join(map(str, value)))
+def test_strides_are_those_of_the_whole(mesh: tuple[int, ...], placements: tuple[sw.Placement, ...]) -> None:
+    """On every rank, whatever it holds of the tensor."""
+    for name, take in PARTS.items():
+        expected, d = take(whole()), take(place(whole(), *placements, mesh=mesh))
+        if d.__class__ is views.CopiedView:
+            continue  # it lies in memory of its own
+        wide = [dim for dim, size in enumerate(expected.shape) if size > 1]
+        assert [d.stride(dim) for dim in wide] == [expected.stride(dim) for dim in wide], name
+        assert d.is_contiguous() == expected.is_contiguous(), name
+        if d.__class__ is views.Part:
+            continue
+        with torch._C.DisableTorchFunctionSubclass():
+            for shard in (d, *d._peers):
+                shown = memory.strides_shown(d._layout.shape, torch._C.TensorBase.size(shard), shard.stride())
+                assert [shown[dim] for dim in wide] == [expected.stride(dim) for dim in wide], name
+
+
+def test_a_copy_of_a_copy_is_stale_with_it() -> None:
+    x = place(whole(), S(0), mesh=(2,))
+    row = x[:1].squeeze(0)[0]
+    x.add_(1)
+    with pytest.raises(sw.errors.InPlaceError, match="take the view again"):
+        row.full_tensor()
+
+
+def test_a_write_to_a_copy_of_a_copy_reaches_the_source() -> None:
+    x, expected = place(whole(), S(0), mesh=(2,)), whole()
+    for t in (x, expected):
+        row = t[:1].squeeze(0)[0]
+        row.mul_(2)
+        row.add_(1)
+    assert torch.equal(x.full_tensor(), expected)
+
+
+def test_what_torch_makes_a_view_costs_no_copy() -> None:
+    x = place(whole(), S(0), mesh=(2,))  # one index of dim 0 on every rank
+    assert x.contiguous() is x
+    for view in (x.reshape(8, 6), x.flatten(1), x[:, :2].reshape(2, 2, 2, 3), x.reshape(48)):
+        assert all(a == b for a, b in zip(storages(view), storages(x), strict=True))
+
+
+def test_gradients_pass_through_what_is_copied() -> None:
+    x, d = whole().requires_grad_(), place(whole(), S(1), mesh=(4,)).requires_grad_()
+    for t in (x, d):
+        y = (t * 2).transpose(0, 1)
+        z = y.reshape(-1, 6)
+        z.mul_(t.transpose(0, 1).reshape(8, 6))
+        (z.sum() + (y * y).sum()).backward()
+    torch.testing.assert_close(d.grad.full_tensor(), x.grad)
