@@ -254,3 +254,22 @@ def second_derivatives(mesh: Any) -> None:
         penalty(*dist).backward()
         for d, p in zip(dist, plain, strict=True):
             assert_close(d.grad, p.grad, placements)
+
+
+@body(2, 2)
+def reshapes_copy_where_one_device_does(mesh: Any) -> None:
+    whole = doubles(2, 3, 4)
+    for placements in ([S(0), R], [S(0), S(2)], [R, S(0)]):
+        plain, x = whole.clone().requires_grad_(), leaf(whole, mesh, placements)
+        results = []
+        for given in (plain, x):
+            source = given * 1
+            merged = source.transpose(0, 1).reshape(3, 8)  # a copy, though each rank's part lies in one piece
+            merged.add_(1)
+            view = source.reshape(6, 4)  # a view
+            view.mul_(2)
+            (source.sin() * merged.cos().reshape(2, 3, 4)).sum().backward()
+            results.append((source, merged))
+        for mine, theirs in zip(results[1], results[0], strict=True):
+            assert_close(mine, theirs, placements)
+        assert_close(x.grad, plain.grad, placements)

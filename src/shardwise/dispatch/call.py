@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.dispatch.autocasting import AUTOCAST, Autocast, autocast_dtype
-from shardwise.dispatch.build import Steps, build
+from shardwise.dispatch.build import Steps, build, runs_in_cpp
 from shardwise.dispatch.fallback import Gathered, describe, report
 from shardwise.dispatch.key import Uncacheable, key_of, variant_key
 from shardwise.dispatch.lists import plan_list_call
@@ -26,7 +26,7 @@ from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors,
 from shardwise.dispatch.views import MAY_COPY, CopiedView, Copies, OfCopies, ViewOrCopy, Writes
 from shardwise.errors import MeshError, ShardwiseError, StrideError
 from shardwise.layout import Layout
-from shardwise.rules import flat_values, rule_for
+from shardwise.rules import Value, flat_values, rule_for
 from shardwise.rules.foreach import is_list_op
 from shardwise.rules.pointwise import ELEMENTWISE
 from shardwise.tensor import DTensor
@@ -242,7 +242,7 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
     if isinstance(plan, Steps) and asked in AUTOCAST:
         plan = Autocast(plan, asked)
     if func in MAY_COPY and is_thin(layouts[0]):
-        plan = ViewOrCopy(plan, func)
+        plan = ViewOrCopy(plan, func, _layout_of_one_view(lowered))
     gathering = [call for call in lowered.calls if call.gathers]
     if gathering:
         plan = Reported(plan, gathering[0].call.op._schema.name.replace("::", "."), (func, *layouts))
@@ -251,6 +251,15 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
         return Writes(plan, getattr(func, "__name__", str(func)), written), invariant
     copies = [i for i, value in enumerate(flat_values(trace.output)) if value.index in lowered.copies]
     return Copies(plan, func, copies) if copies else plan, invariant
+
+
+def _layout_of_one_view(lowered: Lowered) -> Layout | None:
+    """The layout of the result, if the call is one view of one shard."""
+    if len(lowered.calls) != 1 or not runs_in_cpp(lowered.mesh) or not isinstance(lowered.trace.output, Value):
+        return None
+    (call,) = lowered.calls
+    moved = any(call.moves) or any(call.out_moves)
+    return None if moved or call.gathers else lowered.layouts[lowered.trace.output.index]
 
 
 def _gathered(func: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Layout]) -> Plan:

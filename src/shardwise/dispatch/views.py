@@ -22,6 +22,7 @@ from torch import Tensor
 from shardwise.dispatch.memory import copied, lies_plainly, on_one_device
 from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.errors import InPlaceError
+from shardwise.layout import Layout
 from shardwise.tensor import DTensor, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -155,10 +156,12 @@ class ViewOrCopy:
     """A plan of a reshape of shards so thin that they may allow a view where the whole does not: a row on every rank
     lies in one piece, however far apart the rows are. What torch copies for how the whole lies is copied here too."""
 
-    __slots__ = ("function", "known", "plan")
+    __slots__ = ("function", "known", "layout", "plan", "sizes")
 
-    def __init__(self, plan: Callable, function: Callable) -> None:
-        self.plan, self.function = plan, function
+    def __init__(self, plan: Callable, function: Callable, layout: Layout | None) -> None:
+        """`layout` is the result's if one view of the one shard held here is all there is to do."""
+        self.plan, self.function, self.layout = plan, function, layout
+        self.sizes = layout.held_shapes[0] if layout is not None else ()
         self.known: dict[Any, bool] = {}
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
@@ -168,8 +171,14 @@ class ViewOrCopy:
             view = is_view(self.function, args, kwargs or {})
             if len(self.known) < MOST:
                 self.known[lying] = view
-        out = self.plan(args, kwargs)
-        return out if view else copied(out)
+        if view:
+            return self.plan(args, kwargs)
+        if self.layout is None:
+            return copied(self.plan(args, kwargs))
+        out: Any = _on_shard(torch.view_copy, (), (args[0], self.sizes))  # type: ignore[call-arg]
+        out.__class__ = DTensor
+        out._layout = self.layout
+        return out
 
 
 def _fresh(x: DTensor) -> DTensor:
