@@ -13,8 +13,6 @@ from shardwise.dispatch.views import CopiedView, StaleView, stale
 from shardwise.errors import MixedTensorError
 from shardwise.tensor import DTensor
 
-_ALL_INTS = {int}
-
 
 class Uncacheable(Exception):
     """An argument that cannot be part of a key: the call is planned each time."""
@@ -31,13 +29,14 @@ def key_of(value: Any) -> Any:
         return value
     if cls is bool:
         return (bool, value)
-    if cls is tuple and len(value) == 1 and value[0].__class__ is int:
-        return value
     if cls is list or cls is tuple or cls is torch.Size:
-        if value and value[0].__class__ is DTensor:
+        for item in value:
+            if item.__class__ is not int:
+                break
+        else:  # sizes: by far the most common
+            return value if cls is tuple else tuple(value)
+        if value[0].__class__ is DTensor:
             return tuple([item._layout if item.__class__ is DTensor else key_of(item) for item in value])
-        if {*map(type, value)} <= _ALL_INTS:
-            return tuple(value)
         return tuple([key_of(item) for item in value])
     if cls is slice:
         return (slice, key_of(value.start), key_of(value.stop), key_of(value.step))

@@ -22,6 +22,9 @@ COMPUTED_AS_OUT = frozenset({"sum", "nansum", "prod", "cumsum", "cumprod", "mean
 MANY = 1 << 20
 """Elements that are not worth making only to hear an error in better words."""
 
+MOST = 64
+"""Combinations of dtypes that are remembered."""
+
 RETURNING_NOTHING = frozenset({"split_copy", "split_with_sizes_copy", "unbind_copy"})
 """Functions that return nothing when they are given `out`."""
 
@@ -85,10 +88,11 @@ def _check_shape(name: str, target: Any, shape: tuple[int, ...]) -> None:
 class _IntoOut:
     """The call without `out=`, and its results copied there. Whatever refuses does so before anything is written."""
 
-    __slots__ = ("func", "name")
+    __slots__ = ("func", "fitting", "name")
 
     def __init__(self, func: Callable, name: str) -> None:
         self.func, self.name = func, name
+        self.fitting: set[tuple] = set()  # dtypes that go together
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         given = dict(kwargs or {})
@@ -98,6 +102,7 @@ class _IntoOut:
         if self.name in COMPUTED_AS_OUT and given.get("dtype") is None:
             with _disabled():
                 given["dtype"] = targets[0].dtype
+        self._check_dtypes(args, given, out)
         results = self.func(*args, **given)
         self._check(args, given, out, targets, flat_tensors(results))
         with torch.no_grad():
@@ -113,6 +118,22 @@ class _IntoOut:
                 f"{self.name}(): functions with out=... arguments don't support automatic differentiation, but one of "
                 f"the arguments requires grad."
             )
+
+    def _check_dtypes(self, args: tuple, given: dict[str, Any], out: Any) -> None:
+        """Before anything runs, where kernels for meta tensors tell the dtypes of the results."""
+        with _disabled():
+            dtypes = tuple(x.dtype for x in flat_tensors((args, given, out)))
+        if dtypes in self.fitting:
+            return
+        try:
+            with torch.no_grad():
+                results = flat_tensors(self.func(*map_tensors(args, _meta), **map_tensors(given, _meta)))
+        except Exception:  # as in `_foresee`
+            results = []
+        if any(x.dtype != y.dtype for x, y in zip(flat_tensors(out), results)):
+            self._let_torch_look_at(args, given, out)
+        if len(self.fitting) < MOST:
+            self.fitting.add(dtypes)
 
     def _check(
         self, args: tuple, given: dict[str, Any], out: Any, targets: Sequence[Any], results: Sequence[Any]

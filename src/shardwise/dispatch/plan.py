@@ -162,6 +162,11 @@ def localised(function: Callable, template: Sequence[Any], position: int, layout
     before, after = tuple(template[:position]), tuple(template[position + 1 :])
 
     def run(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
-        return wrap_fresh(_on_shard(function, (), (*before, args[0], *after)), layout)  # type: ignore[call-arg]
+        out: Any = _on_shard(function, (), (*before, args[0], *after))  # type: ignore[call-arg]
+        if out.__class__ is Tensor:
+            out.__class__ = DTensor
+            out._layout = layout  # type: ignore[attr-defined]
+            return out
+        return wrap_fresh(out, layout)
 
     return run
