@@ -6,10 +6,12 @@ fresh tensors only.
 
 from __future__ import annotations
 
+import atexit
 import math
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -95,6 +97,16 @@ class _Group:
         return member if self.order is None else self.order.index(member)
 
 
+_ports: WeakSet[ProcessGroupPort] = WeakSet()
+
+
+@atexit.register
+def _release_all() -> None:
+    """Groups end while Python still runs: Gloo's threads abort a process that takes them down with it."""
+    for port in list(_ports):
+        port.release()
+
+
 class ProcessGroupPort:
     """One process, one rank. Groups over several axes are made when first needed, by their members alone."""
 
@@ -107,6 +119,14 @@ class ProcessGroupPort:
         self.ranks: Tensor = device_mesh.mesh
         self._groups: dict[tuple[Mesh, Axes], _Group] = {}
         self._by_roots: dict[Axes, _Group] = {}
+        self._reductions: dict[tuple[Mesh, Axes, str], Any] = {}
+        _ports.add(self)
+
+    def release(self) -> None:
+        """Let go of all groups."""
+        self._groups.clear()
+        self._by_roots.clear()
+        self._reductions.clear()
 
     def group(self, mesh: Mesh, axes: Axes) -> _Group:
         found = self._groups.get((mesh, axes))
@@ -151,16 +171,15 @@ class ProcessGroupPort:
 
     def reducer(self, mesh: Mesh, axes: Axes, op: str) -> Callable[[Tensor], None]:
         """`all_reduce` of contiguous tensors of our own, in place, with everything looked up beforehand."""
-        all_reduce: Any = None
-        options = _ALL_REDUCE[op]
+        known, key, options = self._reductions, (mesh, axes, op), _ALL_REDUCE[op]
 
         def reduce(x: Tensor) -> None:
-            nonlocal all_reduce
             if not _is_reducible(x.dtype, op):
                 x.copy_(self.all_reduce((x,), mesh, axes, op)[0])
                 return
+            all_reduce = known.get(key)
             if all_reduce is None:  # groups are made by the first collective that needs them
-                all_reduce = self.group(mesh, axes).backend(x.device).allreduce
+                all_reduce = known[key] = self.group(mesh, axes).backend(x.device).allreduce
             if record.listeners:
                 record.note("all_reduce", mesh, axes, x)
             work = all_reduce([x], options)

@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from shardwise.dispatch.special import handles
-from shardwise.dispatch.trace import map_tensors
+from shardwise.dispatch.stand_ins import torchs_own
 from shardwise.errors import MixedTensorError
 from shardwise.tensor import DTensor, distribute_tensor
-
-MANY = 1 << 24
-"""Elements that are not worth making only to hear an error in torch's words."""
 
 
 @handles(Tensor.__setitem__)
@@ -31,22 +28,7 @@ def _set_item(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     except MixedTensorError:
         raise
     except Exception as error:
-        raise _torchs_own(error, x, index, value) from None
-
-
-def _torchs_own(error: Exception, x: DTensor, index: Any, value: Any) -> Exception:
-    """What torch says to such an assignment on one device."""
-    if x.numel() > MANY:
-        return error
-
-    def zeros(t: Tensor) -> Tensor:
-        return torch.zeros(t.shape, dtype=t.dtype)
-
-    try:
-        zeros(x)[map_tensors(index, zeros)] = map_tensors(value, zeros)
-    except Exception as said:
-        return said.with_traceback(None)
-    return error
+        raise torchs_own(error, func, args, {}) or error from None
 
 
 def _assign(x: DTensor, index: Any, value: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +21,10 @@ from shardwise.dispatch.memory import is_thin
 from shardwise.dispatch.outs import plan_out
 from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
+from shardwise.dispatch.stand_ins import refused, torchs_own
 from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call, written_families
 from shardwise.dispatch.views import MAY_COPY, CopiedView, Copies, OfCopies, ViewOrCopy, Writes
-from shardwise.errors import MeshError, ShardwiseError, StrideError
+from shardwise.errors import MeshError, StrideError
 from shardwise.layout import Layout
 from shardwise.rules import Value, flat_values, rule_for
 from shardwise.rules.foreach import is_list_op
@@ -264,9 +264,8 @@ def _layout_of_one_view(lowered: Lowered) -> Layout | None:
 
 def _gathered(func: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Layout]) -> Plan:
     """The call on whole tensors, unless torch refuses such arguments whatever the data: then nothing is gathered."""
-    said = [torchs_own(None, func, args, kwargs, fill) for fill in (torch.zeros, torch.ones)]
-    if said[0] is not None and str(said[0]) == str(said[1]):
-        raise said[0]
+    if (refusal := refused(func, args, kwargs)) is not None:
+        raise refusal
     return Gathered(func, layouts[0].mesh)
 
 
@@ -311,10 +310,6 @@ def picked_by_tensor(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
     return x[tuple(items)]
 
 
-MANY = 1 << 24
-"""Elements that are not worth making only to hear an error in better words."""
-
-
 UNCHECKED_ON_META = frozenset(
     {
         *("select_scatter", "slice_scatter", "diagonal_scatter"),
@@ -322,29 +317,6 @@ UNCHECKED_ON_META = frozenset(
     }
 )
 """Ops whose kernels for meta tensors let sizes or dtypes pass that others refuse."""
-
-
-def torchs_own(
-    error: Exception | None, func: Callable, args: tuple, kwargs: dict[str, Any], fill: Callable = torch.zeros
-) -> Exception | None:
-    """What torch says to such arguments on one device: kernels for meta tensors have words, and types, of their own."""
-    tensors = flat_tensors((args, kwargs))
-    if isinstance(error, ShardwiseError) or sum(x.numel() for x in tensors) > MANY:
-        return error
-
-    def filled(x: Tensor) -> Tensor:
-        with _disabled():
-            shape = x._layout.shape if isinstance(x, DTensor) else x.shape
-            made = fill(shape, dtype=x.dtype, requires_grad=x.requires_grad)
-            return made if x.is_leaf else made.clone()
-
-    try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            func(*map_tensors(args, filled), **map_tensors(kwargs, filled))
-    except Exception as said:
-        return said.with_traceback(None)
-    return error
 
 
 class ContiguousOnly:

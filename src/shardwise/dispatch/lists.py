@@ -12,7 +12,8 @@ from torch import Tensor
 from shardwise.comm import shards_of
 from shardwise.dispatch.build import Whole, runs_in_cpp
 from shardwise.dispatch.plan import Mover, Plan, direct_list, mover_of
-from shardwise.dispatch.trace import flat_tensors, map_tensors
+from shardwise.dispatch.stand_ins import refused
+from shardwise.dispatch.trace import flat_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh, Partial
 from shardwise.redistribute import Group, plan_moves
@@ -51,10 +52,6 @@ def plan_list_call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     return _UnlessShared(plan, func) if shared and name not in FUSED else plan
 
 
-MANY = 1 << 24
-"""Elements that are not worth making only to hear an error early."""
-
-
 def _refuse(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     """Where lists do not match in length, shapes or dtypes, let torch look at such tensors before anything moves."""
     lists = [arg for arg in (*args, *kwargs.values()) if _is_tensors(arg)]
@@ -62,18 +59,8 @@ def _refuse(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     mixed = any(dtype.is_complex != kinds[0][0][1].is_complex for _, dtype in kinds[0])
     if (all(found == kinds[0] for found in kinds) and not mixed) or list_name(func) in FUSED:
         return
-    if sum(x.numel() for items in lists for x in items) > MANY:
-        return
-
-    def zeros(x: Tensor) -> Tensor:
-        with _disabled():
-            return torch.zeros(x._layout.shape if isinstance(x, DTensor) else x.shape, dtype=x.dtype)
-
-    try:
-        with torch.no_grad():
-            func(*map_tensors(args, zeros), **map_tensors(kwargs, zeros))
-    except ZeroDivisionError:  # it is only the zeros that are refused
-        return
+    if (refusal := refused(func, args, kwargs)) is not None:
+        raise refusal
 
 
 def _lead(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:

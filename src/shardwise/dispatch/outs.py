@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.dispatch.plan import Plan
+from shardwise.dispatch.stand_ins import filled, meta
 from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.errors import InPlaceError
 from shardwise.tensor import DTensor
@@ -60,21 +61,11 @@ def _foresee(name: str, func: Callable, args: tuple, given: dict[str, Any], targ
             )
     try:
         with torch.no_grad():
-            results = flat_tensors(func(*map_tensors(args, _meta), **map_tensors(given, _meta)))
+            results = flat_tensors(func(*map_tensors(args, meta), **map_tensors(given, meta)))
     except Exception:  # no kernel for meta tensors, or bad arguments: the call itself says so
         return
     for target, result in zip(targets, results):
         _check_shape(name, target, tuple(result.shape))
-
-
-def _meta(x: Tensor) -> Tensor:
-    with _disabled():
-        return torch.empty(x._layout.shape if isinstance(x, DTensor) else x.shape, dtype=x.dtype, device="meta")
-
-
-def _zeros(x: Tensor) -> Tensor:
-    with _disabled():
-        return torch.zeros(x._layout.shape if isinstance(x, DTensor) else x.shape, dtype=x.dtype)
 
 
 def _check_shape(name: str, target: Any, shape: tuple[int, ...]) -> None:
@@ -127,7 +118,7 @@ class _IntoOut:
             return
         try:
             with torch.no_grad():
-                results = flat_tensors(self.func(*map_tensors(args, _meta), **map_tensors(given, _meta)))
+                results = flat_tensors(self.func(*map_tensors(args, meta), **map_tensors(given, meta)))
         except Exception:  # as in `_foresee`
             results = []
         if any(x.dtype != y.dtype for x, y in zip(flat_tensors(out), results)):
@@ -149,7 +140,7 @@ class _IntoOut:
     def _let_torch_look_at(self, args: tuple, given: dict[str, Any], out: Any) -> None:
         """Raises what torch raises where results of these dtypes cannot be written to `out`."""
         few = sum(x.numel() for x in flat_tensors((args, given, out))) < MANY
-        make = _zeros if few else _meta  # kernels for meta tensors have words of their own
+        make = filled if few else meta  # kernels for meta tensors have words of their own
         try:
             self.func(*map_tensors(args, make), **map_tensors(given, make), out=map_tensors(out, make))
         except NotImplementedError:  # it has no kernel for meta tensors
