@@ -30,8 +30,13 @@ class Timing:
         return Timing(statistics.median(samples), min(samples))
 
 
-def race(calls: dict[str, Call], *, num_rounds: int) -> dict[str, Timing]:
-    """Times the calls in turns, each for an equal slice; every round starts with another one."""
+def race(
+    calls: dict[str, Call], *, num_rounds: int, enter: Callable[[str], object] = lambda name: None
+) -> dict[str, Timing]:
+    """Times the calls in turns, each for an equal slice; every round starts with another one.
+
+    `enter` is told, before each slice, which one comes.
+    """
     sizes = {name: slice_size(call) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
@@ -40,6 +45,7 @@ def race(calls: dict[str, Call], *, num_rounds: int) -> dict[str, Timing]:
     try:
         for _ in range(num_rounds):
             for name in order:
+                enter(name)
                 for _ in range(WARM_UP_CALLS):
                     calls[name]()
                 samples[name].append(time_per_call(calls[name], sizes[name]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +163,7 @@ class DTensor(Tensor):
         layout = layout_of_shards(local, mesh, placements, run_check=run_check, shape=shape)
         with _disabled():
             aliases = [_as_subclass(shard, Tensor) for shard in shards_of(local)]
+            arrive(aliases[0].device.type)
         return wrap(aliases[0] if len(aliases) == 1 else ranked(aliases), layout)
 
     def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
@@ -249,10 +250,23 @@ class DTensor(Tensor):
 
 # Between DTensors and local tensors
 
+_devices: set[str] = set()
+arrivals: list[Callable[[str], None]] = []
+"""Who is told when DTensors are first seen on a type of device."""
+
+
+def arrive(device_type: str) -> None:
+    if device_type not in _devices:
+        _devices.add(device_type)
+        for tell in arrivals:
+            tell(device_type)
+
 
 def wrap(local: Tensor, layout: Layout) -> DTensor:
     """The DTensor whose shard is `local`. A fresh result becomes it; anything else is aliased first."""
     made: Any = localise(local) if isinstance(local, DTensor) else local
+    if layout.mesh.device_type not in _devices:
+        arrive(layout.mesh.device_type)
     made.__class__ = DTensor
     made._layout = layout
     return made

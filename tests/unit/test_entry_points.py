@@ -1,7 +1,9 @@
-"""Ways from a DTensor to plain values. Those that C++ takes without asking the tensor see one shard: here is a list."""
+"""Entries where torch reads a tensor in C++ and asks nobody: each sees the whole tensor, or is refused in words."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +11,15 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+from shardwise.errors import MixedTensorError
 
 WHOLE = torch.arange(8.0).view(4, 2)
+PLAIN = torch.arange(12.0).view(4, 3)
 
 
 def sharded() -> sw.DTensor:
@@ -21,43 +27,210 @@ def sharded() -> sw.DTensor:
     return sw.distribute_tensor(WHOLE, mesh, [sw.Shard(0), sw.Shard(1)])
 
 
-ASKED: dict[str, Callable[[Any], Any]] = {
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+
+    @torch.jit.script
+    def scripted(x: Tensor) -> Tensor:
+        return x.sum() + x
+
+
+def over_six(x: Any) -> Any:
+    """How many numbers are greater than six: one, on one rank."""
+    return (x > 6).sum()
+
+
+def drawn(draw: Callable[[], Tensor]) -> Tensor:
+    torch.manual_seed(0)
+    return draw()
+
+
+RIGHT: dict[str, Callable[[Any], Any]] = {
+    # values that leave for Python
     "full_tensor": lambda d: d.full_tensor() if isinstance(d, sw.DTensor) else d,
     "tolist": lambda d: d.tolist(),
     "numpy": lambda d: d.numpy(),
     "numpy.asarray": lambda d: numpy.asarray(d),
+    "numpy of numbers": lambda d: numpy.array([d.sum(), d.max()]),
     "item": lambda d: d.sum().item(),
     "float": lambda d: float(d.sum()),
     "int": lambda d: int(d.sum()),
     "format": lambda d: float(f"{d.sum():.1f}"),
+    "percent": lambda d: float("%.1f" % d.sum()),  # noqa: UP031
     "list": lambda d: [float(x) for x in d.sum(1)],
-    "number in a tensor": lambda d: torch.tensor([d.sum().item(), 1.0]),
-}
-
-NOT_ASKED: dict[str, Callable[[Any], Any]] = {
+    "in": lambda d: 7.0 in d,
+    "dlpack": lambda d: torch.from_dlpack(d),
+    "to_dlpack": lambda d: torch.from_dlpack(torch.utils.dlpack.to_dlpack(d)),
+    # constructors
     "tensor": lambda d: torch.tensor(d),
-    "as_tensor": lambda d: torch.as_tensor(d, dtype=torch.float64),
-    "Tensor": lambda d: torch.Tensor(d),
-    "new_tensor": lambda d: torch.ones(1).new_tensor(d),
+    "tensor of another dtype": lambda d: torch.tensor(d, dtype=torch.int32),
     "tensor of a pending number": lambda d: torch.tensor(d.sum()),
+    "tensor of numbers": lambda d: torch.tensor([d.sum(), d.max(), 1.0]),
+    "as_tensor": lambda d: torch.as_tensor(d),
+    "as_tensor of another dtype": lambda d: torch.as_tensor(d, dtype=torch.float64),
+    "asarray": lambda d: torch.asarray(d, dtype=torch.float64, copy=True),
+    "new_tensor": lambda d: torch.ones(1).new_tensor(d),
+    "new_tensor by name": lambda d: torch.ones(1).new_tensor(data=d, dtype=torch.int64),
     "full": lambda d: torch.full((2,), d.sum()),
+    "full_like": lambda d: torch.full_like(PLAIN, d.sum()),
+    "new_full": lambda d: PLAIN.new_full((2,), d.sum()),
+    "scalar_tensor": lambda d: torch.scalar_tensor(d.sum()),
+    "arange": lambda d: torch.arange(d.sum()),
+    "eye": lambda d: torch.eye(over_six(d)),
+    "zeros": lambda d: torch.zeros(over_six(d), 2),
+    "linspace": lambda d: torch.linspace(0, d.sum(), 3),
+    "randint": lambda d: drawn(lambda: torch.randint(0, d.sum().long(), (20,))),
+    "randperm": lambda d: drawn(lambda: torch.randperm(d.sum().long())),
+    "manual_seed": lambda d: (torch.manual_seed(d.sum().long()), torch.rand(3))[1],
+    # numbers given to ops of plain tensors
+    "alpha": lambda d: torch.add(PLAIN, PLAIN, alpha=d.sum()),
+    "value": lambda d: torch.addcmul(PLAIN, PLAIN, PLAIN, value=d.sum()),
+    "slope": lambda d: nn.functional.leaky_relu(-PLAIN, d.sum()),
+    "pad": lambda d: nn.functional.pad(PLAIN, (1, 1), value=d.sum()),
+    "foreach alpha": lambda d: torch._foreach_add([PLAIN], [PLAIN], alpha=d.sum())[0],
+    "roll": lambda d: PLAIN.roll(over_six(d), 0),
+    "dim": lambda d: PLAIN.sum(over_six(d)),
+    "slice": lambda d: PLAIN[: over_six(d)],
+    "topk": lambda d: torch.arange(9.0).topk(over_six(d))[0],
+    "bincount": lambda d: torch.bincount(torch.tensor([0, 1]), minlength=d.sum().long()),
+    "uniform_": lambda d: drawn(lambda: torch.zeros(3).uniform_(0.0, d.sum())),
+    # functions compiled by TorchScript
+    "scripted": lambda d: scripted(d),
+    "scripted again": lambda d: scripted(scripted(d) * 2),
+}
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "Tensor": lambda d: torch.Tensor(d),
+    "FloatTensor": lambda d: torch.FloatTensor(d),
+    "new": lambda d: PLAIN.new(d),
+    "data": lambda d: setattr(torch.zeros(()), "data", d.sum()),
+    "set_": lambda d: torch.zeros(0).set_(d),
+    "index": lambda d: PLAIN[over_six(d)],
+    "mask": lambda d: WHOLE[d > 2],
+    "assigned index": lambda d: PLAIN.clone().__setitem__(over_six(d), 1.0),
+    "assigned": lambda d: PLAIN.clone().__setitem__((0, 0), d.sum()),
+    "sparse": lambda d: torch.sparse_coo_tensor(torch.arange(4)[None], d[:, 0], (4,)),
+    "sparse csr": lambda d: torch.sparse_csr_tensor(torch.tensor([0, 1]), torch.tensor([0]), d[0, :1], (1, 1)),
+    "nested": lambda d: torch.nested.nested_tensor([d]),
+    "as_nested_tensor": lambda d: torch.nested.as_nested_tensor([d]),
+    "all_reduce": lambda d: dist.all_reduce(d),
+    "all_gather": lambda d: dist.all_gather([torch.empty(2)], d),
+    "scatter": lambda d: dist.scatter(torch.empty(2), [d, d]),
+    "broadcast_coalesced": lambda d: dist._broadcast_coalesced(None, [d], 1, 0),
 }
 
 
-def same(function: Callable[[Any], Any]) -> bool:
+@pytest.mark.parametrize("name", RIGHT)
+def test_sees_the_whole_tensor(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch advises against some of these
-        mine, theirs = function(sharded()), function(WHOLE)
+        mine, theirs = RIGHT[name](sharded()), RIGHT[name](WHOLE)
     plain = mine.full_tensor() if isinstance(mine, sw.DTensor) else mine
-    return numpy.array_equal(*(x.detach().numpy() if isinstance(x, Tensor) else x for x in (plain, theirs)))
+    if isinstance(theirs, Tensor):
+        torch.testing.assert_close(plain, theirs, rtol=0, atol=0)
+    else:
+        assert numpy.array_equal(plain, theirs)
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_the_whole_leaves(name: str) -> None:
-    assert same(ASKED[name])
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused(name: str) -> None:
+    d = sharded()
+    with warnings.catch_warnings(), pytest.raises(MixedTensorError):
+        warnings.simplefilter("ignore", UserWarning)
+        REFUSED[name](d)
+    assert torch.equal(d.full_tensor(), WHOLE)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="torch reads the shard in C++ and asks nobody")
-@pytest.mark.parametrize("name", NOT_ASKED)
-def test_what_sees_one_shard(name: str) -> None:
-    assert same(NOT_ASKED[name])
+def test_the_words_of_refusals() -> None:
+    d = sharded()
+    with pytest.raises(MixedTensorError, match=r"plain\.new\(x\) would take this rank's shard .* use x\.clone\(\)"):
+        torch.Tensor(d)
+    with pytest.raises(MixedTensorError, match=r"plain\.data = x would take .* use x itself in place of"):
+        torch.zeros(()).data = d.sum()
+    with pytest.raises(MixedTensorError, match=r"set_ would take this rank's shard of a DTensor for the whole"):
+        torch.zeros(0).set_(d)
+    with pytest.raises(MixedTensorError, match=r"sparse_coo_tensor .* sparse and nested tensors have no shards"):
+        torch.sparse_coo_tensor(torch.arange(4)[None], d[:, 0], (4,))
+    with pytest.raises(MixedTensorError, match=r"torch\.distributed knows nothing of layouts.*DistributedDataParallel"):
+        dist.all_reduce(d)
+
+
+def test_a_copy_is_made_as_torch_makes_it() -> None:
+    d = sharded().requires_grad_()
+    with pytest.warns(UserWarning, match="copy construct"):
+        made = torch.tensor(d, requires_grad=True)
+    assert isinstance(made, sw.DTensor) and made.is_leaf and made.requires_grad
+    assert made.placements == d.placements
+    assert torch.as_tensor(d, dtype=torch.float64).grad_fn is not None
+    assert torch.as_tensor(d) is d
+    assert not torch.asarray(d, requires_grad=False).requires_grad
+    assert torch.asarray(sharded(), requires_grad=True).requires_grad
+    with pytest.raises(ValueError, match="can't alias"):
+        torch.asarray(d.detach(), dtype=torch.float64, copy=False)
+
+
+def test_data_of_a_dtensor_takes_a_dtensor() -> None:
+    d = sharded()
+    d.data = sharded() * 2
+    assert torch.equal(d.full_tensor(), WHOLE * 2)
+
+
+def test_ops_that_are_counted_stay_the_same() -> None:
+    """A mode sees the ops it would see without us."""
+    sharded()
+    seen: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Names():
+        assert torch.ones(()).item() == 1.0
+    assert seen == ["ones.default", "_local_scalar_dense.default"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint64, torch.bfloat16, torch.complex64])
+def test_plain_numbers_are_read_as_ever(dtype: torch.dtype) -> None:
+    sharded()
+    x = torch.ones((), dtype=dtype)
+    assert x.item() == 1 and type(x.item()) is type(x.tolist())
+    assert torch.full((1,), x).dtype == torch.full((1,), x.tolist()).dtype
+    with pytest.raises(RuntimeError, match="a Tensor with 2 elements cannot be converted to Scalar"):
+        torch.ones(2, dtype=dtype).item()
+
+
+def test_torch_finds_its_functions_in_its_tables() -> None:
+    for function in (torch.tensor, torch.as_tensor, torch.asarray):
+        assert pickle.loads(pickle.dumps(function)) is function
+        assert copy.deepcopy(function) is function
+        assert function.__doc__ and function.__name__ in repr(function)
+    with torch.device("meta"):
+        assert torch.tensor(1.0).is_meta and torch.as_tensor([1.0]).is_meta and torch.asarray(1.0).is_meta
+    traced = torch.fx.symbolic_trace(lambda x: x + torch.tensor([1.0, 2.0]))
+    assert torch.equal(traced(torch.zeros(2)), torch.tensor([1.0, 2.0]))
+
+
+def test_plain_programs_compile_as_ever() -> None:
+    def program(x: Tensor) -> Tensor:
+        return x + torch.tensor([1.0, 2.0]) + torch.as_tensor(2.0) + torch.asarray(1.0) + x.new_tensor([1.0, 0.0])
+
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.zeros(2)), torch.tensor([5.0, 5.0]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+
+        @torch.jit.script
+        def script(x: Tensor) -> Tensor:
+            return torch.tensor([1.0, 2.0]) * torch.as_tensor(3.0) * float(x.item())
+
+    assert torch.equal(script(torch.tensor(2.0)), torch.tensor([6.0, 12.0]))
+
+
+def test_only_where_dtensors_are_the_ops_are_watched() -> None:
+    """A function that runs on shards sees them."""
+    d = sharded()
+    with torch._C.DisableTorchFunctionSubclass():
+        assert torch.full((1,), d.sum()).item() == 2.0

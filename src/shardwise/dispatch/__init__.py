@@ -1,6 +1,6 @@
 """Dispatch: one call, from its key to its plan to its result."""
 
-from shardwise.dispatch import assignment, autocasting, autograd, functions, numbers, transforms
+from shardwise.dispatch import assignment, autocasting, autograd, entries, functions, numbers, transforms
 from shardwise.dispatch.call import CacheInfo, cache_info, clear_cache, dispatch, make_plan
 from shardwise.dispatch.modes import implicit_replication, strict
 
@@ -12,6 +12,7 @@ __all__ = [
     "cache_info",
     "clear_cache",
     "dispatch",
+    "entries",
     "functions",
     "implicit_replication",
     "make_plan",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwise.dispatch.autocasting import AUTOCAST, Autocast, autocast_dtype
 from shardwise.dispatch.build import Steps, build, runs_in_cpp
+from shardwise.dispatch.entries import is_collective, refuse_collective
 from shardwise.dispatch.fallback import Gathered, describe, report
 from shardwise.dispatch.key import Uncacheable, key_of, variant_key
 from shardwise.dispatch.lists import plan_list_call
@@ -130,6 +131,8 @@ def _remember(key: tuple, func: Callable, args: tuple, kwargs: dict[str, Any]) -
 
 def make_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     """Plan one call."""
+    if is_collective(func):
+        return refuse_collective
     if any(isinstance(x, CopiedView) for x in flat_tensors((args, kwargs))):
         return OfCopies(func)
     if is_list_op(func):

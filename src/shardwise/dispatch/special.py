@@ -20,7 +20,7 @@ from shardwise.dispatch.fallback import describe
 from shardwise.dispatch.memory import copied, lies_plainly, on_one_device
 from shardwise.dispatch.views import CopiedView, OfCopies, watch_view
 from shardwise.errors import InPlaceError, MixedTensorError
-from shardwise.tensor import DTensor, as_layout, wrap
+from shardwise.tensor import DTensor, arrive, as_layout, wrap
 
 Handler = Callable[[Callable, tuple, dict[str, Any]], Any]
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -244,7 +244,9 @@ def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
             x = as_layout(x, x._layout.with_(pending=[None] * x._layout.mesh.ndim), "self")
     rest = [arg for arg in args[1:] if isinstance(arg, Tensor)]
     plan = Whole(func, [None] * (1 + len(rest)), [x._layout], [None], x._layout.mesh)
-    return plan((x, *args[1:]), kwargs)
+    out = plan((x, *args[1:]), kwargs)
+    arrive(out.device.type)
+    return x if shards_of(out)[-1] is shards_of(x)[-1] else out  # nothing to change
 
 
 # Initialisation: these functions switch gradients off inside, where a plan would not know of it

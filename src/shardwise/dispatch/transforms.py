@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._functorch import eager_transforms, vmap
 
+from shardwise.dispatch.entries import WATCHED
 from shardwise.dispatch.special import handles
 from shardwise.dispatch.views import CopiedView, Part, StaleView
 from shardwise.errors import TransformError
@@ -68,8 +69,10 @@ def _dual(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @functools.cache
 def _leave_to_us() -> None:
     import torch._dynamo.config as config
-    from torch._dynamo import trace_rules
+    from torch._dynamo import allow_in_graph, trace_rules
 
+    for function in WATCHED:
+        allow_in_graph(function)
     config.nontraceable_tensor_subclasses |= {DTensor, CopiedView, Part, StaleView}
     trace_rules.add("shardwise")
 

@@ -1,0 +1,260 @@
+"""Entries where torch reads a tensor in C++ and asks nobody: there a DTensor would pass its shard off as the whole.
+
+Most of torch asks `__torch_function__`. What does not is of three kinds, and each has one door to watch:
+
+- numbers read out of tensors (`torch.full((2,), x)`, `torch.arange(x)`, `plain.roll(x)`, `alpha=x`): every one of them
+  goes through the op `_local_scalar_dense` (`item`), whose kernel here answers for the whole tensor;
+- tensors taken over as they are (`torch.Tensor(x)`, `plain.new(x)`, `plain.data = x`): they pass an op of the
+  dispatcher too, rarely used otherwise, whose kernel here refuses them;
+- functions that take any Python object (`torch.tensor(x)`, `torch.asarray(x)`, scripted functions, torch.distributed):
+  these are replaced, under their own names, by ones that look at what they are given.
+
+Plain tensors pass as ever. An op's kernel in Python costs them a microsecond or two: `item` is the only one that is
+common, and none of these is on the way of a DTensor's own calls. `from torch import tensor` before the first import of
+shardwise keeps the unwatched function.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.nested
+import torch.utils.dlpack
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.jit import _builtins
+
+from shardwise.errors import MixedTensorError
+from shardwise.tensor import DTensor, arrivals
+
+_enabled = torch._C._is_torch_function_enabled
+"""Whether a DTensor is a DTensor here, and not only its shard, as it is where its own calls run."""
+
+
+# Ops of the dispatcher
+
+BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU", "privateuseone": "PrivateUse1"}
+_kernels: dict[str, torch.library.Library] = {}
+
+
+def watch_ops(device_type: str) -> None:
+    """From now on DTensors on devices of a type are noticed by the ops below."""
+    backend = BACKENDS.get(device_type)
+    if backend is None or device_type in _kernels:
+        return
+    _kernels[device_type] = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")  # that is what it is
+        for op, answer in OPS.items():
+            kernel = _asking(torch.library.get_kernel(op, backend), answer)
+            _kernels[device_type].impl(op, kernel, backend, with_keyset=True, allow_override=True)
+
+
+def unwatch_ops(device_type: str) -> None:
+    """Torch's own kernels again, as if there had been no DTensors on devices of the type."""
+    if (library := _kernels.pop(device_type, None)) is not None:
+        library._destroy()
+
+
+def _asking(theirs: torch._C._SafeKernelFunction, answer: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that lets `answer` see DTensors; NotImplemented and plain tensors go on to the kernel that torch has."""
+
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if isinstance(args[-1], DTensor) and _enabled():
+            answered = answer(*args)
+            if answered is not NotImplemented:
+                return answered
+        return theirs.call_boxed(keys, *args)
+
+    return kernel
+
+
+def _refusal(what: str, instead: str) -> MixedTensorError:
+    return MixedTensorError(f"{what} would take this rank's shard of a DTensor for the whole; use {instead}")
+
+
+def _alias(x: Tensor) -> Any:
+    raise _refusal("torch.Tensor(x) and plain.new(x)", "x.clone(), or x.full_tensor() for a plain tensor")
+
+
+def _take_over(x: Tensor, data: DTensor) -> Any:
+    if isinstance(x, DTensor):
+        return NotImplemented
+    raise _refusal("plain.data = x", "x itself in place of the plain tensor, or x.full_tensor()")
+
+
+OPS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    torch.ops.aten._local_scalar_dense.default: lambda x: x.item(),
+    torch.ops.aten.alias.default: _alias,
+    torch.ops.aten._has_compatible_shallow_copy_type.default: _take_over,
+}
+
+arrivals.append(watch_ops)
+
+
+# Functions of torch, under their names
+
+
+WATCHED: list[Watched] = []
+
+
+class Watched:
+    """A function in place of torch's own. It equals the one it replaces, so that torch finds it in its tables."""
+
+    def __init__(self, original: Callable, answer: Callable, *, lists: bool) -> None:
+        functools.update_wrapper(self, original)
+        self.original = original
+        self.answer = answer
+        self.lists = lists
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for x in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(x, DTensor) or (self.lists and isinstance(x, (list, tuple)) and _holds_some(x)):
+                return self.answer(self.original, *args, **kwargs) if _enabled() else self.original(*args, **kwargs)
+        return self.original(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.original
+
+    def __hash__(self) -> int:
+        return hash(self.original)
+
+    def __reduce__(self) -> str:
+        return self.__name__  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        return repr(self.original)
+
+
+def _holds_some(given: Any) -> bool:
+    return any(isinstance(x, DTensor) for x in given)
+
+
+def _watch(home: Any, name: str, answer: Callable, *, lists: bool = False) -> None:
+    if (original := getattr(home, name, None)) is None:
+        return
+    watched = Watched(original, answer, lists=lists)
+    if builtin := _builtins._find_builtin(original):  # TorchScript knows functions by identity
+        _builtins._register_builtin(watched, builtin)
+    setattr(home, name, watched)
+    WATCHED.append(watched)
+
+
+def _watch_method(home: type, name: str, answer: Callable) -> None:
+    original = getattr(home, name)
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if _holds_some((*args, *kwargs.values())) and _enabled():
+            return answer(original, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(home, name, method)
+
+
+def _copied(original: Callable, data: DTensor, **how: Any) -> Tensor:
+    """`torch.tensor`: a copy outside the graph, as torch makes it of a tensor, with torch's advice."""
+    like = original(_stand_in(data), **how)
+    return data.detach().to(like.device, like.dtype, copy=True).requires_grad_(like.requires_grad)
+
+
+def _converted(original: Callable, data: DTensor, **how: Any) -> Tensor:
+    like = original(_stand_in(data), **how)
+    return data.to(like.device, like.dtype)
+
+
+def _as_array(original: Callable, obj: DTensor, *, copy: bool | None = None, **how: Any) -> Tensor:
+    like = original(_stand_in(obj), copy=copy, **how)
+    made = obj.to(like.device, like.dtype, copy=bool(copy))
+    if like.requires_grad == made.requires_grad:
+        return made
+    return made.requires_grad_() if like.requires_grad else made.detach()
+
+
+def _stand_in(x: DTensor) -> Tensor:
+    """A plain tensor of the same kind: what torch makes of it says what to make of the DTensor, errors included."""
+    return torch.empty(0, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+
+
+def _new_tensor(original: Callable, x: Tensor, data: Any, **how: Any) -> Any:
+    if isinstance(x, DTensor) or not isinstance(data, DTensor):
+        return original(x, data, **how)
+    return _copied(lambda stand_in, **how: original(x, stand_in, **how), data, **how)
+
+
+def _dense_only(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    raise _refusal(
+        f"torch.{original.__name__}", "plain tensors (full_tensor()): sparse and nested tensors have no shards"
+    )
+
+
+def _set(original: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    raise _refusal("set_", "data = of a DTensor, which takes the shards and the layout of another")
+
+
+def _scripted(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    return DTensor.__torch_function__(args[0], (DTensor,), args[1:], kwargs)
+
+
+_watch(torch, "tensor", _copied)
+_watch(torch, "as_tensor", _converted)
+_watch(torch, "asarray", _as_array)
+_watch_method(Tensor, "new_tensor", _new_tensor)
+_watch_method(Tensor, "set_", _set)
+_watch_method(torch.jit.ScriptFunction, "__call__", _scripted)
+for _home in (torch, torch.utils.dlpack):
+    _watch(_home, "to_dlpack", lambda original, x: original(x.detach().full_tensor()))
+for _name in ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow"):
+    _watch(torch.nested, _name, _dense_only, lists=True)
+for _name in ("coo", "csr", "csc", "bsr", "bsc", "compressed"):
+    _watch(torch, f"sparse_{_name}_tensor", _dense_only)
+
+
+# torch.distributed
+
+
+def refuse_collective(*_: Any, **__: Any) -> Any:
+    raise MixedTensorError(
+        "torch.distributed knows nothing of layouts, and would change or send this rank's shard of a DTensor; use "
+        "redistribute() or full_tensor(), or to_local() where the shard is what you mean. A mesh axis over which "
+        "parameters are replicated and the batch is sharded takes the place of DistributedDataParallel"
+    )
+
+
+def is_collective(func: Any) -> bool:
+    """Whether a call is one of torch.distributed's own."""
+    return getattr(func, "__module__", None) in _COLLECTIVES
+
+
+_COLLECTIVES = {
+    "torch.distributed.distributed_c10d",
+    *(f"torch._ops.{name}" for name in ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")),
+}
+
+
+def _watch_checks(name: str) -> None:
+    """Those of torch.distributed's functions that ask nobody begin with one of these."""
+    original = getattr(distributed_c10d, name)
+
+    @functools.wraps(original)
+    def check(param: Any, param_name: str) -> None:
+        if _holds_some(param if isinstance(param, (list, tuple)) else (param,)) and _enabled():
+            refuse_collective()
+        original(param, param_name)
+
+    setattr(distributed_c10d, name, check)
+
+
+if torch.distributed.is_available():
+    _watch_checks("_check_single_tensor")
+    _watch_checks("_check_tensor_list")
+    for _name in (
+        "_broadcast_coalesced",
+        "_verify_params_across_processes",
+    ):  # DistributedDataParallel begins with them
+        _watch(torch.distributed, _name, refuse_collective, lists=True)
