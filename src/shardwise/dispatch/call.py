@@ -213,12 +213,12 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
     def meta(x: Tensor) -> Tensor:
         """One for each argument, even where two are the same tensor: the plan must hold for two that are not."""
         shape = x._layout.shape if isinstance(x, DTensor) else tuple(x.shape)
-        with _disabled(), torch.inference_mode(False):
-            made = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
-            metas.append(made if x.is_leaf else made.clone())  # functions may branch on either
+        made = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+        metas.append(made if x.is_leaf else made.clone())  # functions may branch on either
         return metas[-1]
 
-    meta_args, meta_kwargs = map_tensors(args, meta), map_tensors(kwargs, meta)
+    with _disabled(), torch.inference_mode(False):
+        meta_args, meta_kwargs = map_tensors(args, meta), map_tensors(kwargs, meta)
     device = _device(args, kwargs)
     try:
         trace = trace_call(func, meta_args, meta_kwargs, metas, device)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.dispatch.lower import Lowered, has_composites
 from shardwise.dispatch.trace import OPAQUE, Trace, map_tensors, trace_call
@@ -24,8 +25,9 @@ def runs_alike(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[s
         return True
     if _is_plain(lowered, args, kwargs) or _is_binding(function, lowered, args, kwargs):
         return True
-    shapes = {tuple(layout.held_shapes[rank] for layout in wanted) for rank in range(len(lowered.mesh.held))}
-    return all(_same_on(function, lowered, args, kwargs, shape) for shape in shapes)
+    same = _rehearsed if len(lowered.calls) == 1 else _same_on
+    ranks = {tuple(layout.held_shapes[rank] for layout in wanted): rank for rank in range(len(lowered.mesh.held))}
+    return all(same(function, lowered, args, kwargs, shapes, rank) for shapes, rank in ranks.items())
 
 
 def _needed_layout(lowered: Lowered, position: int) -> Any:
@@ -69,9 +71,11 @@ def _has_int(tree: Any) -> bool:
     return isinstance(tree, int) and not isinstance(tree, bool)
 
 
-def _same_on(
-    function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any], shapes: tuple[tuple[int, ...], ...]
-) -> bool:
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def _metas(lowered: Lowered, args: tuple, kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, Any, list[Tensor]]:
+    """The arguments with meta tensors of the shards' shapes, and these."""
     metas: list[Tensor] = []
     left = iter(zip(shapes, lowered.trace.inputs, strict=True))
 
@@ -80,19 +84,75 @@ def _same_on(
         metas.append(torch.empty(shape, dtype=value.dtype, device="meta"))
         return metas[-1]
 
+    return map_tensors(args, meta), map_tensors(kwargs, meta), metas
+
+
+def _same_on(
+    function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any], shapes: Shapes, rank: int
+) -> bool:
     try:
         with torch.no_grad():
-            local_args, local_kwargs = map_tensors(args, meta), map_tensors(kwargs, meta)
+            local_args, local_kwargs, metas = _metas(lowered, args, kwargs, shapes)
             trace = trace_call(function, local_args, local_kwargs, metas, torch.device("cpu"))
     except Exception:  # whatever it is, the function does not do on shards what it does on the whole
         return False
     return _same_calls(trace, lowered.trace)
 
 
+def _rehearsed(
+    function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any], shapes: Shapes, rank: int
+) -> bool:
+    """The same for a function that makes one call: it need not run, for what it gives on the shards is known."""
+    (call,) = lowered.calls
+    kinds = {str(returned.type) for returned in call.call.op._schema.returns}
+    if call.call.mutated or call.call.is_view or not kinds <= {"Tensor", "List[Tensor]"}:
+        return _same_on(function, lowered, args, kwargs, shapes, rank)
+    local_args, local_kwargs, metas = _metas(lowered, args, kwargs, shapes)
+    known = {id(meta): value for meta, value in zip(metas, lowered.trace.inputs, strict=True)}
+    results = [layout.held_shapes[rank] for layout in call.layouts.outs]
+    rehearsal = _Rehearsal(call.call, known, results)
+    try:
+        with torch.no_grad(), rehearsal:
+            function(*local_args, **local_kwargs)
+    except Exception:  # as above
+        return False
+    return rehearsal.num_calls == 1
+
+
+class _Rehearsal(TorchDispatchMode):
+    """Expects one call, and gives its results without computing anything."""
+
+    def __init__(self, call: Call, known: dict[int, Value], results: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.call, self.known, self.results = call, known, results
+        self.num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        given = map_tensors((tuple(args), kwargs or {}), lambda x: self.known[id(x)])
+        if func is not self.call.op or _plain(given) != _plain((self.call.args, self.call.kwargs)):
+            raise _AnotherCall
+        made = iter(
+            torch.empty(shape, dtype=value.dtype, device="meta")
+            for shape, value in zip(self.results, self.call.outputs, strict=True)
+        )
+        returns = [next(made) if _is_one(returned) else list(made) for returned in func._schema.returns]
+        return returns[0] if len(returns) == 1 else tuple(returns)
+
+
+def _is_one(returned: Any) -> bool:
+    return str(returned.type) == "Tensor"
+
+
+class _AnotherCall(Exception):
+    """Not the call that was expected."""
+
+
 def _same_calls(a: Trace, b: Trace) -> bool:
     if len(a.calls) != len(b.calls) or len(flat_values(a.output)) != len(flat_values(b.output)):
         return False
-    return all(x.op is y.op and _plain(x.args) == _plain(y.args) for x, y in zip(a.calls, b.calls, strict=True))
+    pairs = zip(a.calls, b.calls, strict=True)
+    return all(x.op is y.op and _plain((x.args, x.kwargs)) == _plain((y.args, y.kwargs)) for x, y in pairs)
 
 
 def _plain(tree: Any) -> Any:
@@ -101,4 +161,6 @@ def _plain(tree: Any) -> Any:
         return ("value", tree.index)
     if isinstance(tree, (list, tuple)):
         return [_plain(item) for item in tree]
+    if isinstance(tree, dict):
+        return {name: _plain(item) for name, item in tree.items() if name != "device"}
     return tree

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -165,6 +165,44 @@ class _Arguments(dict[str, Any]):
         return self[name] if name in self else default  # noqa: SIM401 - through our own look-up
 
 
+class Signature:
+    """What an op's schema says; torch makes it anew each time it is asked."""
+
+    __slots__ = ("name", "parameters", "returns_view")
+
+    def __init__(self, op: Any) -> None:
+        schema = op._schema
+        self.name: str = schema.name.split("::")[1]
+        self.parameters = tuple(
+            Parameter(
+                argument.name,
+                argument.default_value if argument.has_default_value() else None,
+                argument.kwarg_only,
+                argument.alias_info is not None and argument.alias_info.is_write,
+            )
+            for argument in schema.arguments
+        )
+        aliases = [returned.alias_info for returned in schema.returns]
+        self.returns_view = any(alias is not None and not alias.is_write for alias in aliases)
+
+    @staticmethod
+    def of(op: Any) -> Signature:
+        found = _signatures.get(op)
+        if found is None:
+            found = _signatures[op] = Signature(op)
+        return found
+
+
+class Parameter(NamedTuple):
+    name: str
+    default: Any
+    kwarg_only: bool
+    is_written: bool
+
+
+_signatures: dict[Any, Signature] = {}
+
+
 class Call:
     """One aten op applied to global tensors."""
 
@@ -180,19 +218,18 @@ class Call:
     @cached_property
     def name(self) -> str:
         """The op's name without namespace and overload."""
-        return self.op._schema.name.split("::")[1]
+        return Signature.of(self.op).name
 
     @cached_property
     def bound(self) -> _Arguments:
         """All arguments by schema name, defaults filled in."""
         found = _Arguments()
-        for position, argument in enumerate(self.op._schema.arguments):
-            if position < len(self.args) and not argument.kwarg_only:
-                found[argument.name] = self.args[position]
-            elif argument.name in self.kwargs:
-                found[argument.name] = self.kwargs[argument.name]
+        args, kwargs = self.args, self.kwargs
+        for position, (name, default, kwarg_only, _) in enumerate(Signature.of(self.op).parameters):
+            if position < len(args) and not kwarg_only:
+                found[name] = args[position]
             else:
-                found[argument.name] = argument.default_value if argument.has_default_value() else None
+                found[name] = kwargs.get(name, default)
         return found
 
     def __getitem__(self, name: str) -> Any:
@@ -214,9 +251,9 @@ class Call:
     def mutated(self) -> tuple[int, ...]:
         """Positions among `inputs` that the op writes to."""
         written: set[int] = set()
-        for position, argument in enumerate(self.op._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                held = self.args[position] if position < len(self.args) else self.kwargs.get(argument.name)
+        for position, parameter in enumerate(Signature.of(self.op).parameters):
+            if parameter.is_written:
+                held = self.args[position] if position < len(self.args) else self.kwargs.get(parameter.name)
                 written.update(id(value) for value in flat_values(held))
         if "batch_norm" in self.name and self.bound.get("training") is False:
             return ()  # whatever the schema says
@@ -227,18 +264,17 @@ class Call:
     @cached_property
     def is_view(self) -> bool:
         """Whether outputs share storage with inputs."""
-        returns = self.op._schema.returns
-        return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        return Signature.of(self.op).returns_view
 
     def replace(self, **arguments: Any) -> tuple[list[Any], dict[str, Any]]:
         """The call's arguments with some replaced by name."""
         args, kwargs = list(self.args), dict(self.kwargs)
-        for position, argument in enumerate(self.op._schema.arguments):
-            if argument.name in arguments:
+        for position, parameter in enumerate(Signature.of(self.op).parameters):
+            if parameter.name in arguments:
                 if position < len(args):
-                    args[position] = arguments[argument.name]
+                    args[position] = arguments[parameter.name]
                 else:
-                    kwargs[argument.name] = arguments[argument.name]
+                    kwargs[parameter.name] = arguments[parameter.name]
         return args, kwargs
 
     def __repr__(self) -> str:

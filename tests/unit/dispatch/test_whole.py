@@ -67,9 +67,26 @@ def test_an_op_itself_is_not_traced_on_shards(function: Callable, monkeypatch: p
     ],
 )
 def test_what_may_read_sizes_is_traced_on_shards(function: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    again = counting(monkeypatch, whole, "trace_call")
+    again = counting(monkeypatch, whole, "_same_on")
+    rehearsed = counting(monkeypatch, whole, "_rehearsed")
     agrees(function, normal(5, 4), S(0))
-    assert again
+    assert again or rehearsed
+
+
+def test_one_call_is_rehearsed_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it gives on the shards is known: only what it is given must be looked at."""
+    again = counting(monkeypatch, whole, "trace_call")
+    agrees(lambda x: torch.layer_norm(x, [4]), normal(5, 4), S(0))
+    assert again == []
+    agrees(lambda x: torch.log_softmax(x, 1), normal(5, 4), S(0))
+    assert again == []
+
+
+@pytest.mark.parametrize("placement", [S(0), S(2)])
+def test_sizes_that_a_function_reads_off_shards_are_noticed(placement: sw.Placement) -> None:
+    agrees(lambda x: torch._C._nn.upsample_nearest1d(x, None, [1.7]), normal(3, 2, 7), placement)
+    agrees(lambda x: torch.adaptive_avg_pool1d(x, 3), normal(3, 2, 7), placement)
+    agrees(lambda x: torch.max_pool1d(x, 3, padding=1), normal(3, 2, 7), placement)
 
 
 def test_an_op_is_tried_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
