@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.layout import Layout
 from shardwise.rules.notation import Factor, Factors, einsum, factor_rule
-from shardwise.rules.pointwise import broadcast
+from shardwise.rules.pointwise import broadcast, has_infinity
 from shardwise.rules.registry import register
 from shardwise.rules.types import Call, HeldValues, Local
 
@@ -42,6 +42,9 @@ def _sum_of_product(call: Call) -> Factors:
     left, right, out = _PRODUCT[call.name.rstrip("_")]
     shape = call.outputs[0].shape
     addend = _renamed(call.inputs[0].shape, tuple(out), shape)
+    if has_infinity(call):  # terms of a sum would be infinite, and their sum none
+        whole = [[factor if factor in out else None for factor in factors] for factors in (left, right)]
+        return Factors([addend, *whole], [tuple(out)])
     linear = [frozenset({0, 1}), frozenset({0, 2})]
     return Factors([addend, tuple(left), tuple(right)], [tuple(out)], linear=linear, addends=frozenset({0}))
 

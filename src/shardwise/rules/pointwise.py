@@ -51,7 +51,8 @@ LINEAR_IN: dict[str, list[frozenset[int]]] = {
 }
 """Inputs in which an op is linear, so that a pending sum passes through. A pending sum is not divided by a
 tensor, nor by the number zero: zeros are ordinary, and where one device divides a number by zero and gets infinity, a
-term that is zero itself would make it NaN. (An infinite factor does the same to a product, but is not ordinary.)"""
+term that is zero itself would make it NaN. An infinite factor does the same to a product: a number that is one is seen
+here, but of tensors with infinities, which are not ordinary, nothing is known."""
 
 
 def broadcast(shape: tuple[int, ...], out: tuple[int, ...]) -> tuple[Factor, ...]:
@@ -71,11 +72,16 @@ def linear_sets(call: Call) -> list[frozenset[int]]:
     base = call.name.rstrip("_")
     sets = LINEAR_IN.get(base, [])
     positions = len(call.inputs)
-    if base in ADDING and positions < 2:
+    if (base in ADDING and positions < 2) or has_infinity(call):
         return []
     if base == "div" and (positions > 1 or not call["other"] or call.bound.get("rounding_mode") is not None):
         return []
     return [together for together in sets if max(together) < positions]
+
+
+def has_infinity(call: Call) -> bool:
+    """Whether a number among the arguments is infinite. (Keys tell such numbers from finite ones.)"""
+    return any(isinstance(arg, float) and math.isinf(arg) for arg in (*call.args, *call.kwargs.values()))
 
 
 ADDING = ("add", "sub", "rsub")
@@ -182,8 +188,9 @@ def _call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 ELEMENTWISE = Rule(_strategies, _by_value)
 register_pointwise(ELEMENTWISE)
-register(  # element-wise, but without the tag
+register(  # element-wise, but without the tag, at least in the oldest torch that will do
     *(
+        "_conj_physical",
         "rsub",
         "leaky_relu",
         "hardswish",

@@ -169,6 +169,27 @@ def test_unsigned_numbers_have_no_order_to_reverse():
     assert torch.neg(d).tolist() == torch.neg(torch.tensor([3, 200], dtype=torch.uint8)).tolist()
 
 
+@pytest.mark.parametrize(
+    "op",
+    [
+        torch.mul,
+        torch.div,
+        torch.add,
+        lambda x, number: torch.add(x, x, alpha=number),
+        lambda x, number: torch.addcmul(x, x, x, value=number),
+        lambda x, number: torch.addmm(x, x, x, alpha=number),
+    ],
+)
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_a_pending_sum_and_a_number_that_is_not_finite(op, number):
+    """Terms of both signs become infinities, of which no sum is taken; the plan for finite numbers is another."""
+    whole = torch.tensor([[3.0, 2.0], [0.5, 4.0]])
+    terms = [whole * 3, whole * 0, -2 * whole]
+    x = sw.DTensor.from_local(ranked(terms), mesh_of((3,)), [P()])
+    for factor in (2.0, number):
+        torch.testing.assert_close(op(x, factor).full_tensor(), op(whole, factor), equal_nan=True)
+
+
 def test_dividing_a_pending_sum_by_zero():
     """Infinity, as on one device: no term that is zero makes it NaN."""
     terms = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
