@@ -101,7 +101,6 @@ RIGHT: dict[str, Callable[[Any], Any]] = {
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "Tensor": lambda d: torch.Tensor(d),
-    "FloatTensor": lambda d: torch.FloatTensor(d),
     "new": lambda d: PLAIN.new(d),
     "data": lambda d: setattr(torch.zeros(()), "data", d.sum()),
     "set_": lambda d: torch.zeros(0).set_(d),
@@ -200,6 +199,15 @@ def test_plain_numbers_are_read_as_ever(dtype: torch.dtype) -> None:
         torch.ones(2, dtype=dtype).item()
 
 
+def test_numbers_that_torch_wraps_itself() -> None:
+    """They reach a kernel in Python as numbers."""
+    sharded()
+    x = torch.arange(4.0, dtype=torch.float64, requires_grad=True)
+    (torch.fft.fft(x) * (1 - 2j)).abs().sum().backward()
+    assert x.grad is not None
+    assert torch.where(torch.tensor([True, False]), 2, 3.5).tolist() == [2.0, 3.5]
+
+
 def test_torch_finds_its_functions_in_its_tables() -> None:
     for function in (torch.tensor, torch.as_tensor, torch.asarray):
         assert pickle.loads(pickle.dumps(function)) is function
@@ -215,18 +223,39 @@ def test_plain_programs_compile_as_ever() -> None:
     def program(x: Tensor) -> Tensor:
         return x + torch.tensor([1.0, 2.0]) + torch.as_tensor(2.0) + torch.asarray(1.0) + x.new_tensor([1.0, 0.0])
 
-    torch._dynamo.reset()
-    compiled = torch.compile(program, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(torch.zeros(2)), torch.tensor([5.0, 5.0]))
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
+        torch._dynamo.reset()
+        compiled = torch.compile(program, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(torch.zeros(2)), torch.tensor([5.0, 5.0]))
 
         @torch.jit.script
         def script(x: Tensor) -> Tensor:
             return torch.tensor([1.0, 2.0]) * torch.as_tensor(3.0) * float(x.item())
 
     assert torch.equal(script(torch.tensor(2.0)), torch.tensor([6.0, 12.0]))
+
+
+class Plain(Tensor):
+    """A subclass as others write them."""
+
+    @staticmethod
+    def __new__(cls, data: Any, *args: Any) -> Any:
+        return super().__new__(cls, data, *args)
+
+
+def test_tensors_and_their_subclasses_are_made_as_ever() -> None:
+    sharded()
+    x = torch.ones(2, 3)
+    assert torch.equal(torch.Tensor(x), x) and torch.Tensor([1, 2]).tolist() == [1.0, 2.0]
+    assert torch.Tensor(2, 3).shape == (2, 3) and torch.Tensor().numel() == 0
+    assert x.new([1.0]).tolist() == [1.0] and x.new(2, 2).shape == (2, 2)
+    for made in (x.as_subclass(Plain), Plain(x), Plain([1.0, 2.0]), Tensor._make_subclass(Plain, x)):
+        assert type(made) is Plain
+        assert type(made + 1) is Plain and type(pickle.loads(pickle.dumps(made))) is Plain
+    assert type(nn.Parameter(x.as_subclass(Plain))) is Plain
+    with pytest.raises(TypeError, match="make a DTensor with"):
+        sw.DTensor(x)
 
 
 def test_only_where_dtensors_are_the_ops_are_watched() -> None:

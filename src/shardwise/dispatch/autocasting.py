@@ -37,18 +37,13 @@ NAMES = {"cross_entropy_loss": "cross_entropy", "grid_sampler_2d": "grid_sample"
 """Ops whose function in Python has another name."""
 
 
-MADE_OF = {"cross_entropy": {"log_softmax", "nll_loss"}}
-"""Functions that we run as one op, of others that autocast knows."""
-
-
 def _known(device: str) -> set[str]:
     """The ops that autocast changes on a device, by their names in Python."""
     has, key = torch._C._dispatch_has_kernel_for_dispatch_key, f"Autocast{device.upper()}"
     ops = (
         name.removeprefix("aten::").split(".")[0] for name in torch._C._dispatch_get_all_op_names() if has(name, key)
     )
-    known = {NAMES.get(op, op) for op in ops if not op.startswith(("_", "cudnn"))} - AS_THEY_ARE
-    return known | {name for name, parts in MADE_OF.items() if parts <= known}
+    return {NAMES.get(op, op) for op in ops if not op.startswith(("_", "cudnn"))} - AS_THEY_ARE
 
 
 KNOWN = {device: _known(device) for device in ("cpu", "cuda")}

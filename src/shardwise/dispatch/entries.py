@@ -4,14 +4,16 @@ Most of torch asks `__torch_function__`. What does not is of three kinds, and ea
 
 - numbers read out of tensors (`torch.full((2,), x)`, `torch.arange(x)`, `plain.roll(x)`, `alpha=x`): every one of them
   goes through the op `_local_scalar_dense` (`item`), whose kernel here answers for the whole tensor;
-- tensors taken over as they are (`torch.Tensor(x)`, `plain.new(x)`, `plain.data = x`): they pass an op of the
-  dispatcher too, rarely used otherwise, whose kernel here refuses them;
-- functions that take any Python object (`torch.tensor(x)`, `torch.asarray(x)`, scripted functions, torch.distributed):
+- a tensor's data replaced by another's (`plain.data = x`): before, it is asked by another op, rarely used otherwise,
+  whether the two are of one kind, and its kernel here refuses;
+- functions that take any Python object (`torch.tensor(x)`, `torch.Tensor(x)`, scripted functions, torch.distributed):
   these are replaced, under their own names, by ones that look at what they are given.
 
 Plain tensors pass as ever. An op's kernel in Python costs them a microsecond or two: `item` is the only one that is
-common, and none of these is on the way of a DTensor's own calls. `from torch import tensor` before the first import of
-shardwise keeps the unwatched function.
+common, and none of these is on the way of a DTensor's own calls. (An op that returns tensors could not be watched so:
+they would come out of Python, and `as_subclass`, say, wants one that never was there.) Not caught: `from torch import
+tensor` before the first import of shardwise, and the typed constructors of old, `torch.FloatTensor(x)`, which cannot be
+replaced.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def _asking(theirs: torch._C._SafeKernelFunction, answer: Callable[..., Any]) ->
     """A kernel that lets `answer` see DTensors; NotImplemented and plain tensors go on to the kernel that torch has."""
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
-        if isinstance(args[-1], DTensor) and _enabled():
+        x = args[-1]
+        if (isinstance(x, DTensor) and _enabled()) or not isinstance(x, Tensor):
             answered = answer(*args)
             if answered is not NotImplemented:
                 return answered
@@ -78,8 +81,8 @@ def _refusal(what: str, instead: str) -> MixedTensorError:
     return MixedTensorError(f"{what} would take this rank's shard of a DTensor for the whole; use {instead}")
 
 
-def _alias(x: Tensor) -> Any:
-    raise _refusal("torch.Tensor(x) and plain.new(x)", "x.clone(), or x.full_tensor() for a plain tensor")
+def _number(x: Any) -> Any:
+    return x.item() if isinstance(x, Tensor) else x  # torch gives what it wrapped in a tensor itself as it was
 
 
 def _take_over(x: Tensor, data: DTensor) -> Any:
@@ -89,8 +92,7 @@ def _take_over(x: Tensor, data: DTensor) -> Any:
 
 
 OPS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    torch.ops.aten._local_scalar_dense.default: lambda x: x.item(),
-    torch.ops.aten.alias.default: _alias,
+    torch.ops.aten._local_scalar_dense.default: _number,
     torch.ops.aten._has_compatible_shallow_copy_type.default: _take_over,
 }
 
@@ -187,6 +189,12 @@ def _new_tensor(original: Callable, x: Tensor, data: Any, **how: Any) -> Any:
     return _copied(lambda stand_in, **how: original(x, stand_in, **how), data, **how)
 
 
+def _legacy(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(args[0], DTensor):
+        return original(*args, **kwargs)
+    raise _refusal("torch.Tensor(x) and plain.new(x)", "x.clone(), or x.full_tensor() for a plain tensor")
+
+
 def _dense_only(original: Callable, *args: Any, **kwargs: Any) -> Any:
     raise _refusal(
         f"torch.{original.__name__}", "plain tensors (full_tensor()): sparse and nested tensors have no shards"
@@ -206,6 +214,8 @@ _watch(torch, "as_tensor", _converted)
 _watch(torch, "asarray", _as_array)
 _watch_method(Tensor, "new_tensor", _new_tensor)
 _watch_method(Tensor, "set_", _set)
+_watch_method(Tensor, "new", _legacy)
+_watch_method(Tensor, "__new__", _legacy)
 _watch_method(torch.jit.ScriptFunction, "__call__", _scripted)
 for _home in (torch, torch.utils.dlpack):
     _watch(_home, "to_dlpack", lambda original, x: original(x.detach().full_tensor()))

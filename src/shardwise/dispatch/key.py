@@ -24,7 +24,7 @@ def key_of(value: Any) -> Any:
     if cls is DTensor:
         return value._layout
     if cls is float:
-        return float if value - value == 0 else str(value)  # what passes through finite numbers may not pass through inf
+        return float if value - value == 0 else str(value)  # infinities are told apart
     if cls is int or value is None or cls is str:
         return value
     if cls is bool:

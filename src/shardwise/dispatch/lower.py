@@ -48,7 +48,7 @@ def has_composites(op: Any) -> bool:
     found = _composites.get(packet)
     if found is None:
         overloads = [getattr(packet, overload) for overload in packet.overloads()]
-        names = [overload.name() for overload in overloads if "Dimname" not in str(overload._schema)]
+        names = [overload.name() for overload in overloads if "dimname" not in str(overload._schema).lower()]
         found = _composites[packet] = any(
             torch._C._dispatch_has_kernel(name)
             and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")

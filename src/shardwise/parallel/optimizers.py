@@ -30,6 +30,7 @@ ELEMENTWISE = frozenset(
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _pointer = torch._C.TensorBase.data_ptr
+_to_list = torch._C.TensorBase.tolist
 _grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
@@ -48,6 +49,16 @@ class _Twin:
         return x.__class__ is DTensor and x._layout is self.layout and _pointer(x) == self.pointer
 
 
+class _Count(Tensor):
+    """A number that a step reads, of how many there were. Reading one out of a tensor is watched, at a price (see
+    `dispatch.entries`), which steps on shards need not pay: there are no DTensors among them."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def item(self) -> Any:
+        return _to_list(self)  # of no dims: the number
+
+
 class _Shadow:
     """The plain twin of one parameter and the state that an optimizer keeps for it."""
 
@@ -57,7 +68,7 @@ class _Shadow:
         self.param = _Twin(param)
         self.twins = {name: _Twin(value) for name, value in state.items() if value.__class__ is DTensor}
         self.state_of = dict(state)
-        self.state = {name: self.twins[name].local if name in self.twins else value for name, value in state.items()}
+        self.state = {name: self.twins[name].local if name in self.twins else _count(x) for name, x in state.items()}
 
     def fits(self, param: DTensor, state: dict[str, Any]) -> bool:
         if not self.param.fits(param) or len(state) != len(self.state_of):
@@ -66,6 +77,11 @@ class _Shadow:
             if value is not self.state_of.get(name):
                 return False
         return all(twin.fits(state[name]) for name, twin in self.twins.items())
+
+
+def _count(x: Any) -> Any:
+    is_number = isinstance(x, Tensor) and not x.dim() and x.device.type == "cpu"
+    return x.as_subclass(_Count) if is_number else x
 
 
 _shadows: WeakKeyDictionary[optim.Optimizer, dict[int, _Shadow]] = WeakKeyDictionary()

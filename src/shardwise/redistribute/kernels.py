@@ -16,12 +16,17 @@ from torch import Tensor
 from shardwise.layout import Box, Layout, Mesh
 from shardwise.redistribute.transitions import Move
 
+_autocasting = torch._C._is_any_autocast_enabled
+
 Slices = tuple[slice, ...]
 Kernel = Callable[[Move, Sequence[Tensor]], list[Tensor]]
 
 
 def run_move(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
     """The held ranks' shards after a move, from those before it."""
+    if _autocasting():  # it has opinions about joining tensors, too
+        with torch.autocast(shards[0].device.type, enabled=False):
+            return _KERNELS[move.kind](move, shards)
     return _KERNELS[move.kind](move, shards)
 
 

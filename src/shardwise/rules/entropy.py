@@ -223,11 +223,16 @@ def _sharded_cross_entropy(
     else:
         rows, weights = batch.map(_local_rows, x, target, weight, of)
     if of.reduction == "none":
-        return rows.to(of.dtype)
+        return _rounded(rows, of)
     if of.reduction == "mean" and not of.probabilities:
         sums = batch.psum(torch.stack([rows.sum(), weights.sum()]))
-        return (sums[0] / sums[1]).to(of.dtype)
-    return (rows.sum() / (of.num_rows if of.reduction == "mean" else 1)).to(of.dtype)
+        return _rounded(sums[0] / sums[1], of)
+    return _rounded(rows.sum() / (of.num_rows if of.reduction == "mean" else 1), of)
+
+
+def _rounded(loss: Tensor, of: _Entropy) -> Tensor:
+    """A loss in its dtype. Autocast leaves one of half precision in single precision, which a trace does not see."""
+    return loss if torch.is_autocast_enabled(loss.device.type) else loss.to(of.dtype)
 
 
 def _local_rows(x: Tensor, target: Tensor, weight: Tensor | None, of: _Entropy) -> tuple[Tensor, Tensor]:

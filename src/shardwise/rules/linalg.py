@@ -194,6 +194,14 @@ def _reflections_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]
 register("linalg_householder_product", "ormqr", rule=Rule(_batched, _reflections_local))
 
 
+def _det_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    """Of no matrices some versions of torch have no gradient either. (The determinant of an empty matrix is one.)"""
+    return unless_empty(call, outs) if call.inputs[0].numel else None
+
+
+register("_linalg_det", rule=Rule(_batched, _det_local))
+
+
 # The cross product is element-wise in all dims but one
 
 

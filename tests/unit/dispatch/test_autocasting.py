@@ -68,3 +68,12 @@ def test_double_precision_and_other_modes_are_left_alone() -> None:
         with torch.autocast("cpu", enabled=False):
             assert F.cross_entropy(x.bfloat16(), targets).dtype == torch.bfloat16
     assert F.cross_entropy(x.bfloat16(), targets).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("target", [sw.Replicate(), sw.Shard(1)])
+def test_moving_one_half_precision_where_autocast_is_for_the_other(target: sw.Placement) -> None:
+    x = torch.randn(4, 6).half()
+    d = sw.distribute_tensor(x, sw.simulate((2,), ("tp",)), [sw.Shard(0)])
+    with torch.autocast("cpu", torch.bfloat16):
+        moved = d.redistribute(placements=[target])
+    assert moved.dtype == torch.float16 and torch.equal(moved.full_tensor(), x)
