@@ -1,6 +1,7 @@
 """What every test starts from: the same seeds, one thread, and a fixed set of hypothesis examples."""
 
 import random
+from collections.abc import Iterator
 
 import hypothesis
 import numpy
@@ -37,6 +38,15 @@ def fixed_seeds() -> None:
     random.seed(SEED)
     numpy.random.seed(SEED)
     torch.manual_seed(SEED)
+
+
+@pytest.fixture
+def double_precision() -> Iterator[None]:
+    """Numbers are made in double precision: then a wrong one is no rounding error."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

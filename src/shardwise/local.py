@@ -50,7 +50,13 @@ def spread(plain: Tensor, mesh: Mesh) -> Tensor:
     if len(mesh.held) == 1:
         return plain
     with _disabled():
-        return ranked(_AllOfOne.apply(len(mesh.held), plain))
+        if plain.requires_grad and torch.is_grad_enabled():
+            return ranked(_AllOfOne.apply(len(mesh.held), plain))
+        return ranked(_copies(plain, len(mesh.held)))
+
+
+def _copies(x: Tensor, num_ranks: int) -> tuple[Tensor, ...]:
+    return (x.view_as(x), *(x.clone() for _ in range(1, num_ranks)))  # a write must reach each rank once
 
 
 class _OneOfAll(torch.autograd.Function):
@@ -71,7 +77,7 @@ class _AllOfOne(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, num_ranks: int, x: Tensor) -> Any:
-        return (x.view_as(x), *(x.clone() for _ in range(1, num_ranks)))  # a write must reach each rank once
+        return _copies(x, num_ranks)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from compare import beside, compare
+from features import differentiates
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -122,7 +123,8 @@ def test_5_argmax_and_indices_are_global() -> None:
         compare(lambda t, dim=dim: t.max(dim=dim), [x], LINE, [[placement]])
         compare(lambda t, dim=dim: t.argmin(dim), [x], LINE, [[placement]], backward=False)
         for relative in (torch.sort, torch.median, torch.cummax, torch.min, torch.argsort, torch.aminmax):
-            compare(lambda t, f=relative, dim=dim: f(t, dim=dim), [x], LINE, [[placement]])
+            run = lambda t, f=relative, dim=dim: f(t, dim=dim)  # noqa: E731
+            compare(run, [x], LINE, [[placement]], backward=differentiates(run, x))
         compare(lambda t, dim=dim: (t.topk(2, dim), t.kthvalue(2, dim), t.mode(dim)), [x], LINE, [[placement]])
     for placement in (S0, S1, Shard(2)):
         pool = lambda t: F.max_pool2d(t, 2, stride=1, return_indices=True)  # noqa: E731
@@ -286,7 +288,8 @@ def test_amax_of_ties_has_a_gradient() -> None:
         for function in (torch.amax, torch.amin, torch.max, torch.min):
             compare(lambda t, f=function: f(t), [x], LINE, [[S0]])
             compare(lambda t, f=function: f(torch.stack([t, -t], 1), 0), [x], LINE, [[S0]])
-        compare(lambda t: (t.maximum(t.flip(0)), torch.aminmax(t), t.clamp(max=0), t.cummax(0)), [x], LINE, [[S0]])
+        compare(lambda t: (t.maximum(t.flip(0)), t.clamp(max=0), t.cummax(0)), [x], LINE, [[S0]])
+        compare(torch.aminmax, [x], LINE, [[S0]], backward=differentiates(torch.aminmax, x))
 
 
 @pytest.mark.parametrize("placements", list(itertools.product([R, S0, S1], repeat=2)), ids=str)
@@ -333,5 +336,6 @@ EMPTY: dict[str, Callable[[Tensor], Tensor | tuple]] = {
 
 @pytest.mark.parametrize("name", EMPTY)
 def test_empty_shards_raise_on_no_rank_alone(name: str) -> None:
-    compare(EMPTY[name], [data(2, 3)], LINE, [[S0]])
-    compare(EMPTY[name], [data(2, 3)], GRID, [[S0, S0]])
+    backward = differentiates(EMPTY[name], data(2, 3))
+    compare(EMPTY[name], [data(2, 3)], LINE, [[S0]], backward=backward)
+    compare(EMPTY[name], [data(2, 3)], GRID, [[S0, S0]], backward=backward)

@@ -14,14 +14,10 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
-
-
-@pytest.fixture(autouse=True)
-def double_precision() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning"),
+    pytest.mark.usefixtures("double_precision"),
+]
 
 
 # A language model: tied embeddings, recomputation, accumulation, clipping, every optimizer, saving

@@ -17,14 +17,10 @@ from torch.optim import swa_utils
 import shardwise as sw
 
 R, S = sw.Replicate(), sw.Shard
-pytestmark = pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
-
-
-@pytest.fixture(autouse=True)
-def double_precision() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning"),
+    pytest.mark.usefixtures("double_precision"),
+]
 
 
 def small() -> nn.Sequential:

@@ -81,7 +81,7 @@ def _whole_moves(function: Callable, lowered: Lowered) -> list[tuple[Move, ...]]
 class Whole:
     """The function itself on the shards, in full generality: nested arguments, several results, the simulator."""
 
-    __slots__ = ("function", "layouts", "movers", "plain", "returned")
+    __slots__ = ("function", "layouts", "mesh", "movers", "plain", "returned")
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class Whole:
         returned: list[int | None],
         mesh: Mesh,
     ) -> None:
+        self.mesh = mesh
         self.plain = not runs_in_cpp(mesh)
         self.function = function
         self.movers = movers
@@ -111,7 +112,7 @@ class Whole:
             originals.append(x)
             mover = next(movers)
             y = mover(x) if mover is not None else x
-            return localise(y) if self.plain and y.__class__ is DTensor else y
+            return _plainly(y, self.mesh) if self.plain else y
 
         with _disabled():
             local_args = tuple(map_tensors(arg, localised_argument) for arg in args)
@@ -132,6 +133,11 @@ class Whole:
             return wrap_fresh(x, layout)
 
         return map_tensors(out, wrap)
+
+
+def _plainly(x: Tensor, mesh: Mesh) -> Tensor:
+    """An argument as a local tensor that Python may see. One that came plain is every rank's, and has one gradient."""
+    return localise(x) if x.__class__ is DTensor else x if x.__class__ is Ranked else spread(x, mesh)
 
 
 # Step by step
@@ -202,12 +208,13 @@ def _fill(template: Any, slots: list[Any]) -> Any:
 class Steps:
     """A flat list of steps over numbered slots."""
 
-    __slots__ = ("num_slots", "output", "outputs", "plain", "returned", "simulated", "steps")
+    __slots__ = ("mesh", "num_slots", "output", "outputs", "plain", "returned", "simulated", "steps")
 
     def __init__(self, lowered: Lowered) -> None:
         trace = lowered.trace
         self.steps: list[Any] = []
         self.num_slots = len(trace.values) + len(trace.inputs)
+        self.mesh = lowered.mesh
         self.simulated = len(lowered.mesh.held) > 1
         self.output = trace.output
         self.plain = not runs_in_cpp(lowered.mesh)
@@ -220,7 +227,7 @@ class Steps:
             originals += flat_tensors(kwargs)
         slots: list[Any] = [None] * self.num_slots
         if self.plain:
-            slots[: len(originals)] = [localise(x) if x.__class__ is DTensor else x for x in originals]
+            slots[: len(originals)] = [_plainly(x, self.mesh) for x in originals]
         else:
             slots[: len(originals)] = originals
         if self.simulated:

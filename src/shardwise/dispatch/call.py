@@ -293,24 +293,18 @@ def _covered(output: Any) -> bool:
 def _has_tensor_indices(index: Any) -> bool:
     """Whether an index holds numbers in tensors, which torch reads out, and a trace cannot."""
     items = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(item, Tensor) and not item.dim() and item.dtype != torch.bool for item in items)
+    return any(_is_number(item) for item in items)
+
+
+def _is_number(item: Any) -> bool:
+    return isinstance(item, Tensor) and not item.dim() and item.dtype != torch.bool
 
 
 def picked_by_tensor(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
-    """`x[i]` with `i` a number in a tensor: looked up where it lies, as one of a list of indices would be."""
+    """`x[i]` with `i` a number in a tensor. As in torch it is read out, and the result is a view."""
     x, index = args
-    items = list(index) if isinstance(index, tuple) else [index]
-    if any(item is Ellipsis for item in items):
-        at = next(i for i, item in enumerate(items) if item is Ellipsis)
-        given = sum(item is not None for item in items) - 1
-        items[at : at + 1] = [slice(None)] * (x.ndim - given)
-    dim = 0
-    for position, item in enumerate(items):
-        if isinstance(item, Tensor) and not item.dim() and item.dtype != torch.bool:
-            x = x.index_select(dim, torch.where(item < 0, item + x.shape[dim], item).reshape(1))
-            items[position] = 0
-        dim += item is not None
-    return x[tuple(items)]
+    items = index if isinstance(index, tuple) else (index,)
+    return x[tuple(int(item) if _is_number(item) else item for item in items)]
 
 
 UNCHECKED_ON_META = frozenset(

@@ -16,6 +16,7 @@ from shardwise.comm.record import note_fallback
 from shardwise.dispatch.modes import is_strict
 from shardwise.dispatch.plan import Mover, wrap_fresh
 from shardwise.dispatch.trace import flat_tensors, map_tensors
+from shardwise.dispatch.views import storage_of, watch_copy
 from shardwise.errors import FallbackWarning, InPlaceError, StrictModeError
 from shardwise.layout import Layout, Mesh
 from shardwise.local import check_strided
@@ -102,14 +103,28 @@ class Gathered:
                 )
 
         local_args, local_kwargs = map_tensors(args, self._gather), map_tensors(kwargs, self._gather)
-        if _writes(name) or len(self.mesh.held) == 1:
-            out = map_tensors(self.function(*local_args, **local_kwargs), check_strided)
-        else:  # all ranks would compute, and draw, the same: one does, for all
-            once_args, once_kwargs = map_tensors(local_args, single), map_tensors(local_kwargs, single)
-            out = self.function(*once_args, **once_kwargs)
-            out = map_tensors(out, lambda x: spread(check_strided(x), self.mesh))
+        alone = _writes(name) or len(self.mesh.held) == 1
+        if not alone:  # all ranks would compute, and draw, the same: one does, for all
+            local_args, local_kwargs = map_tensors(local_args, single), map_tensors(local_kwargs, single)
+        out = map_tensors(self.function(*local_args, **local_kwargs), check_strided)
+        copies = [] if _writes(name) else self._copies(out, (local_args, local_kwargs), (args, kwargs))
+        if not alone:
+            out = map_tensors(out, lambda x: spread(x, self.mesh).clone())  # they may be written to
         with _disabled():
-            return map_tensors(out, lambda x: wrap_fresh(x, Layout(self.mesh, tuple(x.shape))))
+            out = map_tensors(out, lambda x: wrap_fresh(x, Layout(self.mesh, tuple(x.shape))))
+        for result, source in zip(flat_tensors(out), copies):
+            if source is not None:
+                watch_copy(result, source)
+        return out
+
+    def _copies(self, out: Any, gathered: Any, given: Any) -> list[DTensor | None]:
+        """For each result the argument that it would be a view of, were that not gathered."""
+        sources = {
+            storage_of(x): y
+            for x, y in zip(flat_tensors(gathered), flat_tensors(given), strict=True)
+            if isinstance(y, DTensor) and storage_of(x) != storage_of(y)
+        }
+        return [sources.get(storage_of(x)) for x in flat_tensors(out)]
 
     def _gather(self, x: Tensor) -> Tensor:
         if x.__class__ is not DTensor:

@@ -120,7 +120,8 @@ def _choose(trace: Trace, axis: int, layouts: Sequence[Layout], options: Any, ba
         call = error.call
         name = call.op._schema.name.replace("::", ".")
         written = call.inputs[call.mutated[0]] if call.mutated else call.inputs[0]
-        at = next((str(lay) for val, lay in zip(trace.inputs, layouts, strict=True) if val is written), str(written))
+        given = {value.index: str(layout) for value, layout in zip(trace.inputs, layouts, strict=True)}
+        at = given.get(written.index, f"{list(written.shape)} inside of the call")
         raise InPlaceError(
             f"{name} cannot write to a tensor that lies as {at}: its result has another layout. Nothing was changed; "
             f"redistribute the tensor first, or use the out-of-place function"

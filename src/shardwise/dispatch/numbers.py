@@ -1,7 +1,8 @@
 """Numbers reduced together: a stack of norms, each pending along axes of its own, takes one collective.
 
 `clip_grad_norm_` stacks the norms of all gradients. Each is pending along the axes that split its parameter; stacked as
-they are, they would be reduced one by one, in as many collectives as there are parameters.
+they are, they would be reduced one by one, in as many collectives as there are parameters. Largest elements are norms
+of that kind as long as nobody wants their gradient, which all elements that are as large share, on whatever rank.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.comm import ranked
 from shardwise.dispatch.special import handles, shards_of
@@ -18,6 +20,25 @@ from shardwise.layout import Layout, Partial, Replicate
 from shardwise.tensor import DTensor, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
+
+
+@handles(torch.linalg.vector_norm)
+def _largest(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The largest element of a whole tensor that needs no gradient, pending like other norms."""
+    if len(args) != 2 or kwargs or args[1] != math.inf or args[0].__class__ is not DTensor:
+        return NotImplemented
+    x, layout = args[0], args[0]._layout
+    axes = {axis for split in layout.splits for axis in split}
+    if not axes or layout.has_pending or not layout.numel or not (x.is_floating_point() or x.is_complex()):
+        return NotImplemented
+    if torch.is_grad_enabled() and x.requires_grad:
+        return NotImplemented
+    with _disabled(), torch.no_grad():
+        none = torch.zeros((), dtype=x.dtype.to_real(), device=x.device)  # what an empty shard contributes
+        held = zip(shards_of(x), layout.held_shapes, strict=True)
+        found = [func(shard, math.inf) if math.prod(shape) else none.clone() for shard, shape in held]
+    pending = [Partial("norm", math.inf) if axis in axes else None for axis in range(layout.mesh.ndim)]
+    return wrap(found[0] if len(found) == 1 else ranked(found), Layout(layout.mesh, ()).with_(pending=pending))
 
 
 @handles(torch.stack)
@@ -74,3 +95,22 @@ def _stacked(numbers: Sequence[DTensor], norm: Partial) -> DTensor:
         shards = [torch.stack(held) for held in zip(*terms, strict=True)]
     layout = Layout(mesh, (len(numbers),)).with_(pending=[norm if axis in axes else None for axis in range(mesh.ndim)])
     return wrap(shards[0] if len(shards) == 1 else ranked(shards), layout)
+
+
+# Numbers that torch reads out of tensors to cut a view by: a plan for all numbers would have to copy
+
+
+@handles(Tensor.narrow, torch.narrow, Tensor.tensor_split, torch.tensor_split)
+def _cut_by_tensor(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    by = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, Tensor)]
+    most_dims = 0 if "narrow" in func.__name__ else 1
+    if not by or not args or not all(x.dtype == torch.int64 and x.dim() <= most_dims for x in by):
+        return NotImplemented
+    rest, named = [_read(x) for x in args[1:]], {name: _read(x) for name, x in kwargs.items()}
+    if "tensor_indices_or_sections" in named:
+        rest.append(named.pop("tensor_indices_or_sections"))
+    return func(args[0], *rest, **named)
+
+
+def _read(x: Any) -> Any:
+    return x.tolist() if isinstance(x, Tensor) else x

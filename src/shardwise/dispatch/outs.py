@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.dispatch.plan import Plan
+from shardwise.dispatch.randomness import check_in_step
 from shardwise.dispatch.stand_ins import filled, meta
 from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.errors import InPlaceError
-from shardwise.tensor import DTensor
+from shardwise.tensor import DTensor, distribute_tensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -33,9 +34,12 @@ RETURNING_NOTHING = frozenset({"split_copy", "split_with_sizes_copy", "unbind_co
 def plan_out(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan | None:
     """The plan of a call with `out=` DTensors; None for other calls, and for those that need none of their own."""
     targets = flat_tensors(kwargs.get("out"))
-    if not targets or not all(isinstance(x, DTensor) for x in targets):
+    if not targets or not all(isinstance(x, DTensor) for x in targets) or isinstance(func, torch._ops.OpOverload):
         return None
     name = getattr(func, "__name__", str(func))
+    if len(targets) == len(flat_tensors((args, kwargs))) == 1:
+        _refuse_pending(name, targets)
+        return _Made(func, name)
     if len(targets) == 1 and _runs_as_it_is(name, flat_tensors((args, kwargs))):
         return None
     _foresee(name, func, args, {key: value for key, value in kwargs.items() if key != "out"}, targets)
@@ -53,12 +57,7 @@ def _runs_as_it_is(name: str, tensors: Sequence[Any]) -> bool:
 
 def _foresee(name: str, func: Callable, args: tuple, given: dict[str, Any], targets: Sequence[Any]) -> None:
     """Refuse before anything runs, where that can be known: the function may write to other arguments too."""
-    for target in targets:
-        if target._layout.has_pending:
-            raise InPlaceError(
-                f"{name} cannot write to out= that lies as {target._layout}: a result is no term of a sum. Nothing was "
-                f"changed; redistribute it first"
-            )
+    _refuse_pending(name, targets)
     try:
         with torch.no_grad():
             results = flat_tensors(func(*map_tensors(args, meta), **map_tensors(given, meta)))
@@ -68,12 +67,58 @@ def _foresee(name: str, func: Callable, args: tuple, given: dict[str, Any], targ
         _check_shape(name, target, tuple(result.shape))
 
 
+def _refuse_pending(name: str, targets: Sequence[Any]) -> None:
+    for target in targets:
+        if target._layout.has_pending:
+            raise InPlaceError(
+                f"{name} cannot write to out= that lies as {target._layout}: a result is no term of a sum. Nothing was "
+                f"changed; redistribute it first"
+            )
+
+
 def _check_shape(name: str, target: Any, shape: tuple[int, ...]) -> None:
     if target._layout.shape != shape:
         raise InPlaceError(
             f"{name} cannot write a result of shape {list(shape)} to out= of shape {list(target._layout.shape)}: a "
             f"DTensor cannot be resized. Nothing was changed; give it a tensor of that shape"
         )
+
+
+def _check_gradients(name: str, tensors: Iterable[Tensor]) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise RuntimeError(
+            f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of "
+            f"the arguments requires grad."
+        )
+
+
+class _Made:
+    """A factory: what it makes of numbers alone, or draws, is the same on all ranks, and each keeps its part."""
+
+    __slots__ = ("func", "name")
+
+    def __init__(self, func: Callable, name: str) -> None:
+        self.func, self.name = func, name
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        given = {**(kwargs or {})}
+        out, requires_grad = given.pop("out"), given.pop("requires_grad", False)
+        _check_gradients(self.name, [out])
+        mesh = out._layout.mesh
+        if self.name in DRAWING and given.get("generator") is None:
+            check_in_step(mesh)
+        with _disabled():
+            how = {"dtype": out.dtype, "device": out.device, **{k: v for k, v in given.items() if v is not None}}
+        made = self.func(*args, **how)
+        if made.dtype != out.dtype:
+            raise RuntimeError(f"dtype {made.dtype} does not match dtype of out parameter ({out.dtype})")
+        _check_shape(self.name, out, tuple(made.shape))
+        with torch.no_grad():
+            out.copy_(distribute_tensor(made, mesh, src_data_rank=None))
+        return out.requires_grad_() if requires_grad else out
+
+
+DRAWING = frozenset({"rand", "randn", "randint", "randperm", "normal"})
 
 
 class _IntoOut:
@@ -89,7 +134,7 @@ class _IntoOut:
         given = dict(kwargs or {})
         out = given.pop("out")
         targets = [out] if isinstance(out, Tensor) else list(out)
-        self._check_gradients(args, given, targets)
+        _check_gradients(self.name, (*flat_tensors((args, given)), *targets))
         if self.name in COMPUTED_AS_OUT and given.get("dtype") is None:
             with _disabled():
                 given["dtype"] = targets[0].dtype
@@ -102,13 +147,6 @@ class _IntoOut:
         if isinstance(out, Tensor):
             return out
         return None if self.name in RETURNING_NOTHING else _named(results, targets)
-
-    def _check_gradients(self, args: tuple, given: dict[str, Any], targets: Sequence[Tensor]) -> None:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (*flat_tensors((args, given)), *targets)):
-            raise RuntimeError(
-                f"{self.name}(): functions with out=... arguments don't support automatic differentiation, but one of "
-                f"the arguments requires grad."
-            )
 
     def _check_dtypes(self, args: tuple, given: dict[str, Any], out: Any) -> None:
         """Before anything runs, where kernels for meta tensors tell the dtypes of the results."""

@@ -66,6 +66,7 @@ def _getters(*names: str) -> list[Any]:
         ),
         *("_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad_fn"),
     ),
+    Tensor._backward_hooks.__set__,  # type: ignore[union-attr]  # autograd sets it, with the tensor's lock held
     *(Tensor.element_size, Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
     *(Tensor.is_signed, torch.is_signed, Tensor.get_device, Tensor.is_inference, torch.is_inference, Tensor._is_view),
     *(
@@ -169,6 +170,13 @@ def _equal(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
         return False
     with torch.no_grad():
         return bool((a == b).all().item())
+
+
+@handles(torch._nested_tensor_from_mask_left_aligned)
+def _left_aligned(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether the marked places of every row come first: a question about the mask alone."""
+    mask = args[1]
+    return bool((mask[:, 1:] <= mask[:, :-1]).all())
 
 
 @handles(Tensor.allclose, torch.allclose)

@@ -2,8 +2,9 @@
 `torch.compile` leaves DTensors to us.
 
 `torch.func` and forward-mode differentiation wrap tensors in C++, which knows only the shard, and collectives are not
-part of what they transform. `torch.compile` runs what it does not trace as it is: with DTensors that is everything that
-touches them, which gives the right results, and compiles what does not.
+part of what they transform. `torch.jit.trace` and `make_fx` write down what happens to plain tensors. `torch.compile`
+runs what it does not trace as it is: with DTensors that is everything that touches them, which gives the right results,
+and compiles what does not.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch._functorch import eager_transforms, vmap
+from torch.fx.experimental import proxy_tensor
+from torch.jit import _trace as jit_trace
+from torch.utils._pytree import tree_leaves
 
 from shardwise.dispatch.entries import WATCHED
 from shardwise.dispatch.special import handles
@@ -59,6 +64,31 @@ _guard(eager_transforms, "_wrap_tensor_for_grad", "grad")
 _guard(eager_transforms, "_maybe_wrap_functional_tensor", "functionalize")
 _guard(vmap, "_add_batch_dim", "vmap")
 _guard(vmap, "_remove_batch_dim", "vmap")
+
+
+def _guard_traces(home: Any, name: str) -> None:
+    """Refuse DTensors where a function is traced on the arguments that it is given, a module's parameters included."""
+    original = getattr(home, name, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        held = [x for leaf in leaves if isinstance(leaf, nn.Module) for x in leaf.parameters()]
+        if any(isinstance(x, DTensor) for x in (*leaves, *held)) and _enabled():
+            raise TransformError(
+                "torch.jit.trace and make_fx write down what happens to plain tensors: of a DTensor they would see one "
+                "rank's shard. Trace the program on plain tensors"
+            )
+        return original(*args, **kwargs)
+
+    setattr(home, name, guarded)
+
+
+_guard_traces(jit_trace, "_trace_impl")
+_guard_traces(jit_trace, "trace_module")
+_guard_traces(proxy_tensor._MakefxTracer, "trace")
 
 
 @handles(torch._make_dual, torch._unpack_dual)

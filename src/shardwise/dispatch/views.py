@@ -93,7 +93,7 @@ class Copies:
         if not isinstance(source, DTensor):
             return out
         results = [out] if isinstance(out, Tensor) else flat_tensors(out)
-        if _storage(results[self.positions[0]]) == _storage(source):  # views after all
+        if storage_of(results[self.positions[0]]) == storage_of(source):  # views after all
             key = _lying(source)
             strides = self.strides.get(key)
             if strides is None:
@@ -106,7 +106,7 @@ class Copies:
             way_back = _way_back(self.function, args, kwargs or {}) if len(results) == 1 else None
             for position in self.positions:
                 if results[position].__class__ is DTensor:
-                    _watch(results[position], source, way_back)
+                    watch_copy(results[position], source, way_back)
         return out
 
 
@@ -134,13 +134,13 @@ class OfCopies:
         if self.function in MAY_COPY and "_strides" in args[0].__dict__ and not is_view(self.function, args, kwargs):
             return self.function(_fresh(args[0]), *args[1:], **kwargs)
         out = self.function(*args, **kwargs)
-        by_storage = {_storage(x): x for x in given.values()}
+        by_storage = {storage_of(x): x for x in given.values()}
         results = flat_tensors(out)
         parts = []
         for at, x in enumerate(results):
             if x.__class__ is CopiedView:
                 _outdate_with(x, given)
-            copy = by_storage.get(_storage(x)) if x.__class__ in (DTensor, Part) and id(x) not in given else None
+            copy = by_storage.get(storage_of(x)) if x.__class__ in (DTensor, Part) and id(x) not in given else None
             if isinstance(copy, Part):
                 if x.__class__ is DTensor:
                     parts.append(at)
@@ -213,9 +213,9 @@ class Writes:
 def _views_on_one_device(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor | None]:
     """What a function gives on one device: a meta tensor for each view of an argument, None for other results."""
     args, kwargs = map_tensors(args, on_one_device), map_tensors(kwargs, on_one_device)
-    given = {_storage(x) for x in flat_tensors((args, kwargs))}
+    given = {storage_of(x) for x in flat_tensors((args, kwargs))}
     with torch.no_grad():
-        return [y if _storage(y) in given else None for y in flat_tensors(function(*args, **kwargs))]
+        return [y if storage_of(y) in given else None for y in flat_tensors(function(*args, **kwargs))]
 
 
 def is_view(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -270,12 +270,13 @@ def _remember_strides(part: Any, strides: tuple[int, ...]) -> None:
 # Watching
 
 
-def _watch(copy: Any, source: DTensor, way_back: WayBack | None) -> None:
-    storage = _storage(copy)
+def watch_copy(copy: Any, source: DTensor, way_back: WayBack | None = None) -> None:
+    """A copy keeps what it was taken from; without a way back there, writes to it are refused."""
+    storage = storage_of(copy)
     copy.__class__ = CopiedView
     copy._source = source, way_back  # as long as the copy lives, so does what it was taken from
     _enter(_copies, storage, copy)
-    _enter(_taken, _storage(source), copy)
+    _enter(_taken, storage_of(source), copy)
 
 
 def watch_view(view: Any, copy: CopiedView) -> None:
@@ -310,18 +311,18 @@ def _enter(register: Register, storage: int, copy: CopiedView) -> None:
     register.setdefault(storage, []).append(weakref.ref(copy, gone))
 
 
-def _storage(x: Tensor) -> int:
+def storage_of(x: Tensor) -> int:
     with _disabled():
         return x.untyped_storage()._cdata
 
 
 def _source_storage(copy: CopiedView) -> int:
-    return _storage(_whole(copy)._source[0])
+    return storage_of(_whole(copy)._source[0])
 
 
 def _copy_in(x: Tensor) -> CopiedView | None:
     """The copy that a tensor is, or is a view of."""
-    found = _copies.get(_storage(x))
+    found = _copies.get(storage_of(x))
     return None if found is None else found[0]()
 
 
@@ -342,18 +343,18 @@ def carry_on(written: Iterable[Tensor]) -> None:
     if not _copies:
         return
     for x in written:
-        for reference in _taken.pop(_storage(x), ()):
+        for reference in _taken.pop(storage_of(x), ()):
             outdated = reference()
             if outdated is not None:
                 outdated.__class__ = StaleView  # type: ignore[assignment]
         copy = _copy_in(x)
         if copy is not None:
             source, way_back = copy._source
-            storage = _storage(source)
+            storage = storage_of(source)
             kin = [view for reference in _taken.pop(storage, ()) if (view := reference()) is not None]
             way_back(source, wrap(localise(copy), copy._layout))  # type: ignore[misc]
             for view in kin:
-                if _whole(view) is copy or (view.__class__ is CopiedView and _source_storage(view) == _storage(copy)):
+                if _whole(view) is copy or (view.__class__ is CopiedView and _source_storage(view) == storage_of(copy)):
                     _enter(_taken, storage, view)
                 else:
                     view.__class__ = StaleView  # type: ignore[assignment]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from shardwise.comm import Ranked
 from shardwise.dispatch import clear_cache
 from shardwise.dispatch.trace import OPAQUE, map_tensors
+from shardwise.experimental.notation import Reduction, notation_rule
 from shardwise.experimental.spec import RuleError, TensorSpec
 from shardwise.layout import Partial
 from shardwise.rules import (
@@ -26,10 +26,8 @@ from shardwise.rules import (
     register,
     replicated,
     rule_for,
+    rule_named,
 )
-from shardwise.rules.notation import Factor, Factors
-
-Reduction = str | None
 
 
 def register_sharding(
@@ -84,15 +82,16 @@ def register_sharding(
     """
     ops = _overloads(op)
     if rule is None:
+        if reduce != "sum" or linear or addends:
+            raise RuleError("reduce, linear and addends belong to a notation: give it as rule=")
         return lambda function: _register_function(ops, function)
-    for one in ops:
-        _register(one, _notation_rule(one, rule, reduce, linear, addends))
+    _register({one: notation_rule(one, rule, reduce, linear, addends) for one in ops})
     return None
 
 
 def _overloads(op: Any) -> list[Any]:
     """The overloads that an op, a packet of overloads, a custom op, a name, or a list of these stands for."""
-    if isinstance(op, (list, tuple, set)):
+    if isinstance(op, (list, tuple)):
         return [overload for one in op for overload in _overloads(one)]
     if isinstance(op, torch._ops.OpOverload):
         return [op]
@@ -101,24 +100,43 @@ def _overloads(op: Any) -> list[Any]:
     if isinstance(op, torch.library.CustomOpDef):
         return [op._opoverload]
     if isinstance(op, str) and "::" in op:
-        namespace, name = op.split("::")
-        return _overloads(getattr(getattr(torch.ops, namespace), name))
+        return _overloads(_named(op))
     raise TypeError(
         f"register_sharding takes an op such as torch.ops.mylib.op, torch.ops.aten.mul.Tensor, the result of "
         f"torch.library.custom_op or 'mylib::op', not {op!r}"
     )
 
 
-def _register(op: Any, rule: Rule) -> None:
-    """Give one overload a rule; the other overloads of the name keep theirs."""
-    if op not in OPAQUE.values() and torch._C._dispatch_has_kernel_for_dispatch_key(
-        op.name(), "CompositeImplicitAutograd"
-    ):
-        raise RuleError(f"{op} is made of other ops, which are sharded one by one: give those a rule")
-    if op.namespace != "aten":
-        rule = Rule(rule.strategies, _plainly)
-    register(op._schema.name, rule=_for_overload(op, rule, rule_for(op)))
+def _named(text: str) -> Any:
+    """The op `mylib::op`, or its overload `mylib::op.name`."""
+    namespace, _, name = text.partition("::")
+    found: Any = getattr(torch.ops, namespace)
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        raise RuleError(f"there is no op {text}: import the library that defines it first") from None
+    return found
+
+
+def _register(rules: Mapping[Any, Rule]) -> None:
+    """Give overloads their rules, all or none; other overloads of the same names keep theirs."""
+    for op in rules:
+        if op not in OPAQUE.values() and torch._C._dispatch_has_kernel_for_dispatch_key(
+            op.name(), "CompositeImplicitAutograd"
+        ):
+            raise RuleError(f"{op} is made of other ops, which are sharded one by one: give those a rule")
+    for op, rule in rules.items():
+        if _takes_out(op):
+            rule = Rule(rule.strategies)  # the registry sees to what it writes to
+        elif op.namespace != "aten":
+            rule = Rule(rule.strategies, _plainly)
+        register(op._schema.name, rule=_with_overload(op, rule))
     clear_cache()
+
+
+def _takes_out(op: Any) -> bool:
+    return any(argument.is_out for argument in op._schema.arguments)
 
 
 def _plainly(call: Call, ins: Any, outs: Any) -> Local:
@@ -140,41 +158,96 @@ class _Plainly:
         return self.op(*args[:split], **dict(zip(self.names, args[split:], strict=True)))
 
 
-def _for_overload(op: Any, rule: Rule, otherwise: Rule | None) -> Rule:
-    def strategies(call: Call) -> list[Strategy]:
-        if call.op is op:
-            return rule.strategies(call)
-        return otherwise.strategies(call) if otherwise is not None else [replicated(call)]
+class _ByOverload:
+    """The rules of overloads of one name that were given their own, and the rule of the others, if they have one."""
 
-    def local(call: Call, ins: Any, outs: Any) -> Any:
-        chosen = rule if call.op is op else otherwise
-        return chosen.local(call, ins, outs) if chosen is not None and chosen.local is not None else None
+    __slots__ = ("otherwise", "rules")
 
-    return Rule(strategies, local)
+    def __init__(self, rules: Mapping[Any, Rule], otherwise: Rule | None) -> None:
+        self.rules, self.otherwise = rules, otherwise
+
+    def strategies(self, call: Call) -> list[Strategy]:
+        rule = self.rules.get(call.op, self.otherwise)
+        return [replicated(call)] if rule is None else rule.strategies(call)
+
+    def local(self, call: Call, ins: Any, outs: Any) -> Local | None:
+        rule = self.rules.get(call.op, self.otherwise)
+        return None if rule is None or rule.local is None else rule.local(call, ins, outs)
+
+
+def _with_overload(op: Any, rule: Rule) -> Rule:
+    """The rule of an op's name, with another one for this overload."""
+    known = rule_named(op._schema.name) or _rule_of_kind(op)
+    table = getattr(known.strategies, "__self__", None) if known is not None else None
+    if isinstance(table, _ByOverload):
+        table = _ByOverload({**table.rules, op: rule}, table.otherwise)
+    else:
+        table = _ByOverload({op: rule}, known)
+    return Rule(table.strategies, table.local, sees_all=known is not None and known.sees_all)
+
+
+def _rule_of_kind(op: Any) -> Rule | None:
+    """The rule that overloads of an op's name have without one of their own; those with `out=` have theirs from it."""
+    packet = op._overloadpacket
+    overloads = [op, *(getattr(packet, name) for name in packet.overloads())]
+    return next((rule for one in overloads if not _takes_out(one) and (rule := rule_for(one)) is not None), None)
 
 
 # Torch's form
 
 
 def _register_function(ops: Sequence[Any], function: Callable) -> Callable:
-    for op in ops:
-        _register(op, Rule(lambda call: _ways_of(function, call)))
+    if not callable(function):
+        raise RuleError(f"a sharding rule is a function of the op's arguments, or a notation, not {function!r}")
+    # It may look at dtypes and floats, so that what follows from it does not hold for others: `_plainly` says so.
+    rule = Rule(lambda call: _ways_of(function, call), _plainly)
+    _register(dict.fromkeys(ops, rule))
     return function
 
 
 def _ways_of(function: Callable, call: Call) -> list[Strategy]:
     args = [_described(arg) for arg in call.args]
     kwargs = {name: _described(arg) for name, arg in call.kwargs.items()}
+    _check_signature(function, call, args, kwargs)
+    ways = function(*args, **kwargs)
+    if not isinstance(ways, Iterable) or isinstance(ways, (str, Mapping)):
+        raise RuleError(f"the rule of {call.op} must give a list of ways to run it, not {ways!r}")
     found = [replicated(call)]
-    for way in function(*args, **kwargs):
+    for way in ways:
         if not isinstance(way, (list, tuple)) or len(way) != 2:
             raise RuleError(
                 f"the rule of {call.op} must give pairs (placements of the outputs, placements of the arguments), "
                 f"not {way!r}"
             )
         outs, ins = way
+        _check_positions(ins, call)
         found.append(Strategy(_placed(ins, call.inputs, call, "input"), _placed(outs, call.outputs, call, "output")))
     return list(dict.fromkeys(found))
+
+
+def _check_signature(function: Callable, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except ValueError:  # it has no signature to look at
+        return
+    except TypeError as error:
+        raise RuleError(f"the rule of {call.op} must take the arguments of {call.op._schema}: {error}") from None
+
+
+def _check_positions(given: Any, call: Call) -> None:
+    """Where a way lists all arguments, tensors or not, each placement stands where a tensor does. (In a way that leaves
+    out what is no tensor, or lists a list's tensors one by one, that cannot be seen.)"""
+    arguments = call.bound.values()
+    if not isinstance(given, (list, tuple)) or len(given) != len(arguments):
+        return
+    if any(isinstance(item, (list, tuple)) for item in given) or any(
+        isinstance(arg, (list, tuple)) and flat_values(arg) for arg in arguments
+    ):
+        return
+    for name, arg, placement in zip(call.bound, arguments, given, strict=True):
+        if isinstance(arg, Value) != (placement is not None):
+            what = "a tensor" if isinstance(arg, Value) else "no tensor"
+            raise RuleError(f"the rule of {call.op} gives {placement} for {name!r}, which is {what}: {list(given)}")
 
 
 def _described(arg: Any) -> Any:
@@ -201,145 +274,17 @@ def _flat(tree: Any) -> list[Any]:
 
 def _along_axis(placement: Any, value: Value, call: Call) -> AxisPlacement:
     """A placement, ours or torch's, as rules say it."""
+    if not (hasattr(placement, "is_replicate") and hasattr(placement, "is_partial")):
+        raise RuleError(f"the rule of {call.op} gives {placement!r}, which is no placement such as Shard(0)")
     if placement.is_replicate():
         return None
     if placement.is_partial():
-        return placement if isinstance(placement, Partial) else Partial(placement.reduce_op)
+        return placement if isinstance(placement, Partial) else _pending_of(placement)
     if not -value.ndim <= placement.dim < value.ndim:
         raise RuleError(f"the rule of {call.op} shards dim {placement.dim} of a tensor with {value.ndim} dims")
     return placement.dim % value.ndim
 
 
-# The notation
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """The letters of one tensor's dims; `rest` is where `...` stands, -1 if it does not."""
-
-    text: str
-    letters: tuple[str, ...]
-    rest: int
-    whole: bool = False
-
-    @staticmethod
-    def parse(text: str, notation: str) -> Term:
-        inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-        if inner == "*":
-            return Term(text, (), -1, whole=True)
-        if not re.fullmatch(r"[A-Za-z]*(\.\.\.)?[A-Za-z]*", inner) or len(set(inner)) < len(inner.replace("..", "")):
-            raise RuleError(
-                f"{text!r} in {notation!r} is no term: it takes letters, each once, '...' at most once, or '*'"
-            )
-        before, dots, after = inner.partition("...")
-        return Term(text, (*before, *after), len(before) if dots else -1)
-
-    def factors(self, value: Value, where: str) -> list[Factor]:
-        """A factor for each dim of a tensor; None for dims that must be whole."""
-        if self.whole:
-            return [None] * value.ndim
-        extra = value.ndim - len(self.letters)
-        if extra < 0 or (extra and self.rest < 0):
-            raise RuleError(f"{where} has {value.ndim} dims, {list(value.shape)}, but its term is {self.text!r}")
-        names: list[Factor] = [None if letter.isupper() else letter for letter in self.letters]
-        if self.rest < 0:
-            return names
-        further: list[Factor] = [f"...{position}" for position in range(extra, 0, -1)]
-        return names[: self.rest] + further + names[self.rest :]
-
-
-@dataclass(frozen=True, slots=True)
-class Notation:
-    """A parsed notation: a term per tensor argument and per output, in the order of the schema."""
-
-    ins: dict[str, Term]
-    outs: tuple[Term, ...]
-
-
-def _parse(op: Any, notation: str) -> Notation:
-    left, arrow, right = notation.replace(" ", "").partition("->")
-    arguments = [argument.name for argument in op._schema.arguments if "Tensor" in str(argument.type)]
-    outputs = [returned for returned in op._schema.returns if "Tensor" in str(returned.type)]
-    ins = [Term.parse(term, notation) for term in left.split(",")] if left or arguments else []
-    outs = [Term.parse(term, notation) for term in right.split(",")] if outputs or right else []
-    if not arrow and outputs:
-        raise RuleError(f"{notation!r} has no '->', but {op} returns {len(outputs)} tensors")
-    for name, terms, schema in (("tensor arguments", ins, arguments), ("results", outs, outputs)):
-        if len(terms) != len(schema):
-            raise RuleError(f"{notation!r} has {len(terms)} terms for the {len(schema)} {name} of {op._schema}")
-    return Notation(dict(zip(arguments, ins, strict=True)), tuple(outs))
-
-
-def _notation_rule(op: Any, notation: str, reduce: Any, linear: Sequence[Any], addends: Sequence[str]) -> Rule:
-    parsed = _parse(op, notation)
-    groups = [(group,) if isinstance(group, str) else tuple(group) for group in linear]
-    for name in (*addends, *(name for group in groups for name in group)):
-        if name not in parsed.ins:
-            raise RuleError(f"{name!r} is no tensor argument of {op}: these are {', '.join(parsed.ins)}")
-    reductions = reduce if isinstance(reduce, Mapping) else {}
-    default = "sum" if isinstance(reduce, Mapping) else reduce
-
-    def strategies(call: Call) -> list[Strategy]:
-        where = _positions(call)
-        ins: list[list[Factor]] = [[] for _ in call.inputs]
-        for name, term in parsed.ins.items():
-            for position in where[name]:
-                ins[position] = term.factors(call.inputs[position], f"argument {name!r} of {call.op}")
-        outs = _output_factors(call, parsed.outs)
-        _drop_misfits(ins, outs, call)
-        letters = {factor for dims in (*ins, *outs) for factor in dims}
-        pending = {letter: _pending(reductions.get(str(letter), default)) for letter in letters}
-        together = [frozenset(p for name in group for p in where[name]) for group in groups]
-        added = frozenset(position for name in addends for position in where[name])
-        factors = Factors(ins, outs, reduce=pending, linear=[group for group in together if group], addends=added)
-        return [way for way in factors.strategies() if _writes_its_part(call, way)]
-
-    return Rule(strategies)
-
-
-def _pending(name: Reduction) -> Partial | None:
-    return None if name is None else Partial(name)
-
-
-def _positions(call: Call) -> dict[str, list[int]]:
-    """The positions among a call's inputs that each argument holds: inputs are counted as the call was written."""
-    names = [argument.name for argument in call.op._schema.arguments]
-    found: dict[str, list[int]] = {name: [] for name in names}
-    at = 0
-    for name, arg in (*zip(names, call.args), *call.kwargs.items()):
-        count = len(flat_values(arg))
-        found[name] = list(range(at, at + count))
-        at += count
-    return found
-
-
-def _output_factors(call: Call, terms: Sequence[Term]) -> list[list[Factor]]:
-    if len(terms) == 1 and terms[0].text.startswith("["):
-        terms = [*terms] * len(call.outputs)
-    if len(terms) != len(call.outputs):
-        raise RuleError(f"{call.op} returned {len(call.outputs)} tensors; its rule has {len(terms)} terms for them")
-    pairs = enumerate(zip(terms, call.outputs, strict=True))
-    return [term.factors(value, f"result {i} of {call.op}") for i, (term, value) in pairs]
-
-
-def _drop_misfits(ins: list[list[Factor]], outs: list[list[Factor]], call: Call) -> None:
-    """A dim of size one that broadcasts carries no letter; a letter that stands for different sizes is not sharded."""
-    dims = [
-        (names, d, value.shape[d])
-        for names, value in zip((*ins, *outs), (*call.inputs, *call.outputs), strict=True)
-        for d in range(len(names))
-    ]
-    sizes: dict[Factor, set[int]] = {}
-    for names, d, size in dims:
-        sizes.setdefault(names[d], set()).add(size)
-    for names, d, size in dims:
-        several = sizes[names[d]]
-        if len(several) > 1 and (size == 1 or len(several - {1}) > 1):
-            names[d] = None
-
-
-def _writes_its_part(call: Call, way: Strategy) -> bool:
-    """What is written to is sharded with the rest, or pending: a whole tensor cannot take one rank's part."""
-    if all(placement is None for placement in way.ins):
-        return True
-    return all(way.ins[position] is not None for position in call.mutated)
+def _pending_of(placement: Any) -> Partial:
+    order = getattr(placement, "norm_type", None)  # torch's norms are sums of powers
+    return Partial(placement.reduce_op) if order is None else Partial("norm", float(order))

@@ -12,16 +12,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import platform
 import random
 import re
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,19 +26,20 @@ from torch import Tensor
 from shardwise.comm import simulate
 from shardwise.dispatch import clear_cache
 from shardwise.layout import Mesh, Partial, Placement, Replicate, Shard
+from shardwise.proof.command import CannotRun, add_run_arguments, finish, how_to_run, may_not_begin, run_tasks, versions
 from shardwise.proof.distance import TOLERANCE
 from shardwise.proof.forms import OUT, Form, Unusable, forms
-from shardwise.proof.judge import Case, Verdict, judge
-from shardwise.proof.pool import Outcome, run_all
-from shardwise.proof.progress import Progress
-from shardwise.proof.report import page, print_report, tables
-from shardwise.proof.results import Result, Store
+from shardwise.proof.judge import Verdict, judge
+from shardwise.proof.plain import Case
+from shardwise.proof.pool import Outcome
+from shardwise.proof.report import page, tables
+from shardwise.proof.results import Result
 from shardwise.proof.rounding import FACTOR
 from shardwise.proof.samples import (
     NO_DTYPE,
+    NO_SAMPLES,
     NO_TENSOR,
     VALUELESS,
-    NoSamplesError,
     Operator,
     Sample,
     operator,
@@ -156,7 +153,8 @@ def cover_sample(op: Operator, sample: Sample, settings: Settings) -> dict[str, 
     if not sample.tensors:
         return {"note": NO_TENSOR}
     cases: dict[str, Case | str] = {}
-    found: dict[str, Any] = {"verdicts": Counter(), "ways": Counter(), "avoidable": 0, "problems": []}
+    found: dict[str, Any] = {"verdicts": Counter(), "ways": Counter(), "forms": Counter(), "gradients": Counter()}
+    found.update(rounding=Counter(), avoidable=0, problems=[])
     for form, shape, way in calls(op, sample, settings):
         if form.name not in cases:
             cases[form.name] = _case(op, form, sample, settings)
@@ -166,6 +164,10 @@ def cover_sample(op: Operator, sample: Sample, settings: Settings) -> dict[str, 
         verdict = judge(case, mesh_of(shape), way)
         found["verdicts"][verdict.kind] += 1
         found["ways"][verdict.way] += 1
+        if verdict.kind == "right":
+            found["forms"][form.name] += 1
+            found["gradients"][case.has_gradients] += 1
+            found["rounding"].update([verdict.detail] if verdict.detail else [])
         found["avoidable"] += verdict.avoidable
         if verdict.kind in ("raised", "wrong"):
             found["problems"].append(_problem(form, sample, shape, way, verdict))
@@ -247,6 +249,9 @@ def result_of(outcome: Outcome, settings: Settings) -> Result:
         result.note = NO_DTYPE
     counts: Counter[str] = Counter()
     ways: Counter[str] = Counter()
+    forms: Counter[str] = Counter()
+    gradients: Counter[str] = Counter()
+    rounding: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     kinds: dict[tuple, dict[str, Any]] = {}
     for part in outcome.parts:
@@ -258,15 +263,20 @@ def result_of(outcome: Outcome, settings: Settings) -> Result:
         result.avoidable += part["avoidable"]
         counts.update(part["verdicts"])
         ways.update(part["ways"])
+        forms.update(part["forms"])
+        gradients.update(part["gradients"])
+        rounding.update(part["rounding"])
         for problem in part["problems"]:
             _file(kinds, problem)
     if outcome.failure is not None:
         counts["raised"] += 1
         _file(kinds, {"kind": "raised", "form": "function", "detail": outcome.failure, "sample": len(outcome.parts)})
-    if not result.samples and not counts and notes:
-        result.note = notes.most_common(1)[0][0]
+    if not result.samples and not counts and not result.note:
+        result.note = notes.most_common(1)[0][0] if notes else NO_SAMPLES
     result.refused_by_torch = sum(notes.values())
     result.counts, result.ways = dict(counts), dict(ways)
+    result.forms, result.gradients = dict(forms), dict(gradients)
+    result.rounding = dict(rounding)
     result.problems = sorted(kinds.values(), key=lambda kind: (kind["kind"] != "wrong", -kind["count"]))
     return result
 
@@ -292,68 +302,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spread", type=int, default=4, metavar="N", help="layouts per sample on a 2×2 mesh (4)")
     parser.add_argument("--seed", type=int, default=0, help="another choice of data and layouts (0)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64"), help="of operators that take it")
-    parser.add_argument("--stratum", type=_stratum, default=(0, 1), metavar="K/N", help="the K-th of N parts, from 0")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes; 0: this one (2)")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds a sample may take (120)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE as they come")
-    parser.add_argument("--resume", action="store_true", help="keep what FILE holds of the same code and settings")
-    parser.add_argument("--write-report", type=Path, metavar="FILE", help="write the results to FILE as a dated page")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_run_arguments(parser, timed="a sample")
 
 
-def _stratum(text: str) -> tuple[int, int]:
-    part, _, parts = text.partition("/")
-    if not (part.isdigit() and parts.isdigit() and int(part) < int(parts)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 0 to N - 1")
-    return int(part), int(parts)
-
-
+@may_not_begin
 def run(given: argparse.Namespace) -> int:
     """Run the command; 0 if nothing was wrong and nothing raised."""
     settings = Settings(given.samples, given.assignments, given.spread, given.seed, given.dtype)
-    try:
-        names = [op.name for op in operators(given.ops, given.stratum)]
-    except NoSamplesError as error:
-        print(error, file=sys.stderr)
-        return 2
+    names = [op.name for op in operators(given.ops, given.stratum)]
     if not names:
-        print(f"no operator is called {given.ops}", file=sys.stderr)
-        return 2
-    if given.resume and given.json is None:
-        print("--resume needs --json FILE: the results to go on with", file=sys.stderr)
-        return 2
-    store = Store(given.json, asdict(settings), resume=given.resume)
-    results = measure(names, settings, store=store, jobs=given.jobs, timeout=given.timeout, quiet=given.quiet)
-    print_report(results)
-    if given.write_report is not None:
-        about = (
-            f"Python {platform.python_version()}, torch {torch.__version__}. Every operator of op_db, and those on "
-            f"lists, {settings.samples or 'all'} samples of each, in {settings.dtype} where it is taken, forward and "
-            f"backward, as function, method, in place and with out=; of each, up to {settings.assignments} layouts on "
-            f"two ranks and {settings.spread} on 2×2. {JUDGED[settings.dtype]}"
-        )
-        title = f"Every operator against plain torch, {date.today()}"
-        given.write_report.write_text(page(tables(results), title, about))
+        raise CannotRun(f"no operator is called {given.ops}")
+    results = measure(names, settings, **how_to_run(given, asdict(settings), Result))
+    about = (
+        f"{versions()} Every operator of op_db, and those on lists, {settings.samples or 'all'} samples of each, in "
+        f"{settings.dtype} where it is taken, forward and backward, as function, method, in place and with out=; of "
+        f"each, up to {settings.assignments} layouts on two ranks and {settings.spread} on 2×2. "
+        f"{JUDGED[settings.dtype]}"
+    )
+    made = tables(results)
+    finish(given, made, "Every operator against plain torch", lambda title: page(made, title, about))
     return 1 if any(result.problems for result in results) else 0
 
 
-def measure(
-    names: Sequence[str],
-    settings: Settings,
-    *,
-    store: Store | None = None,
-    jobs: int = 0,
-    timeout: float = 120.0,
-    quiet: bool = True,
-) -> list[Result]:
-    """Try the named operators; the results are in their order."""
-    done = {name: result for name, result in (store.results if store else {}).items() if name in names}
-    left = [name for name in names if name not in done]
-    with Progress("coverage", len(names), done=len(done), quiet=quiet) as progress:
-        for outcome in run_all(cover, left, settings, jobs=jobs, timeout=timeout):
-            result = done[outcome.name] = result_of(outcome, settings)
-            problem = result.problems[0]["kind"] if result.problems else ""
-            progress.advance(f"{outcome.name} {problem}")
-            if store is not None:
-                store.add(result)
-    return [done[name] for name in names]
+def measure(names: Sequence[str], settings: Settings, **how: Any) -> list[Result]:
+    """Try the named operators; the results are in their order. `how`: as `run_tasks` takes it."""
+    return run_tasks("coverage", cover, names, settings, lambda outcome: result_of(outcome, settings), **how)

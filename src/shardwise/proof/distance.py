@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 TOLERANCE = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-5, torch.complex64: 1e-5}
-"""How far results may be apart, of their own size and of the largest among them; other floats: 1e-2, the rest: 0."""
+"""How far results may be apart, of their own size; other floats: 1e-2, the rest: 0."""
+
+OF_LARGEST = {torch.float64: 1e-11, torch.complex128: 1e-11}
+"""The same, of the largest among them; others: as of their own size."""
 
 NOISE = 1e-4
 """Of the tolerance: how large a number may be whose true value is zero."""
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two plain values are the same, bit by bit but for NaNs."""
+    """Whether two plain values are the same, number by number: NaN is NaN, and zero has no sign."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return equal(a, b)
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -55,7 +58,8 @@ def allowed(x: Tensor) -> Tensor:
     """How far an answer may be from `x`, element by element."""
     inexact = x.is_floating_point() or x.is_complex()
     tolerance = TOLERANCE.get(x.dtype, 1e-2) if inexact else 0.0
-    return tolerance * (torch.nan_to_num(_wide(x).abs(), posinf=0.0) + largest(x) + NOISE)
+    anywhere = OF_LARGEST.get(x.dtype, tolerance) * largest(x) + tolerance * NOISE
+    return tolerance * torch.nan_to_num(_wide(x).abs(), posinf=0.0) + anywhere
 
 
 def _wide(x: Tensor) -> Tensor:

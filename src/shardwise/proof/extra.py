@@ -68,7 +68,13 @@ def _layers() -> dict[str, list[Callable[[], Any]]]:
     return found
 
 
-EXTRA: dict[str, Sequence[Callable[[], Any]]] = {
+def exists(name: str) -> bool:
+    """Whether this torch has an op: some that have a rule are newer than the oldest torch that will do."""
+    namespace, op = name.split("::")
+    return hasattr(getattr(torch.ops, namespace), op)
+
+
+_ALL: dict[str, Sequence[Callable[[], Any]]] = {
     **_elementwise_gradients(),
     **_layers(),
     "aten::_addmm_activation": [
@@ -78,6 +84,7 @@ EXTRA: dict[str, Sequence[Callable[[], Any]]] = {
     "aten::_batch_norm_no_update": [
         lambda: aten._batch_norm_no_update(_x(5, 3, 4), _x(3), _x(3), _x(3), _x(3).abs(), 0.1, 1e-5)
     ],
+    "aten::_conj_physical": [lambda: aten._conj_physical(_x(5, 4, 3, dtype=torch.complex128))],
     "aten::_ctc_loss": [
         lambda: torch._ctc_loss(_x(6, 3, 4).log_softmax(2), _at(1, 2, 3, 1, 2, 2).view(3, 2), [6, 6, 6], [2, 2, 2]),
         lambda: torch._ctc_loss(_x(6, 3, 4).log_softmax(2), _at(1, 2, 3, 1, 2, 2), [6, 6, 6], [2, 2, 2]),
@@ -90,6 +97,8 @@ EXTRA: dict[str, Sequence[Callable[[], Any]]] = {
         lambda: aten._index_put_impl(_x(5, 4), [_at(4, 0, 3)], _x(3, 4)),
         lambda: aten._index_put_impl(_x(5, 4), [None, _at(1, 1)], _x(5, 2), True),
     ],
+    "aten::_is_all_true": [lambda: aten._is_all_true(_x(5, 4) > 0), lambda: aten._is_all_true(_x(5, 4) < 99)],
+    "aten::_is_any_true": [lambda: aten._is_any_true(_x(5, 4) > 0), lambda: aten._is_any_true(_x(5, 4) > 99)],
     "aten::_linalg_eigvals": [lambda: aten._linalg_eigvals(_x(3, 4, 4))],
     "aten::_log_softmax_backward_data": [
         lambda: aten._log_softmax_backward_data(_x(5, 4), F.log_softmax(_x(4, 5).t(), 1), 1, torch.float64)
@@ -137,6 +146,10 @@ EXTRA: dict[str, Sequence[Callable[[], Any]]] = {
         lambda: _max_pool3d_gradient(_x(2, 4, 4, 5)),
     ],
     "aten::native_dropout": [lambda: torch.native_dropout(_x(5, 4), 0.5, True)],
+    "aten::nll_loss2d_forward": [
+        partial(F.nll_loss, _x(3, 4, 2, 5).log_softmax(1), _at(*range(30)).view(3, 2, 5) % 4, reduction=reduction)
+        for reduction in ("mean", "sum", "none")
+    ],
     "aten::normal_functional": [lambda: aten.normal_functional(_x(5, 4))],
     "aten::poisson": [lambda: torch.poisson(_x(5, 4).abs())],
     "aten::rand_like": [lambda: torch.rand_like(_x(5, 4))],
@@ -161,6 +174,7 @@ EXTRA: dict[str, Sequence[Callable[[], Any]]] = {
         }.items()
     },
 }
+EXTRA = {name: functions for name, functions in _ALL.items() if exists(name)}
 """By op: functions that call it, whatever else they call."""
 
 

@@ -29,6 +29,10 @@ FILLED = tuple(map(Partial, ("sum", "avg", "max", "min", "product")))
 """What PENDING may stand for."""
 
 
+class Impossible(Exception):
+    """A trial that says nothing: its strategies do not go together, or no terms make up such an input."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One strategy per axis of a mesh, and how sharded dims are cut: by `torch.chunk`, or into the explicit pieces that
@@ -75,6 +79,12 @@ def _keeps_targets(case: Case, way: Strategy) -> bool:
     return not (case.call.outputs and way.outs) or all(way.ins[i] in way.outs for i in case.call.mutated)
 
 
+def has_terms(case: Case, way: Strategy) -> bool:
+    """Whether there are terms of every input that is pending: there is no largest of complex numbers, for instance."""
+    pairs = zip(case.recorded.tensors, way.ins, strict=True)
+    return all(terms(x, p, 2) is not None for x, p in pairs if isinstance(p, Partial))
+
+
 def trials(case: Case) -> Iterator[Trial]:
     """Every strategy on one axis of 2 and of 3 ranks, evenly cut and with an empty shard; on 2×2 ranks, along both axes
     and next to its neighbour in the list."""
@@ -92,7 +102,7 @@ def trials(case: Case) -> Iterator[Trial]:
 
 
 def failure(case: Case, trial: Trial) -> str | None:
-    """What goes wrong in a trial; None if nothing does, or if it cannot be."""
+    """What goes wrong in a trial; None if nothing does."""
     expected = case.expected
     return _failure(
         *(case, trial, expected.gradients is not None),
@@ -114,20 +124,19 @@ def _misfit(results: Sequence[DTensor], *, replicas: bool) -> str | None:
 def _failure(case: Case, trial: Trial, with_gradient: bool, judged: Judged) -> str | None:
     placed = [_layout(trial, i, value) for i, value in enumerate(case.call.inputs)]
     if any(layout is None for layout in placed):
-        return None
+        raise Impossible
     layouts = [layout for layout in placed if layout is not None]
     inputs = [_distributed(x, layout) for x, layout in zip(case.recorded.tensors, layouts, strict=True)]
     leaves = [x for x in inputs if x is not None]
     if len(leaves) < len(inputs):
-        return None
+        raise Impossible
     for position, leaf in enumerate(leaves):
         leaf.requires_grad_(with_gradient and case.wants_gradient(position))
     try:
         with torch.set_grad_enabled(with_gradient):
-            results = _run(case, trial, layouts, leaves)
-            if results is None:
-                return None
-            return judged(results, leaves)
+            return judged(_run(case, trial, layouts, leaves), leaves)
+    except Impossible:
+        raise
     except Exception as error:
         return f"raises {type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
 
@@ -176,14 +185,14 @@ def _distributed(x: Tensor, layout: Layout) -> DTensor | None:
         return wrap(ranked(shards), layout)
 
 
-def _run(case: Case, trial: Trial, layouts: Sequence[Layout], leaves: Sequence[DTensor]) -> list[DTensor] | None:
+def _run(case: Case, trial: Trial, layouts: Sequence[Layout], leaves: Sequence[DTensor]) -> list[DTensor]:
     recorded = case.recorded
     try:
         lowered = lower_calls(
             recorded.trace, trial.mesh, layouts, [[way] for way in trial.chosen], [list(trial.chosen)]
         )
-    except Banned:
-        return None  # these strategies do not go together, and dispatch would not combine them
+    except Banned as error:  # dispatch would not combine them
+        raise Impossible from error
     used = [x.clone() if i in case.call.mutated and x.requires_grad else x for i, x in enumerate(leaves)]
     held = {value.index: x for value, x in zip(case.call.inputs, used, strict=True)}
     args = tuple(filled(arg, held) for arg in case.call.args)

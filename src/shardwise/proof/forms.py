@@ -14,6 +14,19 @@ OUT = "out="
 RESIZED_OUT = "out= of another shape"
 
 
+RESHAPING = {
+    **dict.fromkeys(
+        ("as_strided", "as_strided.partial_views", "resize_"), "it writes another shape in place, which DTensors refuse"
+    ),
+    "nn.functional.dropout3d": "in place, it adds a dim to what has no batch, and removes it again",
+    **dict.fromkeys(
+        ("native_batch_norm", "_native_batch_norm_legit"),
+        "in evaluation it gives no statistics, but torch's kernel for meta tensors says that it does",
+    ),
+}
+"""Operators that may refuse to write wherever their arguments lie, with the reason."""
+
+
 class Unusable(Exception):
     """Plain torch does not give a sample an answer to compare with."""
 
@@ -25,6 +38,8 @@ class Form:
     name: str
     function: Callable
     in_place: bool = False
+    base: Callable | None = None  # what an in-place form writes, as a function
+    reshapes: bool = False  # and may therefore be refused wherever its arguments lie
     checks_sizes: bool = True  # it can be tried on arguments whose sizes may not fit
 
     @property
@@ -38,14 +53,15 @@ class Form:
 
 def forms(op: Operator) -> Iterator[tuple[Form, int]]:
     """The ways to write an operator, and by how much fewer layouts suffice for each."""
-    yield Form("function", op.function, checks_sizes=op.checks_sizes), 1
+    checks, reshapes = op.checks_sizes, op.name in RESHAPING
+    yield Form("function", op.function, reshapes=reshapes, checks_sizes=checks), 1
     if op.method is not None and op.method is not op.function:
-        yield Form("method", op.method), 6
+        yield Form("method", op.method, reshapes=reshapes), 6
     if op.in_place is not None:
-        yield Form("in-place", op.in_place, in_place=True), 3
+        yield Form("in-place", op.in_place, in_place=True, base=op.function, reshapes=reshapes), 3
     if op.takes_out:
-        yield Form(OUT, op.function, checks_sizes=op.checks_sizes), 3
-        yield Form(RESIZED_OUT, op.function, checks_sizes=op.checks_sizes), 24
+        yield Form(OUT, op.function, reshapes=reshapes, checks_sizes=checks), 3
+        yield Form(RESIZED_OUT, op.function, checks_sizes=checks), 24
 
 
 def _with_out(form: Form, given: Sample) -> Sample:
@@ -61,13 +77,14 @@ def _with_out(form: Form, given: Sample) -> Sample:
     if not leaves or not all(isinstance(x, Tensor) and x.layout is torch.strided for x in leaves):
         raise Unusable("has no tensors to write to")
     shapes = [_other_shape(x, given.index) if form.name == RESIZED_OUT else x.shape for x in leaves]
-    outs = [torch.full(shape, _FILLING, dtype=x.dtype) for x, shape in zip(leaves, shapes, strict=True)]
+    outs = [_filling(x, shape) for x, shape in zip(leaves, shapes, strict=True)]
     out = outs[0] if isinstance(results, Tensor) else type(results)(outs) if type(results) is list else tuple(outs)
     return replace(given, args=args, kwargs={**kwargs, "out": out})
 
 
-_FILLING = 1
-"""What results are written over: any number that all dtypes have."""
+def _filling(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """What a result is written over: nowhere the result itself, so that it shows what was not written."""
+    return (x.detach() != 1).to(x.dtype) if x.shape == tuple(shape) else torch.ones(shape, dtype=x.dtype)
 
 
 def _copies(images: dict[int, Tensor]) -> dict[int, Tensor]:

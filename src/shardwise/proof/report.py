@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.proof.results import Result
+from shardwise.proof.rounding import DROWNED, EXCUSED
 
 WIDTH = 100
+GRADIENTS = ("compared", "without values", "none", "refused by torch")
+"""What gradients a call may have; "without values" are those of random calls."""
 
 
 def summary(results: Sequence[Result]) -> list[tuple[str, str]]:
@@ -17,6 +20,9 @@ def summary(results: Sequence[Result]) -> list[tuple[str, str]]:
     compared = [result for result in tried if not result.valueless]
     calls = sum((Counter(result.counts) for result in tried), Counter())
     ways = sum((Counter(result.ways) for result in tried), Counter())
+    forms = sum((Counter(result.forms) for result in tried), Counter())
+    gradients = sum((Counter(result.gradients) for result in tried), Counter())
+    rounding = sum((Counter(result.rounding) for result in tried), Counter())
     gathering = [result for result in compared if result.avoidable]
     return [
         ("operators", f"{len(results)}, of which {len(compared)} are compared by value"),
@@ -25,6 +31,9 @@ def summary(results: Sequence[Result]) -> list[tuple[str, str]]:
         ("sometimes wrong", _share([r for r in compared if _has(r, "wrong")], compared)),
         ("random or uninitialised", f"{len(tried) - len(compared)}, judged by shape, dtype and agreement of replicas"),
         ("calls", ", ".join(f"{calls[kind]} {kind}" for kind in ("right", "refused", "raised", "wrong"))),
+        ("right as", ", ".join(f"{name} {count}" for name, count in forms.items())),
+        ("their gradients", ", ".join(f"{gradients[kind]} {kind}" for kind in GRADIENTS if gradients[kind])),
+        ("of them", ", ".join(f"{rounding[kind]} {kind}" for kind in (EXCUSED, DROWNED))),
         ("with a sharded input", f"{ways['sharded']} ran sharded, {ways['gathered']} gathered"),
         ("gather a batch-like dim", _share(gathering, compared)),
         ("time", f"{sum(r.seconds for r in results):.0f} s of processes"),
@@ -102,10 +111,6 @@ def page(made: Sequence[Table], title: str, about: str) -> str:
         lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
         lines.append("")
     return "\n".join(lines)
-
-
-def print_report(results: Sequence[Result]) -> None:
-    print_tables(tables(results))
 
 
 def print_tables(made: Sequence[Table]) -> None:

@@ -30,6 +30,9 @@ class Result:
     random: int = 0  # samples whose values cannot be compared
     counts: dict[str, int] = field(default_factory=dict)
     ways: dict[str, int] = field(default_factory=dict)
+    forms: dict[str, int] = field(default_factory=dict)  # right calls, by how they are written
+    gradients: dict[str, int] = field(default_factory=dict)  # right calls, by whether gradients were compared
+    rounding: dict[str, int] = field(default_factory=dict)  # right calls that are off by rounding
     avoidable: int = 0
     problems: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
@@ -38,6 +41,11 @@ class Result:
     def valueless(self) -> bool:
         """Whether no sample has a value to compare."""
         return 0 < self.samples == self.random
+
+    @property
+    def status(self) -> str:
+        """The worst that happened, if anything bad did."""
+        return self.problems[0]["kind"] if self.problems else ""
 
     @property
     def calls(self) -> int:

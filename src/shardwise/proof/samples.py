@@ -25,6 +25,7 @@ DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.boo
 """The dtypes to try an operator in, first choice first: in double precision a wrong answer is no rounding error."""
 
 NO_DTYPE = "takes no dtype that the CPU can compute with"
+NO_SAMPLES = "torch has no samples of it"
 NO_TENSOR = "takes no tensor: there is nothing to shard"
 SPARSE = "takes or returns sparse or nested tensors, which have no shards"
 UNINITIALISED = "its result is memory that nobody has written"
@@ -212,19 +213,24 @@ def counting_draws() -> Iterator[Callable[[], bool]]:
     from torch.testing._internal import common_methods_invocations as torchs
 
     hiding = torchs.wrapper_set_seed
-    before = torch.get_rng_state()
+    before = _random_states()
     torchs.wrapper_set_seed = lambda function, *args, **kwargs: function(*args, **kwargs)
     try:
-        yield lambda: not torch.equal(before, torch.get_rng_state())
+        yield lambda: not all(map(torch.equal, before, _random_states()))
     finally:
         torchs.wrapper_set_seed = hiding
+
+
+def _random_states() -> list[Tensor]:
+    """Of every device that a sample may name."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
 
 
 # Trees of arguments
 
 
 def flatten(tree: Any) -> list[Any]:
-    """What a call returned, as a flat list of tensors and other values."""
+    """What is in nested lists, tuples and dicts, in order: tensors and other values."""
     if isinstance(tree, (list, tuple)):
         return [leaf for item in tree for leaf in flatten(item)]
     if isinstance(tree, dict):
@@ -234,30 +240,28 @@ def flatten(tree: Any) -> list[Any]:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and dicts, in order."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, (list, tuple)):
-        return [tensor for item in tree for tensor in tensors_in(item)]
-    if isinstance(tree, dict):
-        return [tensor for item in tree.values() for tensor in tensors_in(item)]
-    return []
+    return [leaf for leaf in flatten(tree) if isinstance(leaf, Tensor)]
 
 
 def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
+def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """A tree with everything in it changed that is no list, tuple or dict."""
+    if isinstance(tree, list):
+        return [mapped(item, change) for item in tree]
+    if isinstance(tree, tuple):
+        items = [mapped(item, change) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, dict):
+        return {name: mapped(item, change) for name, item in tree.items()}
+    return change(tree)
+
+
 def replaced(tree: Any, images: dict[int, Any]) -> Any:
     """A tree with other things in place of its tensors, by their ids."""
-    if isinstance(tree, Tensor):
-        return images[id(tree)]
-    if isinstance(tree, list):
-        return [replaced(item, images) for item in tree]
-    if type(tree) is tuple:
-        return tuple(replaced(item, images) for item in tree)
-    if isinstance(tree, dict):
-        return {name: replaced(item, images) for name, item in tree.items()}
-    return tree
+    return mapped(tree, lambda leaf: images[id(leaf)] if isinstance(leaf, Tensor) else leaf)
 
 
 def show(value: Any) -> str:

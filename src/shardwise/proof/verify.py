@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import json
 import pickle
-import platform
 import random
 import re
 import sys
@@ -20,7 +19,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,16 +28,14 @@ import torch
 from shardwise.proof import catalogue
 from shardwise.proof.calls import DRAWN, UNWRITTEN, Recorded, excluded, key_of, made_again, record
 from shardwise.proof.case import Case
-from shardwise.proof.coverage import _stratum
+from shardwise.proof.command import CannotRun, add_run_arguments, finish, how_to_run, may_not_begin, run_tasks, versions
 from shardwise.proof.extra import EXTRA, extra_calls
-from shardwise.proof.forced import Trial, concrete, failure, misfit, show_ins, trials
+from shardwise.proof.forced import Impossible, Trial, concrete, failure, has_terms, misfit, show_ins, trials
 from shardwise.proof.gaps import reason_for
 from shardwise.proof.oracle import Truth, truths, worth
-from shardwise.proof.pool import Outcome, run_all
+from shardwise.proof.pool import Outcome
 from shardwise.proof.progress import Progress
-from shardwise.proof.report import print_tables
-from shardwise.proof.results import Store
-from shardwise.proof.samples import NoSamplesError, Operator, operators
+from shardwise.proof.samples import Operator, operators
 from shardwise.proof.verdicts import OpReport, page, tables
 from shardwise.rules import AxisPlacement, Strategy, rule_for
 
@@ -101,12 +97,24 @@ def _not_again(error: Exception) -> str:
 
 
 def _judge(case: Case, report: OpReport, failing: Callable[[Case, Trial], str | None]) -> None:
+    tried: set[Strategy] = set()
+
+    def note(strategy: str, problem: str) -> None:
+        found = {"call": str(case.recorded), "strategy": strategy, "problem": problem}
+        report.unsound.append({**found, "from": case.recorded.origin})
+
     for trial in trials(case):
+        try:
+            problem = failing(case, trial)
+        except Impossible:
+            continue
         report.trials += 1
-        problem = failing(case, trial)
+        tried.update(trial.chosen)
         if problem is not None:
-            found = {"call": str(case.recorded), "strategy": str(trial), "problem": problem}
-            report.unsound.append({**found, "from": case.recorded.origin})
+            note(str(trial), problem)
+    for way in concrete(case):
+        if way not in tried and has_terms(case, way):
+            note(f"{show_ins(way.ins)} -> {show_ins(way.outs)}", "could not be tried in any way")
 
 
 def _judge_completeness(case: Case, report: OpReport) -> None:
@@ -247,89 +255,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=12, metavar="N", help="samples per operator of op_db (12)")
     parser.add_argument("--calls", type=int, default=16, metavar="N", help="calls judged per op (16)")
     parser.add_argument("--seed", type=int, metavar="N", help="choose these calls at random (evenly spread over all)")
-    parser.add_argument("--stratum", type=_stratum, default=(0, 1), metavar="K/N", help="the K-th of N parts, from 0")
     parser.add_argument("--module", metavar="FILE", help="a Python file with ops and rules, and SAMPLES = {op: [args]}")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes; 0: this one (2)")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds a call may take (120)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE as they come")
-    parser.add_argument("--resume", action="store_true", help="keep what FILE holds of the same code and settings")
     parser.add_argument("--write-docs", type=Path, metavar="FILE", help="write the catalogue of rules to FILE")
-    parser.add_argument("--write-report", type=Path, metavar="FILE", help="write the results to FILE as a dated page")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_run_arguments(parser, timed="a call")
 
 
+@may_not_begin
 def run(given: argparse.Namespace) -> int:
     """Run the command; 0 if every rule is sound."""
     began = time.monotonic()
     settings = Settings(
         given.ops, tuple(given.names), given.samples, given.calls, given.stratum, given.module, given.seed
     )
-    if given.resume and given.json is None:
-        print("--resume needs --json FILE: the results to go on with", file=sys.stderr)
-        return 2
-    try:
-        reports = measure(
-            settings,
-            store=Store(given.json, json.loads(json.dumps(asdict(settings))), resume=given.resume, kind=OpReport),
-            jobs=given.jobs,
-            timeout=given.timeout,
-            quiet=given.quiet,
-        )
-    except NoSamplesError as error:
-        print(error, file=sys.stderr)
-        return 2
+    reports = measure(settings, **how_to_run(given, json.loads(json.dumps(asdict(settings))), OpReport))
     if not reports:
-        print("no sample makes a call of these ops", file=sys.stderr)
-        return 2
-    print_tables(tables(reports))
+        raise CannotRun("no sample makes a call of these ops")
     if given.write_docs is not None:
         given.write_docs.write_text(catalogue.render({report.name: report for report in reports}))
-    if given.write_report is not None:
-        about = (
-            f"Python {platform.python_version()}, torch {torch.__version__}. Calls from up to {settings.samples} "
-            f"samples of each operator of op_db, and of ops that these do not call, but at most {settings.calls} "
-            f"calls of each op. "
-            f"{time.monotonic() - began:.0f} s with {given.jobs} processes."
-        )
-        given.write_report.write_text(page(reports, f"Sharding rules, judged by brute force, {date.today()}", about))
+    about = (
+        f"{versions()} Calls from up to {settings.samples} samples of each operator of op_db, and of ops that these do "
+        f"not call, but at most {settings.calls} calls of each op. "
+        f"{time.monotonic() - began:.0f} s with {given.jobs} processes."
+    )
+    finish(given, tables(reports), "Sharding rules, judged by brute force", lambda title: page(reports, title, about))
     return 0 if all(report.sound for report in reports) else 1
 
 
-def measure(
-    settings: Settings,
-    *,
-    store: Store | None = None,
-    jobs: int = 0,
-    timeout: float = 120.0,
-    quiet: bool = True,
-) -> list[OpReport]:
-    """Judge the ops that the settings name, in the order of their names."""
-    calls = collect(settings, quiet=quiet)
-    return judge_all(calls, store=store, module=settings.module, jobs=jobs, timeout=timeout, quiet=quiet)
+def measure(settings: Settings, *, quiet: bool = True, **how: Any) -> list[OpReport]:
+    """Judge the ops that the settings name, in the order of their names. `how`: as `run_tasks` takes it."""
+    return judge_all(collect(settings, quiet=quiet), module=settings.module, quiet=quiet, **how)
 
 
-def judge_all(
-    calls: Mapping[str, Sequence[Recorded]],
-    *,
-    store: Store | None = None,
-    module: str | None = None,
-    jobs: int = 0,
-    timeout: float = 120.0,
-    quiet: bool = True,
-) -> list[OpReport]:
-    """Judge ops by some calls of each, in the order of their names."""
+def judge_all(calls: Mapping[str, Sequence[Recorded]], *, module: str | None = None, **how: Any) -> list[OpReport]:
+    """Judge ops by some calls of each, in the order of their names. `how`: as `run_tasks` takes it."""
     names = sorted(calls)
-    done = {name: kept for name, kept in (store.results if store else {}).items() if name in calls}
-    left = [name for name in names if name not in done]
-    with tempfile.TemporaryDirectory() as folder, Progress("verify", len(names), done=len(done), quiet=quiet) as bar:
-        for name in left:
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
             _save(calls[name], _file(folder, name))
-        for outcome in run_all(judge_saved, left, (folder, module), jobs=jobs, timeout=timeout):
-            report = done[outcome.name] = report_of(outcome)
-            bar.advance(f"{report.name} {report.status}")
-            if store is not None:
-                store.add(report)
-    return [done[name] for name in names]
+        return run_tasks("verify", judge_saved, names, (folder, module), report_of, **how)
 
 
 def _save(calls: Sequence[Recorded], file: Path) -> None:

@@ -102,12 +102,24 @@ def _edges(layout: Layout, goal: Layout) -> Iterator[Edge]:
     yield from _cuts(layout, goal, [a for a in range(layout.mesh.ndim) if _dim_or_pending(layout, a) is None])
     for axis, wanted in enumerate(goal.pending):
         at = _dim_or_pending(layout, axis)
-        if wanted is None or at == wanted:
+        if wanted is None or at == wanted or _must_wait(layout, goal, wanted):
             continue
         if at is None:
             yield (axis,), _pend(layout, axis, wanted)
         elif isinstance(at, int) and wanted.reduce_op == "sum" and _minor(layout, axis):
             yield (axis,), _pend(_drop(layout, (axis,)), axis, wanted)
+
+
+def _must_wait(layout: Layout, goal: Layout, wanted: Partial) -> bool:
+    """Whether a reduction that does not commute with a wanted one is still to be done: the maximum of terms of a sum is
+    no term of the sum of maxima."""
+    to_do = [pending for axis, pending in enumerate(layout.pending) if pending and goal.pending[axis] != pending]
+    return any(_addition(pending) != _addition(wanted) for pending in to_do)
+
+
+def _addition(pending: Partial) -> Partial:
+    """Averages are sums but for a factor."""
+    return Partial("sum") if pending.reduce_op == "avg" else pending
 
 
 def _reductions(layout: Layout, goal: Layout) -> Iterator[Edge]:

@@ -37,7 +37,7 @@ from shardwise.rules import (
     views,
 )
 from shardwise.rules.refusals import refuse
-from shardwise.rules.registry import register, rule_for
+from shardwise.rules.registry import register, rule_for, rule_named
 from shardwise.rules.types import (
     PENDING,
     AxisPlacement,
@@ -93,6 +93,7 @@ __all__ = [
     "resampling",
     "reshapes",
     "rule_for",
+    "rule_named",
     "scans",
     "scatter",
     "selection",

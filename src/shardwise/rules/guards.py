@@ -97,6 +97,19 @@ def _checking(function: Callable[..., Any], check: str, at: int, name: str) -> C
     return call
 
 
+def _bernoulli(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A chance that is given as a number is one for all elements, whatever they are."""
+
+    def call(input: Tensor, p: float | None = None, **options: Any) -> Any:
+        if p is not None:
+            return function(input, p, **options)
+        return function(
+            FUNCTIONS[checked](input, "bernoulli", []) if input.dtype.is_floating_point else input, **options
+        )
+
+    return call
+
+
 def _multinomial(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(input: Tensor, num_samples: int, replacement: bool = False, **options: Any) -> Any:
         if input.dtype.is_floating_point and input.ndim in (1, 2) and num_samples > 0:
@@ -107,10 +120,10 @@ def _multinomial(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _functions, _check, _at, _name in (
-    ((torch.bernoulli, Tensor.bernoulli), "bernoulli", 0, "input"),
     ((torch.poisson,), "poisson", 0, "input"),
     ((torch.normal,), "normal", 1, "std"),
     ((torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile), "quantile", 1, "q"),
 ):
     FUNCTIONS.update({function: _checking(function, _check, _at, _name) for function in _functions})
+FUNCTIONS.update({function: _bernoulli(function) for function in (torch.bernoulli, Tensor.bernoulli)})
 FUNCTIONS.update({function: _multinomial(function) for function in (torch.multinomial, Tensor.multinomial)})

@@ -121,8 +121,8 @@ register("hash_tensor", rule=Rule(lambda call: reduction_ways(call, None)))
 
 # All and any are minimum and maximum of booleans; an empty shard's answer is the neutral one.
 
-register("all", rule=Rule(lambda call: reduction_ways(call, Partial("min"))))
-register("any", rule=Rule(lambda call: reduction_ways(call, Partial("max"))))
+register("all", "_is_all_true", rule=Rule(lambda call: reduction_ways(call, Partial("min"))))
+register("any", "_is_any_true", rule=Rule(lambda call: reduction_ways(call, Partial("max"))))
 
 
 # Extrema: values, indices, or both

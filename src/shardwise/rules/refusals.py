@@ -37,7 +37,7 @@ def refuse(call: Call) -> None:
     given = sum(value.numel for value in call.inputs)
     if suspicious is not None and suspicious(call) and given <= TOO_MANY:
         _ask(call)
-    elif any(value.dtype.is_complex for value in call.inputs):
+    elif any(value.dtype in (torch.complex64, torch.complex128) for value in call.inputs):
         kind = (call.op, *((value.dtype, value.ndim) for value in call.inputs))
         if kind not in _known and given + sum(value.numel for value in call.outputs) <= MANY:
             _ask(call, only=_of_dtypes)
@@ -140,7 +140,7 @@ def _at_places(call: Call) -> bool:
     x, values, indices = call["self"], call["values"], call["indices"]
     given = [index for index in indices if index is not None]
     dtypes = {index.dtype for index in given}
-    if values.dtype != x.dtype or not dtypes <= {torch.int32, torch.int64, torch.bool, torch.uint8}:
+    if not given or values.dtype != x.dtype or not dtypes <= {torch.int32, torch.int64, torch.bool, torch.uint8}:
         return True
     if torch.bool in dtypes or torch.uint8 in dtypes:
         return False  # how many they name is not known
@@ -157,6 +157,11 @@ def _at_places(call: Call) -> bool:
     shape = [*kept[:first], *named, *kept[first:]]
     pairs = zip(reversed(values.shape), reversed(shape), strict=False)
     return values.ndim > len(shape) or any(size not in (1, whole) for size, whole in pairs)
+
+
+def _in_table(call: Call) -> bool:
+    """Rows of a table are named by integers."""
+    return call["indices"].dtype not in (torch.int32, torch.int64)
 
 
 def _put(call: Call) -> bool:
@@ -201,6 +206,7 @@ SUSPICIOUS: dict[str, Callable[[Call], bool]] = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "complex", "linalg_cross"), _dtypes_differ),
     **dict.fromkeys(("index_add", "index_copy", "index_fill", "index_reduce", "index_select"), _at_rows),
     **dict.fromkeys(("index_put", "_index_put_impl"), _at_places),
+    "embedding": _in_table,
     "put": _put,
     **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"), _batch_norm),
     "bucketize": lambda call: call["boundaries"].ndim != 1,
@@ -208,6 +214,7 @@ SUSPICIOUS: dict[str, Callable[[Call], bool]] = {
     "multinomial": _multinomial,
     "soft_margin_loss": _smaller,
     "aminmax": _dtypes_differ,
+    **dict.fromkeys(("avg_pool2d", "avg_pool3d"), lambda call: call["divisor_override"] == 0),
     "lu_unpack": _pivots,
     **dict.fromkeys(("gcd", "lcm", "bitwise_left_shift", "bitwise_right_shift"), _of_floats),
     **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _gradient),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -36,6 +37,20 @@ def register(*names: str, rule: Rule) -> Rule:
 def homes() -> dict[str, str]:
     """Every op with a rule of its own, and the module that gave it."""
     return dict(_homes)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Afterwards the rules, and where they come from, are what they were before: to try rules out."""
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(known, dict(known)) for known in (_rules, _homes)]
+    _found.clear()
+    try:
+        yield
+    finally:
+        for known, kept in before:
+            known.clear()
+            known.update(kept)
+        _found.clear()
 
 
 def _calling_module() -> str:
@@ -84,6 +99,11 @@ def register_function(
 def register_pointwise(rule: Rule) -> None:
     """Give every op that torch tags as element-wise, and that has no rule of its own, this one."""
     _rules["pointwise"] = rule
+
+
+def rule_named(name: str) -> Rule | None:
+    """The rule registered for `namespace::name` itself."""
+    return _rules.get(name)
 
 
 def rule_for(op: Any) -> Rule | None:

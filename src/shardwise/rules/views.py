@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -251,7 +252,17 @@ def _as_complex(call: Call) -> Factors:
     return Factors([[*names, None]], [names], linear=[frozenset({0})])
 
 
-AS_REAL = register("view_as_real", rule=factor_rule(_as_real))
+def _as_real_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    return None if all(map(math.prod, ins[0].held_shapes)) else Local(_real_or_empty, call.args)
+
+
+def _real_or_empty(x: Tensor) -> Tensor:
+    """Of nothing, torch's gradient cannot be viewed as complex again: it lies in memory in any way. A conjugate that is
+    left for later, which `real` and `imag` take, must be settled."""
+    return torch.view_as_real(x.resolve_conj()) if x.numel() else torch.stack([x.real, x.imag], -1)
+
+
+AS_REAL = register("view_as_real", rule=factor_rule(_as_real, _as_real_local))
 AS_COMPLEX = register("view_as_complex", rule=factor_rule(_as_complex))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -323,3 +325,30 @@ def test_autocast(placements: tuple) -> None:
         dist.pow(2).mean().backward()
         assert b.grad.dtype == torch.float32
         torch.testing.assert_close(b.grad.full_tensor(), a.grad, **close)
+
+
+IN_PLACE_ROOT = """
+import torch, shardwise as sw
+x = sw.distribute_tensor(torch.arange(8.0), sw.simulate((2,), ("tp",)), [sw.Shard(0)]).requires_grad_()
+y = (x * 2).view(4, 2)
+y.transpose(0, 1)[0] = 1.0
+y.backward(torch.ones_like(y))
+assert x.grad.tolist() == [0.0, 2.0] * 4
+"""
+
+
+def test_a_view_that_was_written_to_is_the_root_of_a_backward_pass() -> None:
+    """Autograd asks for its new history with the tensor's lock held: whoever asks again would wait for ever."""
+    subprocess.run([sys.executable, "-c", IN_PLACE_ROOT], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("placements", [(R, R), (S0, R), (S0, S1), (P, R)], ids=str)
+@pytest.mark.parametrize("combine", [torch.mul, lambda x, s: torch.addcmul(x, x, s), lambda x, s: (x * s).tanh() + s])
+def test_a_plain_number_has_one_gradient(combine: Callable, placements: tuple) -> None:
+    """It is every rank's, and the simulator holds all ranks."""
+    plain, dist = twins(data(4, 6), placements)
+    number, other = (torch.tensor(1.5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    combine(plain, number).sum().backward()
+    combine(dist, other).sum().backward()
+    torch.testing.assert_close(other.grad, number.grad)
+    torch.testing.assert_close(dist.grad.full_tensor(), plain.grad)

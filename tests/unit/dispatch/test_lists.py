@@ -64,6 +64,8 @@ CALLS: dict[str, Callable[[list[Tensor], list[Tensor]], list[Tensor]]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_each_element_is_as_on_one_device(name: str) -> None:
+    if not hasattr(torch, f"_foreach_{name}") and name in ("clone", "mm"):
+        pytest.skip(f"this torch has no _foreach_{name}")
     a, b = lists()
     expected = CALLS[name](a, b)
     for p, q in itertools.product(PAIRS, [(R, R), (S0, S1), (P, S0)]):

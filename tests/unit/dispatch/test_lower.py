@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import compare
+from features import differentiates
 from sweep import mesh_of, normal, place, sweep
 from torch import Tensor, linalg
 
@@ -178,4 +179,5 @@ def test_outputs_that_lie_differently_have_their_own_gradients() -> None:
     sweep(torch.triangular_solve, normal(3, 2), normal(4, 3, 3) + 3 * torch.eye(3, dtype=torch.float64))
     sweep(lambda x: (x.sum(0), x * 2, x.mean()), normal(5, 3))
     sweep(lambda x: torch.std_mean(x, 0), normal(5, 3))
-    sweep(lambda x: torch.aminmax(x, dim=0), normal(5, 3))
+    extrema = lambda x: torch.aminmax(x, dim=0)  # noqa: E731
+    sweep(extrema, normal(5, 3), backward=differentiates(extrema, normal(5, 3)))

@@ -174,3 +174,9 @@ def test_reductions_compute_in_the_dtype_of_the_target(name: str) -> None:
         out = sw.distribute_tensor(torch.empty_like(expected), MESH, [S0, R])
         function(sw.distribute_tensor(x, MESH, where), dim=0, out=out)
         torch.testing.assert_close(whole(out), expected, atol=0, rtol=1e-14)
+
+
+def test_an_overload_with_out_is_an_op_like_others() -> None:
+    a, b, out = (sw.distribute_tensor(normal(4, 4), MESH, [place, R]) for place in (S0, R, S0))
+    torch.ops.aten.mm.out(a, b, out=out)
+    torch.testing.assert_close(out.full_tensor(), a.full_tensor() @ b.full_tensor())

@@ -13,6 +13,7 @@ import torch.autograd.forward_ad as forward_ad
 import torch.autograd.functional as functional
 from sweep import normal, place
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardwise as sw
 
@@ -49,6 +50,29 @@ def test_what_would_see_a_shard_is_refused(name: str) -> None:
     with pytest.raises(sw.errors.TransformError, match="would see one rank's shard instead of the tensor"):
         REFUSED[name](place(normal(4, 3), S(0)))
     REFUSED[name](normal(4, 3))  # and is torch's own for plain tensors
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "trace",
+    [
+        lambda x: torch.jit.trace(total, (x,)),
+        lambda x: make_fx(total)(x),
+        lambda x: torch.jit.trace(linear_like(x), (torch.ones(2, 3, dtype=x.dtype),)),
+    ],
+)
+def test_traces_that_would_see_a_shard_are_refused(trace: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(
+        sw.errors.TransformError, match=r"write down what happens to plain tensors.*Trace the program on"
+    ):
+        trace(place(normal(4, 3), S(0)))
+    trace(normal(4, 3))
+
+
+def linear_like(weight: Tensor) -> nn.Linear:
+    module = nn.Linear(3, 4, bias=False)
+    module.weight = nn.Parameter(weight)
+    return module
 
 
 def test_the_refusal_says_what_to_use_instead() -> None:

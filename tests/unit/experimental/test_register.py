@@ -2,57 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from custom_ops import AFFINE, affine, custom
 from sweep import normal, place, sweep, sweep_in_place
 from torch import Tensor
 
 import shardwise as sw
 from shardwise.experimental import RuleError, register_sharding
 from shardwise.experimental.register import _ways_of
-from shardwise.rules import Call, Value, registry
+from shardwise.rules import Call, Value, registry, rule_for
 
 R, S0, S1, SUM = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
-
-
-def custom(schema: str, function: Callable, *, tags: Any = ()) -> Any:
-    """A custom op that runs `function`, on meta tensors too; differentiable as its pieces are."""
-    library = torch.library.Library("registertest", "FRAGMENT")
-    name = library.define(schema, tags=tags)
-    library.impl(name, function, "CompositeExplicitAutograd")
-    _libraries.append(library)
-    return getattr(torch.ops.registertest, name).default
-
-
-_libraries: list[torch.library.Library] = []  # an op lives as long as its library
-
-
-@pytest.fixture(autouse=True)
-def forget_rules() -> Iterator[None]:
-    """Rules registered by a test go with it."""
-    rules, homes = dict(registry._rules), dict(registry._homes)
-    yield
-    for known, before in ((registry._rules, rules), (registry._homes, homes)):
-        known.clear()
-        known.update(before)
-    registry._found.clear()
-    sw.clear_cache()
-
-
-@torch.library.custom_op("registertest::affine", mutates_args=())
-def affine(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return x @ w + b
-
-
-affine.register_fake(lambda x, w, b: x.new_empty(x.shape[0], w.shape[1]))
-affine.register_autograd(
-    lambda ctx, grad: (grad @ ctx.saved_tensors[1].T, ctx.saved_tensors[0].T @ grad, grad.sum(0)),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]),
-)
-AFFINE = (normal(5, 4), normal(4, 3), normal(3))
 
 
 def by_notation() -> None:
@@ -197,6 +161,106 @@ def test_other_overloads_keep_their_rule() -> None:
         assert ways[0](x, x).placements == (R,)
 
 
+def test_a_rule_for_the_form_with_out_leaves_the_others_theirs() -> None:
+    register_sharding(torch.ops.aten.mul.out, rule="...C, ...C, ...C -> ...C")
+    x = place(normal(4, 4), S0)
+    assert (x * x).placements == (S0,)
+
+
+def test_rules_given_again_and_again_replace_each_other() -> None:
+    before = registry.rule_named("aten::mul")
+    for _ in range(3):
+        register_sharding(torch.ops.aten.mul.Tensor, rule="ij, ij -> ij")
+    table = registry.rule_named("aten::mul").strategies.__self__
+    assert (list(table.rules), table.otherwise) == ([torch.ops.aten.mul.Tensor], before or rule_for(ADD))
+
+
+def test_a_rule_that_fits_only_some_overloads_is_given_to_none() -> None:
+    custom("two_ways(Tensor x) -> Tensor", lambda x: x * 2)
+    custom("two_ways.more(Tensor x, Tensor y) -> Tensor", lambda x, y: x * y)
+    with pytest.raises(RuleError, match=r"has 1 terms for the 2 tensor arguments of registertest::two_ways.more"):
+        register_sharding("registertest::two_ways", rule="ij -> ij")
+    assert registry.rule_named("registertest::two_ways") is None
+    register_sharding("registertest::two_ways.more", rule="ij, ij -> ij")
+    x = place(normal(4, 4), S0)
+    assert torch.ops.registertest.two_ways.more(x, x).placements == (S0,)
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
+def test_a_function_may_look_at_numbers_and_dtypes() -> None:
+    """What it said of some does not hold for others."""
+
+    @register_sharding(ADD)
+    def _(x: Any, y: Any, *, alpha: float = 1) -> list:
+        return [([S0], [S0, S0])] if alpha == 0.5 and x.dtype == torch.float64 else []
+
+    x = place(normal(4, 4), S0)
+    assert [ADD(x, x, alpha=alpha).placements for alpha in (0.5, 0.25, 0.5)] == [(S0,), (R,), (S0,)]
+    assert ADD(x.float(), x.float(), alpha=0.5).placements == (R,)
+
+
+@pytest.mark.parametrize(
+    ("notation", "given", "made", "ways"),
+    [
+        ("ij -> ij", (4, 5), (4, 1), [(None, None), (0, 0)]),  # shards of j would give a column each
+        ("ij -> ij", (1, 4), (5, 4), [(None, None), (1, 1)]),  # a whole input gives whole results
+        ("ij -> ijk", (2, 4), (2, 4, 3), [(None, None), (0, 0), (1, 1)]),
+        ("ij -> ij", (4, 5), (3, 5), [(None, None), (1, 1)]),
+        ("ij -> ij", (1, 4), (1, 4), [(None, None), (0, 0), (1, 1)]),
+    ],
+)
+def test_a_letter_stands_for_one_size(notation: str, given: tuple, made: tuple, ways: list) -> None:
+    op = torch.ops.aten.relu.default
+    register_sharding(op, rule=notation)
+    x = Value(0, given, torch.float64)
+    call = Call(op, (x,), {}, (x,), (Value(1, made, torch.float64),))
+    assert [(*way.ins, *way.outs) for way in rule_for(op).strategies(call)] == ways
+
+
+ADD = torch.ops.aten.add.Tensor
+
+
+def test_a_norm_of_torchs_is_one_of_ours() -> None:
+    class Norm:
+        """Torch's says that it is a sum, of powers."""
+
+        reduce_op, norm_type = "sum", 2
+
+        def is_replicate(self) -> bool:
+            return False
+
+        def is_partial(self) -> bool:
+            return True
+
+    op = custom("length(Tensor x) -> Tensor", lambda x: torch.linalg.vector_norm(x))
+    register_sharding(op)(lambda x: [([Norm()], [S0])])
+    assert op(place(normal(5, 4), S0)).placements == (sw.Partial("norm", 2.0),)
+    torch.testing.assert_close(op(place(normal(5, 4), S0)).full_tensor(), normal(5, 4).norm())
+
+
+def test_tensors_that_are_optional_or_in_lists_in_torchs_form() -> None:
+    op = custom(
+        "mixed(Tensor x, Tensor[] more, Tensor? y=None, int n=1) -> Tensor",
+        lambda x, more, y=None, n=1: sum(more, x * n if y is None else x * n + y),
+    )
+
+    @register_sharding(op)
+    def _(x: Any, more: Any, y: Any = None, n: int = 1) -> list:
+        return [([S0], [S0, [S0 for _ in more], None if y is None else S0, None])]
+
+    plain, x = normal(5, 4), place(normal(5, 4), S0)
+    for call in (
+        lambda x: op(x, []),
+        lambda x: op(x, [x, x], x),
+        lambda x: op(x, [x], n=3),
+        lambda x: op(x, n=2, y=x, more=[x, x]),
+    ):
+        with sw.strict():
+            out = call(x)
+        assert out.placements == (S0,)
+        torch.testing.assert_close(out.full_tensor(), call(plain))
+
+
 def test_placements_of_other_libraries_are_understood() -> None:
     class Other:
         """Torch's placements answer the same questions."""
@@ -256,58 +320,3 @@ def test_a_function_that_follows_its_arguments() -> None:
     out = affine(place(AFFINE[0], S0), place(AFFINE[1], R), place(AFFINE[2], R))
     assert out.placements == (S0,)
     torch.testing.assert_close(out.full_tensor(), affine(*AFFINE))
-
-
-# What does not fit is refused
-
-
-@pytest.mark.parametrize(
-    ("notation", "message"),
-    [
-        ("ik, kj -> ij", r"'ik, kj -> ij' has 2 terms for the 3 tensor arguments of registertest::affine"),
-        ("ik, kj, j", r"has no '->', but registertest.affine.default returns 1 tensors"),
-        ("ii, kj, j -> ij", r"'ii' in 'ii, kj, j -> ij' is no term"),
-        ("i1, kj, j -> ij", r"'i1' in 'i1, kj, j -> ij' is no term"),
-    ],
-)
-def test_a_notation_that_does_not_fit_the_op(notation: str, message: str) -> None:
-    with pytest.raises(RuleError, match=message):
-        register_sharding(affine, rule=notation)
-
-
-def test_a_notation_that_does_not_fit_a_tensor() -> None:
-    register_sharding(affine, rule="ik, kj, ij -> ij")
-    with pytest.raises(RuleError, match=r"argument 'b' of registertest.affine.default has 1 dims, \[3\], but its term"):
-        affine(*(place(x, R) for x in AFFINE))
-
-
-def test_unknown_names_and_things_that_are_no_ops() -> None:
-    with pytest.raises(RuleError, match=r"'c' is no tensor argument of registertest.affine.default: these are x, w, b"):
-        register_sharding(affine, rule="ik, kj, j -> ij", linear=["c"])
-    with pytest.raises(TypeError, match="register_sharding takes an op"):
-        register_sharding(torch.sin)
-    with pytest.raises(RuleError, match=r"aten.layer_norm.default is made of other ops"):
-        register_sharding(torch.ops.aten.layer_norm.default, rule="*, *, * -> *")
-
-
-@pytest.mark.parametrize(
-    ("ways", "message"),
-    [
-        ([[S0]], r"must give pairs"),
-        ([([S0], [S0])], r"gives 1 placements for 3 input tensors"),
-        ([([], [S0, R, R])], r"gives 0 placements for 1 output tensors"),
-        ([([S0], [sw.Shard(2), R, R])], r"shards dim 2 of a tensor with 2 dims"),
-    ],
-)
-def test_a_function_that_gives_something_else(ways: list, message: str) -> None:
-    register_sharding(affine)(lambda x, w, b: ways)
-    with pytest.raises(RuleError, match=message):
-        affine(*(place(x, S0) for x in AFFINE))
-
-
-def test_a_function_judged_by_samples_does_not_know_where_tensors_lie() -> None:
-    seen = described(lambda x, w, b: [([x.placements[0]], [x.placements[0], R, R])])
-    with pytest.raises(RuleError, match="mesh and placements are not known to it"):
-        seen(*(Value(i, tuple(x.shape), x.dtype) for i, x in enumerate(AFFINE)))
-    with pytest.raises(AttributeError, match="a tensor in a sharding rule has no nonsense, but device_mesh, dim_map, "):
-        described(lambda x, w, b: x.nonsense)(*(Value(i, tuple(x.shape), x.dtype) for i, x in enumerate(AFFINE)))

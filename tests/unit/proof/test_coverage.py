@@ -68,7 +68,8 @@ def test_assignments_can_be_written_down() -> None:
 def part(**problem: str) -> dict:
     filed = {"form": "function", "sample": 3, "call": "(f64[2])", "mesh": [2], "placements": "S0", **problem}
     kind = {"right": 5, problem["kind"]: 1}
-    return {"verdicts": kind, "ways": {"sharded": 6}, "avoidable": 0, "random": False, "problems": [filed]}
+    found = {"verdicts": kind, "ways": {"sharded": 6}, "forms": {"function": 5}, "gradients": {"compared": 5}}
+    return {**found, "rounding": {}, "avoidable": 0, "random": False, "problems": [filed]}
 
 
 def test_problems_that_differ_in_numbers_only_are_one() -> None:
@@ -83,6 +84,20 @@ def test_a_task_that_failed_counts_as_raised() -> None:
     result = result_of(Outcome("mm", [], failure="timed out: nothing heard for 5 s"), FEW)
     assert result.counts == {"raised": 1} and result.problems[0]["detail"].startswith("timed out")
     assert dict(summary([result]))["sometimes raised"] == "1 (100.0%)"
+
+
+def test_an_operator_without_samples_is_not_right() -> None:
+    result = result_of(Outcome("mm", []), FEW)
+    assert result.note == "torch has no samples of it"
+    assert dict(summary([result]))["right throughout"] == "0 (0.0%)"
+
+
+def test_what_was_compared_is_counted() -> None:
+    """Every form, and gradients but those that torch does not have."""
+    add, acosh = measure(["add", "acosh"], FEW)
+    assert set(add.forms) == {"function", "method", "in-place", "out="}
+    assert set(add.gradients) == {"compared", "none"} and add.gradients["none"] == add.forms["out="]
+    assert acosh.gradients["refused by torch"] == acosh.forms["in-place"]
 
 
 def test_what_cannot_be_tried_is_listed_with_a_reason() -> None:

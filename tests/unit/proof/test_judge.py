@@ -15,32 +15,30 @@ from shardwise.comm import shards_of
 from shardwise.errors import InPlaceError
 from shardwise.proof.coverage import ONE_AXIS, TWO_AXES, mesh_of, parse_assignment, replay
 from shardwise.proof.forms import Form, Unusable
-from shardwise.proof.judge import Case, Verdict, judge
+from shardwise.proof.judge import Verdict, judge
 from shardwise.proof.placing import place
+from shardwise.proof.plain import Case
 from shardwise.proof.samples import Sample
-from shardwise.rules import Local, Rule, Strategy, registry
+from shardwise.rules import Local, Rule, Strategy, register, registry
 
 Plant = Callable[..., None]
 
 
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
+def plant() -> Iterator[Plant]:
     """Gives an op another rule for the length of a test; None: no rule."""
 
     def planted(name: str, rule: Rule | None) -> None:
         if rule is None:
-            monkeypatch.delitem(registry._rules, f"aten::{name}")
+            del registry._rules[f"aten::{name}"]
+            registry._found.clear()
         else:
-            monkeypatch.setitem(registry._rules, f"aten::{name}", rule)
-        forget()
-
-    def forget() -> None:
-        registry._found.clear()
+            register(name, rule=rule)
         sw.clear_cache()
 
-    yield planted
-    monkeypatch.undo()
-    forget()
+    with registry.restored():
+        yield planted
+    sw.clear_cache()
 
 
 def unary(*ways: tuple[Any, Any], function: Callable | None = None) -> Rule:
@@ -50,9 +48,11 @@ def unary(*ways: tuple[Any, Any], function: Callable | None = None) -> Rule:
     return Rule(lambda call: strategies, local)
 
 
-def verdict(function: Callable, placements: str, *args: Any, in_place: bool = False, **kwargs: Any) -> Verdict:
+def verdict(
+    function: Callable, placements: str, *args: Any, in_place: bool = False, base: Callable | None = None
+) -> Verdict:
     way = parse_assignment(placements)
-    case = Case(Form("function", function, in_place), Sample(0, args or (normal(4, 3).requires_grad_(),), kwargs))
+    case = Case(Form("function", function, in_place, base), Sample(0, args or (normal(4, 3).requires_grad_(),)))
     return judge(case, mesh_of(ONE_AXIS if len(way[0]) == 1 else TWO_AXES), way)
 
 
@@ -138,6 +138,7 @@ def test_values_that_are_no_tensors() -> None:
     assert verdict(lambda x: x.dim(), "S0").kind == "right"
     assert verdict(lambda x: float("nan"), "S0").kind == "right"
     assert verdict(cheat(lambda x: 1, lambda x: 2), "S0").detail == "value: 2, not 1"
+    assert verdict(cheat(lambda x: 1, lambda x: True), "S0").detail == "value: True, not 1"
 
 
 def test_arguments_that_are_written_to_count() -> None:
@@ -149,9 +150,36 @@ def test_arguments_that_are_written_to_count() -> None:
     assert verdict(cheat(add_one, lambda x: None), "S0", plain).detail.startswith("argument 0, which it writes to: off")
 
 
+@pytest.mark.parametrize("placements", ["S0", "R", "P", "S1,S0"])
+def test_other_arguments_must_stay_as_they_are(placements: str) -> None:
+    """Though the value is right, and the gradient."""
+
+    def double_and_write(x: Tensor) -> Tensor:
+        result = x * 2
+        x.detach().add_(x.detach())
+        return result
+
+    found = verdict(cheat(lambda x: x * 2, double_and_write), placements)
+    assert (found.kind, found.detail) == ("wrong", "argument 0: was written to, which torch does not do")
+
+
+def test_in_place_returns_what_it_writes_to() -> None:
+    found = verdict(cheat(Tensor.exp_, lambda x: x.exp_().clone()), "S0", in_place=True)
+    assert (found.kind, found.detail) == ("wrong", "value of output 1: 'none of its targets', not 0")
+
+
 def test_a_write_may_be_refused() -> None:
-    assert verdict(Tensor.exp_, "S0", in_place=True).kind == "right"
-    assert verdict(Tensor.exp_, "P", in_place=True).kind == "refused"
+    assert verdict(Tensor.exp_, "S0", in_place=True, base=torch.exp).kind == "right"
+    assert verdict(Tensor.exp_, "P", in_place=True, base=torch.exp).kind == "refused"
+
+
+@pytest.mark.parametrize("placements", ["R", "S0", "S1,R"])
+def test_a_write_must_not_be_refused_where_the_result_lies_as_its_target(placements: str) -> None:
+    def refuse(x: Tensor) -> None:
+        raise InPlaceError("no")
+
+    found = verdict(cheat(Tensor.exp_, refuse), placements, in_place=True, base=torch.exp)
+    assert (found.kind, found.detail) == ("raised", "InPlaceError: no")
 
 
 def test_a_write_must_not_be_refused_half_way() -> None:

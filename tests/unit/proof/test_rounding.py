@@ -14,10 +14,11 @@ import shardwise as sw
 from shardwise.proof import rounding
 from shardwise.proof.coverage import Settings, measure, mesh_of, parse_assignment
 from shardwise.proof.forms import Form
-from shardwise.proof.judge import Case, Verdict, judge
+from shardwise.proof.judge import Verdict, judge
+from shardwise.proof.plain import Case
 from shardwise.proof.samples import Sample
 from shardwise.redistribute import Group
-from shardwise.rules import Local, Rule, Strategy, registry
+from shardwise.rules import Local, Rule, Strategy, register, registry
 
 
 def case(function: Callable, *tensors: Tensor) -> Case:
@@ -32,8 +33,8 @@ def reach(function: Callable, *tensors: Tensor) -> tuple[float, float]:
     """How far the value, and the gradient of the first input, may be off at most."""
     found = case(function, *tensors).spread
     assert found is not None
-    value, gradient = found.reach[0], found.reach[1 + len(tensors)]
-    return (0.0 if value is None else float(value.max())), (0.0 if gradient is None else float(gradient.max()))
+    value, gradient = found.shake[0], found.shake[1 + len(tensors)]
+    return tuple(0.0 if x is None else rounding.FACTOR * float(x.max()) for x in (value, gradient))
 
 
 # How far rounding goes
@@ -86,6 +87,18 @@ def test_as_far_as_rounding_goes_and_no_farther() -> None:
     assert verdict(torch.exp, lambda x: torch.exp(x) * (1 + 1e-3), single(4, 3)).kind == "wrong"
 
 
+def test_what_is_excused_is_told() -> None:
+    call = lambda x: (x + 1e4) - 1e4  # noqa: E731
+    assert verdict(torch.exp, torch.exp, single(4, 3)).detail == ""
+    assert verdict(call, lambda x: call(x) + 1e-3, single(4, 3)).detail == rounding.EXCUSED
+
+
+def test_where_rounding_may_be_all_of_the_result_nothing_is_told() -> None:
+    """The true value is zero: a wrong one cannot be told from rounding, and does not count as compared."""
+    call = lambda x: (x + 1e4).sum(0) - x.sum(0) - 4e4  # noqa: E731
+    assert verdict(call, lambda x: call(x) + 1e-3, single(4, 3)).detail == rounding.DROWNED
+
+
 def test_double_precision_has_no_excuse() -> None:
     call = lambda x: (x + 1e4) - 1e4  # noqa: E731
     assert verdict(call, lambda x: call(x) + 1e-3, normal(4, 3)).kind == "wrong"
@@ -105,8 +118,8 @@ FEW = Settings(samples=4, assignments=12, spread=2, dtype="float32")
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     sw.clear_cache()
-    yield
-    registry._found.clear()
+    with registry.restored():
+        yield
     sw.clear_cache()
 
 
@@ -144,11 +157,10 @@ def test_a_window_that_is_off_by_one(name: str, monkeypatch: pytest.MonkeyPatch)
     assert wrong(name) > 0
 
 
-def test_a_wrong_divisor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_divisor() -> None:
     """The average of the shards' averages, which is another where they are uneven."""
     strategies = [Strategy((None,), (None,)), Strategy((0,), (sw.Partial("avg"),))]
     rule = Rule(lambda call: strategies, lambda call, ins, outs: Local(lambda x: x.mean(), [call.inputs[0]]))
-    monkeypatch.setitem(registry._rules, "aten::mean", rule)
-    registry._found.clear()
+    register("mean", rule=rule)
     found = judge(case(torch.mean, single(5, 3)), mesh_of((2,)), parse_assignment("S0"))
     assert found.kind == "wrong"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy
 import pytest
 import torch
 
 from shardwise.proof import samples
+from shardwise.proof.forms import forms
 from shardwise.proof.samples import Sample, all_operators, counting_draws, operator, operators, replaced, seeded, show
 
 
@@ -106,6 +109,29 @@ def test_a_tensor_used_twice_stays_one() -> None:
     assert len(sample.tensors) == 1
     y = torch.zeros(2)
     assert replaced(sample.args, {id(x): y}) == (y, [y, 3])
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+def test_trees_keep_their_types() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    size = torch.Size([2, 3])
+    tree = {"a": [x, Pair(x, "b")], "c": (size, slice(1))}
+    found = replaced(tree, {id(x): y})
+    assert found == {"a": [y, Pair(y, "b")], "c": (size, slice(1))}
+    assert type(found["a"][1]) is Pair and type(found["c"][0]) is torch.Size
+
+
+def test_results_are_written_over_something_else() -> None:
+    """Or a target that was not written would go unnoticed."""
+    (form,) = [form for form, _ in forms(operator("ones_like")) if form.name == "function"]
+    written = replace(form, name="out=").sample(Sample(0, (torch.tensor([1.0, 5.0, torch.nan]),)))
+    assert written.kwargs["out"].tolist() == [0.0, 0.0, 0.0]
+    numbers = replace(form, name="out=", function=torch.neg).sample(Sample(0, (torch.tensor([-1.0, 1.0]),)))
+    assert numbers.kwargs["out"].tolist() == [0.0, 1.0]
 
 
 def test_arguments_in_a_few_letters() -> None:

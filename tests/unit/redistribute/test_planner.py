@@ -259,3 +259,11 @@ def test_one_move_is_found_at_once(source, target, monkeypatch) -> None:
 
 def test_nothing_is_looked_at_that_must_be_dearer(monkeypatch) -> None:
     assert looked_at([S0, S1, P], [S1, R, S0], monkeypatch) <= 12
+
+
+@pytest.mark.parametrize("pending", [Partial("max"), Partial("min"), Partial("product")], ids=str)
+def test_a_sum_waits_for_reductions_that_it_does_not_commute_with(pending) -> None:
+    """Terms of the sum would take part in the other reduction: zeros that are no value's."""
+    assert moves_of([pending, R], [R, P]) == ["all_reduce@dp", "mask@tp"]
+    assert moves_of([pending, S0], [R, P])[0] == "all_reduce@dp"
+    assert moves_of([Partial("avg"), R], [R, P])[-1] in ("all_reduce@dp", "mask@tp")

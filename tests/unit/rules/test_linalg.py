@@ -93,6 +93,13 @@ def test_reflections_of_nothing():
     sweep(linalg.householder_product, normal(3, 4, 2), normal(3, 2) / 4, rtol=1e-6, atol=1e-7)
 
 
+def test_determinants_of_nothing():
+    """Without matrices there are none, but a gradient on every rank; that of an empty matrix is one, and has none."""
+    sweep(linalg.det, definite(3, 2, 2), rtol=1e-6, atol=1e-7)
+    sweep(linalg.det, normal(3, 0, 0), backward=False)
+    sweep(linalg.det, normal(0, 2, 2), backward=False)
+
+
 def test_geqrf():
     sweep(lambda a: torch.geqrf(a.detach()), normal(3, 4, 2), partial=False, rtol=1e-6, atol=1e-7)
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from features import differentiates
 from sweep import normal, place, sweep
 
 import shardwise as sw
@@ -65,13 +66,14 @@ PROGRAMS = ("var", "std", "norm", "logsumexp", "max", "min", "amax", "amin", "am
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_reduction(op):
-    sweep(op, normal(5, 3))
+    sweep(op, normal(5, 3), backward=differentiates(op, normal(5, 3)))
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_dims_shorter_than_the_mesh(op):
     """Some ranks hold nothing, and must still take part."""
-    sweep(op, normal(3, 1, 2)[:, 0] if op is OPS["frobenius"] else normal(3, 2))
+    x = normal(3, 1, 2)[:, 0] if op is OPS["frobenius"] else normal(3, 2)
+    sweep(op, x, backward=differentiates(op, x))
 
 
 @pytest.mark.parametrize("dim", [0, -1])
@@ -112,7 +114,8 @@ EXACT = {
 
 @pytest.mark.parametrize(("op", "values"), EXACT.values(), ids=EXACT)
 def test_special_values(op, values):
-    sweep(op, torch.tensor(values, dtype=torch.float64))
+    x = torch.tensor(values, dtype=torch.float64)
+    sweep(op, x, backward=differentiates(op, x))
 
 
 def test_norm_of_order_below_one_with_a_shard_of_zeros():

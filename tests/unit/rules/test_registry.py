@@ -27,13 +27,22 @@ def test_no_rule():
     assert rule_for(aten.unique_consecutive.default) is None
 
 
-def test_a_new_rule_replaces_what_was_looked_up_before(monkeypatch):
-    monkeypatch.setattr(registry, "_rules", {})
-    monkeypatch.setattr(registry, "_found", {})
-    assert rule_for(aten.cumsum.default) is None
+def test_a_new_rule_replaces_what_was_looked_up_before():
     rule = Rule(lambda call: [replicated(call)])
-    assert register("cumsum", rule=rule) is rule
-    assert rule_for(aten.cumsum.default) is rule and rule_for(aten.cumsum_.default) is rule
+    with registry.restored():
+        del registry._rules["aten::cumsum"]
+        assert rule_for(aten.cumsum.default) is None
+        assert register("cumsum", rule=rule) is rule
+        assert rule_for(aten.cumsum.default) is rule and rule_for(aten.cumsum_.default) is rule
+
+
+def test_rules_that_are_tried_out_leave_nothing_behind():
+    rules, homes, found = dict(registry._rules), registry.homes(), rule_for(aten.cumsum.default)
+    with pytest.raises(KeyError), registry.restored():
+        register("cumsum", "a_name_of_its_own", rule=Rule(lambda call: [replicated(call)]))
+        assert registry.homes()["aten::cumsum"] == __name__ and rule_for(aten.cumsum.default) is not found
+        raise KeyError
+    assert registry._rules == rules and registry.homes() == homes and rule_for(aten.cumsum.default) is found
 
 
 def test_out_is_written_where_the_result_lies():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compare import as_tensors
+from features import differentiates
 from sweep import mesh_of, normal, place, sweep
 
 import shardwise as sw
@@ -109,7 +110,7 @@ COPIES = {
 
 @pytest.mark.parametrize("op", COPIES.values(), ids=COPIES)
 def test_copy_of_a_view(op):
-    sweep(op, normal(6, 4))
+    sweep(op, normal(6, 4), backward=differentiates(op, normal(6, 4)))
 
 
 @pytest.mark.parametrize("where", [R, S(0), S(1)])

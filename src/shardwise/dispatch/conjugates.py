@@ -1,0 +1,28 @@
+"""Conjugates and negatives that torch leaves for later: a bit of the tensor, which a trace on meta tensors lacks.
+
+Every shard has it, and ops on the shards heed it. Only where a program wants it settled must every shard be asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.dispatch.special import handles
+from shardwise.dispatch.views import CopiedView, OfCopies
+from shardwise.tensor import DTensor, localise, wrap
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+
+@handles(Tensor.resolve_conj, torch.resolve_conj, Tensor.resolve_neg, torch.resolve_neg)
+def _resolve(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
+    x = args[0] if args else kwargs["input"]
+    if isinstance(x, CopiedView):
+        return OfCopies(func)((x,), {})
+    with _disabled():
+        settled = not (x.is_neg() if "neg" in func.__name__ else x.is_conj())
+    return x if settled else wrap(func(localise(x)), x._layout)

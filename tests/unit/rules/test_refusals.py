@@ -1,0 +1,46 @@
+"""Bad arguments that the kernels for meta tensors of some versions of torch let pass: torch's own error, of no data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sweep import normal
+
+from shardwise.rules import Call, Value
+from shardwise.rules.refusals import refuse
+
+aten = torch.ops.aten
+
+BAD: dict[str, tuple[Any, tuple, tuple[int, ...]]] = {
+    "rows named by floats": (aten.embedding.default, (normal(5, 4), normal(5, 4)), (5, 4, 4)),
+    "a divisor of zero": (aten.avg_pool2d.default, (normal(3, 3, 3), [2], [2], [0], False, True, 0), (3, 1, 1)),
+    "and in three dims": (aten.avg_pool3d.default, (normal(3, 3, 3, 3), [2], [2], [0], False, True, 0), (3, 1, 1, 1)),
+}
+GOOD: dict[str, tuple[Any, tuple, tuple[int, ...]]] = {
+    "rows named by integers": (aten.embedding.default, (normal(5, 4), torch.tensor([4, 0])), (2, 4)),
+    "a divisor of one": (aten.avg_pool2d.default, (normal(3, 3, 3), [2], [2], [0], False, True, 1), (3, 1, 1)),
+}
+
+
+def as_call(op: Any, args: tuple, shape: tuple[int, ...]) -> Call:
+    """A call as a trace has it that saw nothing wrong."""
+    given = [Value(i, tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for i, x in enumerate(args)]
+    inputs = tuple(x for x in given if isinstance(x, Value))
+    return Call(op, tuple(given), {}, inputs, (Value(len(args), shape, torch.float64),))
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_torch_refuses(name: str) -> None:
+    op, args, shape = BAD[name]
+    with pytest.raises(RuntimeError) as expected:
+        op(*args)
+    with pytest.raises(RuntimeError) as raised:
+        refuse(as_call(op, args, shape))
+    assert str(raised.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_torch_takes(name: str) -> None:
+    refuse(as_call(*GOOD[name]))
