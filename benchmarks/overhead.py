@@ -105,8 +105,10 @@ class Target:
     def __str__(self) -> str:
         return f"≤ {self.limit:g} ms" if self.of is None else f"≤ {self.limit:g}x {self.of.split()[0]}"
 
-    def is_met(self, median: float, medians: dict[str, float]) -> bool:
-        return median <= self.limit * (1e-3 if self.of is None else medians[self.of])
+    def is_met(self, timing: Timing, timings: dict[str, Timing]) -> bool:
+        if self.of is None:
+            return timing.median <= self.limit * 1e-3
+        return timing.ratio_to(timings[self.of]) <= self.limit
 
 
 def verdict(met: bool) -> str:
@@ -160,10 +162,8 @@ def as_alone(system: str) -> None:
 
 
 def rows_of_timings(what: str, timings: dict[str, Timing], target: Target | None) -> list[Row]:
-    medians = {system: timing.median for system, timing in timings.items()}
-
     def ratio(system: str, to: str) -> str:
-        return f"{medians[system] / medians[to]:.2f}" if to in medians else "-"
+        return f"{timings[system].ratio_to(timings[to]):.2f}" if to in timings else "-"
 
     rows: list[Row] = []
     for system, timing in timings.items():
@@ -177,7 +177,7 @@ def rows_of_timings(what: str, timings: dict[str, Timing], target: Target | None
                 ratio(system, PLAIN),
                 ratio(system, TORCH),
                 str(judged or ""),
-                verdict(judged.is_met(timing.median, medians)) if judged else "",
+                verdict(judged.is_met(timing, timings)) if judged else "",
             )
         )
     return rows
@@ -271,7 +271,7 @@ def first_call_table(bench: Bench) -> Table:
             continue
         answer = json.loads(done.stdout.splitlines()[-1])
         bench.failures += answer["failures"]
-        timings = {system: Timing.of(samples) for system, samples in answer["samples"].items()}
+        timings = {system: Timing(tuple(samples)) for system, samples in answer["samples"].items()}
         rows += rows_of_timings(what, timings, target)
     return Table("First call for a new shape", TIMING_COLUMNS, rows)
 
@@ -469,7 +469,7 @@ def write_report(tables: list[Table], bench: Bench) -> Path:
     text = [
         f"# Overhead, {today}\n",
         f"{versions(bench.libraries)}. Fake process group, rank {RANK} of {NUM_RANKS}; "
-        f"{bench.num_rounds} interleaved rounds; ratios are of medians.\n",
+        f"{bench.num_rounds} interleaved rounds; ratios are medians of the ratios within each round.\n",
         f"{summary(tables, bench)}\n",
         *(table.markdown() for table in tables),
     ]

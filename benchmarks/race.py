@@ -20,14 +20,22 @@ Row = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds per call."""
+    """Seconds per call, one for each round."""
 
-    median: float
-    minimum: float
+    samples: tuple[float, ...]
 
-    @staticmethod
-    def of(samples: list[float]) -> Timing:
-        return Timing(statistics.median(samples), min(samples))
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def minimum(self) -> float:
+        return min(self.samples)
+
+    def ratio_to(self, other: Timing) -> float:
+        """The median over the rounds of how many times as long it took as another did in the same round: whatever
+        slows the machine down for a while slows down both."""
+        return statistics.median(a / b for a, b in zip(self.samples, other.samples, strict=True))
 
 
 def race(
@@ -52,7 +60,7 @@ def race(
             order.append(order.pop(0))
     finally:
         gc.unfreeze()
-    return {name: Timing.of(s) for name, s in samples.items()}
+    return {name: Timing(tuple(s)) for name, s in samples.items()}
 
 
 def slice_size(call: Call) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.dispatch.autocasting import AUTOCAST, Autocast, autocast_dtype
 from shardwise.dispatch.build import Steps, build, runs_in_cpp
@@ -375,6 +375,7 @@ DTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment]
 # The most common methods go to `dispatch` straight from Python: torch's argument parser would only send them back.
 
 _enabled = torch._C._is_torch_function_enabled
+_in_a_mode = torch._C._is_torch_function_mode_enabled
 _OPERATORS = {
     "__add__": Tensor.add,
     "__sub__": Tensor.sub,
@@ -390,11 +391,11 @@ _METHODS = (
 
 
 def _straight(function: Callable) -> Callable:
-    """A method that dispatches at once, and is torch's own where a DTensor is only its shard."""
+    """A method that dispatches at once, and is torch's own where a DTensor is only its shard, or a mode looks on."""
 
     @functools.wraps(function)
     def method(*args: Any, **kwargs: Any) -> Any:
-        if _enabled():
+        if _enabled() and not _in_a_mode():
             return dispatch(DTensor, function, (), args, kwargs)
         return function(*args, **kwargs)
 
@@ -403,3 +404,24 @@ def _straight(function: Callable) -> Callable:
 
 for _name, _function in (*_OPERATORS.items(), *((name, getattr(Tensor, name)) for name in _METHODS)):
     setattr(DTensor, _name, _straight(_function))
+
+
+# So do torch's functions that are written in Python: their own way here looks at each argument once more.
+
+_ask: Any = torch.overrides.handle_torch_function
+_ORDINARY = frozenset({DTensor, Tensor, nn.Parameter, type(None)})
+
+
+@functools.wraps(_ask)
+def _asked(function: Callable, relevant: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    if not _in_a_mode():
+        for x in relevant:
+            if x.__class__ not in _ORDINARY:
+                break
+        else:  # some are DTensors, or nobody would ask
+            return dispatch(DTensor, function, (), args, kwargs)
+    return _ask(function, relevant, *args, **kwargs)
+
+
+for _module in (nn.functional, torch.functional, torch._tensor):
+    vars(_module)["handle_torch_function"] = _asked

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
@@ -198,3 +200,34 @@ def test_describing_a_call() -> None:
     d = sharded(8, 4)
     shown = fallback.describe("aten.add", (d, torch.ones(2), [1, d, 3, 4, 5]), {"alpha": 2})
     assert shown == "aten.add(f64[8,4] S(0)@dp, f32[2], [1, f64[8,4] S(0)@dp, 3, 4, …], alpha=2)"
+
+
+def test_a_mode_of_torchs_sees_every_call() -> None:
+    """Methods and functions of ours that go to dispatch at once do not when somebody looks on."""
+
+    class Names(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    x = sw.distribute_tensor(torch.ones(4, 2), sw.simulate((2,), ("tp",)), [sw.Shard(0)])
+    with Names() as names:
+        torch.nn.functional.layer_norm((x + x).mul(2), [2]).relu()
+    assert names.seen == ["add", "mul", "layer_norm", "relu"]
+
+
+def test_another_kind_of_tensor_is_asked_first() -> None:
+    """A subclass of somebody else's among the arguments has its say, as torch orders them."""
+
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return "heard"
+
+    x = sw.distribute_tensor(torch.ones(4, 2), sw.simulate((2,), ("tp",)), [sw.Shard(0)])
+    loud = torch.ones(2).as_subclass(Loud)
+    assert torch.nn.functional.layer_norm(loud, [2], x) == "heard"
