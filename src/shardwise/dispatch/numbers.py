@@ -104,7 +104,7 @@ def _stacked(numbers: Sequence[DTensor], norm: Partial) -> DTensor:
 def _cut_by_tensor(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     by = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, Tensor)]
     most_dims = 0 if "narrow" in func.__name__ else 1
-    if not by or not args or not all(x.dtype == torch.int64 and x.dim() <= most_dims for x in by):
+    if not by or not args or not args[0].ndim or not all(x.dtype == torch.int64 and x.dim() <= most_dims for x in by):
         return NotImplemented
     rest, named = [_read(x) for x in args[1:]], {name: _read(x) for name, x in kwargs.items()}
     if "tensor_indices_or_sections" in named:

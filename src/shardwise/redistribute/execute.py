@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
 from shardwise.redistribute.aside import blocks, collected, owing
 from shardwise.redistribute.cost import group_size
-from shardwise.redistribute.kernels import run_move
+from shardwise.redistribute.kernels import KERNELS, run_move
 from shardwise.redistribute.shared import forget
 from shardwise.redistribute.transitions import Move, Typed
 
@@ -77,7 +78,9 @@ def differentiable(move: Move) -> Callable[..., Any]:
 
 
 def _make_function(move: Move) -> Callable[..., Any]:
-    function = (_in_cpp(move) if hasattr(move.source.layout.mesh.port, "reducer") else None) or _custom_function(move)
+    function = _in_cpp(move) if hasattr(move.source.layout.mesh.port, "reducer") else None
+    if function is None:
+        function = partial(_applied(_NAMED[move.kind]), move)
     move.__dict__["_function"] = function
     return function
 
@@ -88,6 +91,8 @@ def _make_function(move: Move) -> Callable[..., Any]:
 
 
 def _in_cpp(move: Move) -> Callable[[Tensor], Tensor] | None:
+    if move.kind == "nothing" and move.dual.kind == "all_reduce":
+        return _alias(move)
     if move.kind == "all_reduce" and move.dual.keeps_value:
         return _settling(move)
     if move.kind == "mask" and move.dual.keeps_value and not move.keeps_value:
@@ -154,18 +159,43 @@ def _marking(dual: Move) -> Callable[[Any], Any]:
     return mark
 
 
-def _custom_function(move: Move) -> Callable[..., Any]:
+class _Moved(torch.autograd.Function):
     """Forward is the move, backward its dual, run through here again when it must itself be differentiable."""
-    dual, mesh = move.dual, move.source.layout.mesh
-    reduce = None
-    if dual.kind == "all_reduce" and hasattr(mesh.port, "reducer"):
-        reduce = mesh.port.reducer(mesh, dual.axes, dual.wire_op)
 
-    def forward(ctx: Any, *shards: Tensor) -> Any:
+    @staticmethod
+    def forward(ctx: Any, move: Move, *shards: Tensor) -> Any:
+        ctx.move = move
         out = run_move(move, shards)
         return out[0] if len(out) == 1 else tuple(out)
 
-    def alias(ctx: Any, shard: Tensor) -> Tensor:
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        forget()
+        dual = ctx.move.dual
+        if not _grad_enabled():
+            if dual.keeps_value:
+                return None, *grads
+            if blocks or owing:
+                with _disabled():
+                    found, to_move = collected(ctx.next_functions[0][0], dual, grads)
+                grads = tuple(found)
+                if not to_move:
+                    return None, *grads
+        with _disabled():
+            return None, *(_linear(dual, grads) if _grad_enabled() else run_move(dual, grads))
+
+
+_NAMED = {kind: type("".join(map(str.capitalize, kind.split("_"))), (_Moved,), {}) for kind in KERNELS}
+"""One class for each kind of move: its name is what users see in their graphs."""
+
+
+def _alias(move: Move) -> Callable[[Tensor], Tensor]:
+    """R → V on one rank, whose backward is what tensor-parallel layers do: a class for each move, so that nothing is
+    looked up while it runs."""
+    dual, mesh = move.dual, move.source.layout.mesh
+    reduce = mesh.port.reducer(mesh, dual.axes, dual.wire_op)
+
+    def forward(ctx: Any, shard: Tensor) -> Tensor:
         return shard.detach()
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -173,29 +203,26 @@ def _custom_function(move: Move) -> Callable[..., Any]:
         if _grad_enabled():
             with _disabled():
                 return tuple(_linear(dual, grads))
-        if dual.keeps_value:
-            return grads
         if blocks or owing:
             with _disabled():
                 found, to_move = collected(ctx.next_functions[0][0], dual, grads)
             grads = tuple(found)
             if not to_move:
                 return grads
-        if reduce is not None:
-            (grad,) = grads
-            out = grad.clone() if grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format)
-            reduce(out)
-            return out
-        with _disabled():
-            return tuple(run_move(dual, grads))
+        (grad,) = grads
+        out = grad.clone() if grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format)
+        reduce(out)
+        return out
 
-    name = "".join(word.capitalize() for word in move.kind.split("_"))
-    is_alias = move.kind == "nothing" and len(mesh.held) == 1
-    methods = {"forward": staticmethod(alias if is_alias else forward), "backward": staticmethod(backward)}
-    function = type(name, (torch.autograd.Function,), methods)
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type("Varying", (torch.autograd.Function,), methods)
     function._backward_cls.apply = backward  # type: ignore[attr-defined]  # torch's own only looks for it
-    # `apply` itself, without the detour for functorch's transforms, which have no business with shards.
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return _applied(function)
+
+
+def _applied(function: Any) -> Callable[..., Any]:
+    """`apply` itself, without the detour for functorch's transforms, which have no business with shards."""
+    return super(torch.autograd.Function, function).apply
 
 
 # Averages and norms: a local step before the reduction, and one after it. Both are ordinary differentiable ops.

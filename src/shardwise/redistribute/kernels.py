@@ -26,8 +26,8 @@ def run_move(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
     """The held ranks' shards after a move, from those before it."""
     if _autocasting():  # it has opinions about joining tensors, too
         with torch.autocast(shards[0].device.type, enabled=False):
-            return _KERNELS[move.kind](move, shards)
-    return _KERNELS[move.kind](move, shards)
+            return KERNELS[move.kind](move, shards)
+    return KERNELS[move.kind](move, shards)
 
 
 def members(mesh: Mesh, axes: tuple[int, ...], coordinate: Sequence[int]) -> list[tuple[int, ...]]:
@@ -166,7 +166,7 @@ def _all_to_all(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
     return _assemble(move, source.mesh.port.all_to_all(chunks, source.mesh, move.axes, shapes), shards)
 
 
-_KERNELS: dict[str, Kernel] = {
+KERNELS: dict[str, Kernel] = {
     "nothing": _nothing,
     "slice": _slice,
     "mask": _mask,
