@@ -8,6 +8,7 @@ step, which makes the state, and every step that this does not fit, runs on DTen
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,6 @@ from torch import Tensor, optim
 from torch.optim import optimizer as torch_optimizer
 
 from shardwise.dispatch.views import carry_on
-from shardwise.layout import Layout
 from shardwise.redistribute import check_paid
 from shardwise.tensor import DTensor
 
@@ -35,20 +35,6 @@ _grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
 
-class _Twin:
-    """A plain tensor that shares storage with a DTensor, as long as neither gets another."""
-
-    __slots__ = ("layout", "local", "pointer")
-
-    def __init__(self, x: DTensor) -> None:
-        self.layout: Layout = x._layout
-        self.local: Tensor = x.detach()
-        self.pointer = _pointer(x)
-
-    def fits(self, x: Any) -> bool:
-        return x.__class__ is DTensor and x._layout is self.layout and _pointer(x) == self.pointer
-
-
 class _Count(Tensor):
     """A number that a step reads, of how many there were. Reading one out of a tensor is watched, at a price (see
     `dispatch.entries`), which steps on shards need not pay: there are no DTensors among them."""
@@ -60,23 +46,27 @@ class _Count(Tensor):
 
 
 class _Shadow:
-    """The plain twin of one parameter and the state that an optimizer keeps for it."""
+    """Plain tensors that share storage with one parameter and the state that an optimizer keeps for it, as long as none
+    of these gets another storage, or the state another tensor."""
 
-    __slots__ = ("param", "state", "state_of", "twins")
+    __slots__ = ("layouts", "local", "names", "originals", "pointers", "state", "values")
 
     def __init__(self, param: DTensor, state: dict[str, Any]) -> None:
-        self.param = _Twin(param)
-        self.twins = {name: _Twin(value) for name, value in state.items() if value.__class__ is DTensor}
-        self.state_of = dict(state)
-        self.state = {name: self.twins[name].local if name in self.twins else _count(x) for name, x in state.items()}
+        self.originals = [param, *(value for value in state.values() if value.__class__ is DTensor)]
+        self.layouts = [x._layout for x in self.originals]
+        self.pointers = [*map(_pointer, self.originals)]
+        self.names, self.values = [*state], [*state.values()]
+        self.local: Tensor = param.detach()
+        self.state = {name: x.detach() if x.__class__ is DTensor else _count(x) for name, x in state.items()}
 
     def fits(self, param: DTensor, state: dict[str, Any]) -> bool:
-        if not self.param.fits(param) or len(state) != len(self.state_of):
-            return False
-        for name, value in state.items():
-            if value is not self.state_of.get(name):
-                return False
-        return all(twin.fits(state[name]) for name, twin in self.twins.items())
+        return (
+            self.originals[0] is param
+            and [*state] == self.names
+            and all(map(is_, state.values(), self.values))
+            and [*map(_pointer, self.originals)] == self.pointers
+            and [x._layout for x in self.originals] == self.layouts
+        )
 
 
 def _count(x: Any) -> Any:
@@ -102,9 +92,10 @@ def step_on_shards(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, An
 def let_go_of_gradients(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     """After a step on shards: gradients belong to the parameters alone again."""
     if args[0] is not optimizer:
-        for shadow in _shadows[optimizer].values():
-            _set_grad(shadow.param.local, None)
-        carry_on([shadow.param.local for shadow in _shadows[optimizer].values()])
+        locals_ = [shadow.local for shadow in _shadows[optimizer].values()]
+        for local in locals_:
+            _set_grad(local, None)
+        carry_on(locals_)
 
 
 def _twin_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
@@ -131,7 +122,7 @@ def _twin_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
                     return None
                 shadow = _Shadow(param, state)
             after[id(param)] = shadow
-            local = shadow.param.local
+            local = shadow.local
             _set_grad(local, grad.detach() if grad.__class__ is DTensor else grad)
             params.append(local)
             states[local] = shadow.state
