@@ -37,12 +37,13 @@ COMMAND = [sys.executable, "-W", "error::UserWarning", "-m", "torch.distributed.
 OPTIONS = ["--standalone", "--nproc-per-node", "2"]
 
 
-def test_ten_lines_under_torchrun(tmp_path: Path) -> None:
+def run(tmp_path: Path, program: str) -> str:
+    """What a program prints under torchrun, if all goes well."""
     try:
         socket.create_server(("127.0.0.1", 0)).close()
     except OSError as error:
         pytest.skip(f"torchrun needs sockets on this machine, and opening one failed: {error}")
-    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "program.py").write_text(program)
     source = str(Path(__file__).parents[2] / "src")
     environment = os.environ | {
         "PYTHONPATH": source,
@@ -67,5 +68,30 @@ def test_ten_lines_under_torchrun(tmp_path: Path) -> None:
         output, _ = process.communicate()
         pytest.fail(f"the program did not end within 60 s:\n{output}", pytrace=False)
     assert process.returncode == 0, output
+    return output
+
+
+def test_ten_lines_under_torchrun(tmp_path: Path) -> None:
+    output = run(tmp_path, PROGRAM)
     lines = sorted(re.findall(r"rank \d holds \[[\d, ]+\]", output))  # two processes may share a line
     assert lines == ["rank 0 holds [3, 3]", "rank 1 holds [2, 3]"], output
+
+
+THREADS = """
+import atexit, os
+
+
+def check():
+    names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+    print("threads left:", [name for name in names if "gloo" in name], flush=True)
+
+
+atexit.register(check)  # before the others, so after them
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for threads where Linux lists them")
+def test_no_thread_of_a_group_is_left_when_python_ends(tmp_path: Path) -> None:
+    """One that wants to let go of a tensor later than that would end the process with a signal."""
+    output = run(tmp_path, THREADS + PROGRAM)
+    assert output.count("threads left: []") == 2, output

@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there are groups: its functions keep the one that is the default at that time
 from torch import Tensor
 from torch._C._distributed_c10d import (
     AllgatherOptions,
@@ -102,9 +103,13 @@ _ports: WeakSet[ProcessGroupPort] = WeakSet()
 
 @atexit.register
 def _release_all() -> None:
-    """Groups end while Python still runs: Gloo's threads abort a process that takes them down with it."""
+    """Groups end while Python still runs: one of Gloo's threads that wants to let go of a tensor later than that, when
+    there is no Python to do it, takes the process down. A mesh of torch's keeps groups that were destroyed, too."""
     for port in list(_ports):
         port.release()
+        if not dist.is_initialized() and isinstance(kept := vars(port.device_mesh).get("_pg_registry"), dict):
+            kept.clear()
+    _meshes.clear()
 
 
 class ProcessGroupPort:
