@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+from shardwise.dispatch.entries import WATCHED, rebind
 from shardwise.errors import MixedTensorError
 
 WHOLE = torch.arange(8.0).view(4, 2)
@@ -104,6 +108,10 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "new": lambda d: PLAIN.new(d),
     "data": lambda d: setattr(torch.zeros(()), "data", d.sum()),
     "set_": lambda d: torch.zeros(0).set_(d),
+    "as_subclass": lambda d: d.as_subclass(Tensor),
+    "as_subclass of a class": lambda d: Tensor.as_subclass(d, Plain),
+    "_make_subclass": lambda d: Tensor._make_subclass(Plain, d),
+    "a subclass": lambda d: Plain(d),
     "index": lambda d: PLAIN[over_six(d)],
     "mask": lambda d: WHOLE[d > 2],
     "assigned index": lambda d: PLAIN.clone().__setitem__(over_six(d), 1.0),
@@ -148,6 +156,10 @@ def test_the_words_of_refusals() -> None:
         torch.zeros(()).data = d.sum()
     with pytest.raises(MixedTensorError, match=r"set_ would take this rank's shard of a DTensor for the whole"):
         torch.zeros(0).set_(d)
+    with pytest.raises(
+        MixedTensorError, match=r"^as_subclass would take .* use x itself, x\.full_tensor\(\), or x\.to_l"
+    ):
+        d.as_subclass(Tensor)
     with pytest.raises(MixedTensorError, match=r"sparse_coo_tensor .* sparse and nested tensors have no shards"):
         torch.sparse_coo_tensor(torch.arange(4)[None], d[:, 0], (4,))
     with pytest.raises(MixedTensorError, match=r"torch\.distributed knows nothing of layouts.*DistributedDataParallel"):
@@ -263,3 +275,80 @@ def test_only_where_dtensors_are_the_ops_are_watched() -> None:
     d = sharded()
     with torch._C.DisableTorchFunctionSubclass():
         assert torch.full((1,), d.sum()).item() == 2.0
+
+
+# Names taken from torch before shardwise is there
+
+EARLY = """
+import sys, types
+from torch import as_tensor, sparse_coo_tensor as sparse, tensor, zeros
+from torch.nested import nested_tensor
+from torch.utils.dlpack import to_dlpack
+
+taken = types.ModuleType("taken")
+exec("from torch import *; from torch import asarray as convert; ones = 3", taken.__dict__)
+sys.modules["taken"] = taken
+before = dict(vars(taken)), dict(globals())
+
+import torch, shardwise as sw
+from shardwise.dispatch.entries import WATCHED
+
+assert tensor is torch.tensor and as_tensor is torch.as_tensor and sparse is torch.sparse_coo_tensor
+assert nested_tensor is torch.nested.nested_tensor and to_dlpack is torch.utils.dlpack.to_dlpack
+assert taken.tensor is torch.tensor and taken.convert is torch.asarray
+
+changed = {name for name, x in before[0].items() if vars(taken)[name] is not x}
+watched = {name for name, x in before[0].items() if x in [watched.original for watched in WATCHED]}
+assert changed == {*watched, "compile"}, changed
+changed = {name for name, x in before[1].items() if name in globals() and globals()[name] is not x}
+assert changed == {"tensor", "as_tensor", "sparse", "nested_tensor", "to_dlpack"}, changed
+assert list(vars(taken)) == list(before[0])
+
+d = sw.distribute_tensor(torch.arange(8.0).view(4, 2), sw.simulate((2,), ("a",)), [sw.Shard(0)])
+for make in (as_tensor, taken.convert):
+    assert make(d, dtype=torch.float64).shape == (4, 2)
+try:
+    nested_tensor([d])
+except sw.errors.MixedTensorError:
+    print("refused")
+"""
+
+
+def test_names_that_were_taken_before_are_watched() -> None:
+    run = subprocess.run([sys.executable, "-W", "error", "-c", EARLY], capture_output=True, text=True, check=False)
+    assert (run.stdout, run.stderr) == ("refused\n", "")
+
+
+def test_modules_are_read_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is asked for an attribute: many load what they name only then."""
+
+    class Lazy(ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(f"asked for {name}")
+
+    class Odd:
+        __dict__ = property(lambda self: 1 / 0)  # type: ignore[assignment]
+
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"asked for {name}")
+
+    theirs, ours, lazy, own = object(), object(), Lazy("lazy"), ModuleType("torch.own")
+    lazy.one, lazy.other, lazy.two, own.one = theirs, object(), theirs, theirs  # type: ignore[attr-defined]
+    for name, module in {"lazy": lazy, "odd": Odd(), "none": None, "torch.own": own}.items():
+        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    rebind([(theirs, ours)])
+    assert object.__getattribute__(lazy, "one") is ours and object.__getattribute__(lazy, "two") is ours
+    assert object.__getattribute__(lazy, "other") not in (theirs, ours)
+    assert own.one is theirs
+
+
+def test_nothing_outside_of_torch_keeps_an_original() -> None:
+    originals = {id(watched.original) for watched in WATCHED}
+    kept = [
+        f"{name}.{key}"
+        for name, module in tuple(sys.modules.items())
+        if type(module) is ModuleType and name.partition(".")[0] != "torch"
+        for key, x in tuple(vars(module).items())
+        if id(x) in originals
+    ]
+    assert kept == []

@@ -6,21 +6,26 @@ Most of torch asks `__torch_function__`. What does not is of three kinds, and ea
   goes through the op `_local_scalar_dense` (`item`), whose kernel here answers for the whole tensor;
 - a tensor's data replaced by another's (`plain.data = x`): before, it is asked by another op, rarely used otherwise,
   whether the two are of one kind, and its kernel here refuses;
-- functions that take any Python object (`torch.tensor(x)`, `torch.Tensor(x)`, scripted functions, torch.distributed):
-  these are replaced, under their own names, by ones that look at what they are given.
+- functions that take any Python object (`torch.tensor(x)`, `torch.Tensor(x)`, `torch.FloatTensor(x)`, scripted
+  functions, torch.distributed): these are replaced, under their own names, by ones that look at what they are given,
+  and so are the names that other modules took from torch before (`from torch import tensor`).
 
 Plain tensors pass as ever. An op's kernel in Python costs them a microsecond or two: `item` is the only one that is
 common, and none of these is on the way of a DTensor's own calls. (An op that returns tensors could not be watched so:
-they would come out of Python, and `as_subclass`, say, wants one that never was there.) Not caught: `from torch import
-tensor` before the first import of shardwise, and the typed constructors of old, `torch.FloatTensor(x)`, which cannot be
-replaced.
+they would come out of Python, and `as_subclass`, say, wants one that never was there.)
+
+Not caught: what took a function of torch before the first import of shardwise and keeps it elsewhere than under a name
+of a module (an attribute of a class, a default argument, a closure, a partial); private functions of `torch._C`; and
+extensions in C++ that are bound without the dispatcher, which get the shard like all C++ that unpacks tensors.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,6 +36,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.jit import _builtins
 
+from shardwise.dispatch.constructors import watch_calls
 from shardwise.errors import MixedTensorError
 from shardwise.tensor import DTensor, arrivals
 
@@ -134,7 +140,10 @@ class Watched:
 
 
 def _holds_some(given: Any) -> bool:
-    return any(isinstance(x, DTensor) for x in given)
+    for x in given:  # noqa: SIM110 (a generator takes twice as long)
+        if isinstance(x, DTensor):
+            return True
+    return False
 
 
 def _watch(home: Any, name: str, answer: Callable, *, lists: bool = False) -> None:
@@ -147,16 +156,28 @@ def _watch(home: Any, name: str, answer: Callable, *, lists: bool = False) -> No
     WATCHED.append(watched)
 
 
-def _watch_method(home: type, name: str, answer: Callable) -> None:
+def _watch_method(home: type, name: str, answer: Callable, *, static: bool = False) -> None:
     original = getattr(home, name)
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        if _holds_some((*args, *kwargs.values())) and _enabled():
+        if _holds_some((*args, *kwargs.values()) if kwargs else args) and _enabled():
             return answer(original, *args, **kwargs)
         return original(*args, **kwargs)
 
-    setattr(home, name, method)
+    _trace_alike(original, method)
+    setattr(home, name, staticmethod(method) if static else method)
+
+
+def _trace_alike(original: Callable, method: Callable) -> None:
+    """If torch.compile was there before us it knows by identity what it does not look into."""
+    if "torch._dynamo" in sys.modules:
+        from torch._dynamo.decorators import substitute_in_graph
+        from torch._dynamo.variables import PolyfilledFunctionVariable
+
+        for function, known in tuple(PolyfilledFunctionVariable._get_polyfill_handlers().items()):
+            if function is original:
+                substitute_in_graph(method, skip_signature_check=True)(known.__torch_dynamo_polyfill__)  # type: ignore[attr-defined]
 
 
 def _copied(original: Callable, data: DTensor, **how: Any) -> Tensor:
@@ -189,19 +210,40 @@ def _new_tensor(original: Callable, x: Tensor, data: Any, **how: Any) -> Any:
     return _copied(lambda stand_in, **how: original(x, stand_in, **how), data, **how)
 
 
+_CLONE = "x.clone(), or x.full_tensor() for a plain tensor"
+_DENSE = "plain tensors (full_tensor()): sparse and nested tensors have no shards"
+
+
 def _legacy(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(args[0], DTensor):
+    if isinstance(args[0], DTensor) or _are_sizes(*args[1:], **kwargs):
         return original(*args, **kwargs)
-    raise _refusal("torch.Tensor(x) and plain.new(x)", "x.clone(), or x.full_tensor() for a plain tensor")
+    raise _refusal("torch.Tensor(x) and plain.new(x)", _CLONE)
+
+
+def _typed(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.FloatTensor(...)` and its kin."""
+    if _holds_some((*args, *kwargs.values()) if kwargs else args) and _enabled() and not _are_sizes(*args, **kwargs):
+        raise _refusal(f"{cls.__module__}.{cls.__name__}(x)", _DENSE if cls.is_sparse else _CLONE)
+    return type.__call__(cls, *args, **kwargs)
+
+
+def _are_sizes(*args: Any, **kwargs: Any) -> bool:
+    """Of several arguments, as in `torch.Tensor(n, 3)`, numbers are sizes, and read as numbers are."""
+    return len(args) > 1 and not kwargs and all(x.ndim == 0 for x in args if isinstance(x, DTensor))
 
 
 def _dense_only(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    raise _refusal(
-        f"torch.{original.__name__}", "plain tensors (full_tensor()): sparse and nested tensors have no shards"
-    )
+    raise _refusal(f"torch.{original.__name__}", _DENSE)
+
+
+def _other_class(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    raise _refusal(original.__name__, "x itself, x.full_tensor(), or x.to_local() where the shard is what you mean")
 
 
 def _set(original: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(x, DTensor) and len(args) == 1 and isinstance(args[0], DTensor):  # parametrizations do this
+        x.data = args[0]
+        return x
     raise _refusal("set_", "data = of a DTensor, which takes the shards and the layout of another")
 
 
@@ -215,7 +257,9 @@ _watch(torch, "asarray", _as_array)
 _watch_method(Tensor, "new_tensor", _new_tensor)
 _watch_method(Tensor, "set_", _set)
 _watch_method(Tensor, "new", _legacy)
-_watch_method(Tensor, "__new__", _legacy)
+_watch_method(Tensor, "__new__", _legacy, static=True)
+_watch_method(Tensor, "as_subclass", _other_class)
+_watch_method(Tensor, "_make_subclass", _other_class, static=True)
 _watch_method(torch.jit.ScriptFunction, "__call__", _scripted)
 for _home in (torch, torch.utils.dlpack):
     _watch(_home, "to_dlpack", lambda original, x: original(x.detach().full_tensor()))
@@ -223,6 +267,10 @@ for _name in ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", 
     _watch(torch.nested, _name, _dense_only, lists=True)
 for _name in ("coo", "csr", "csc", "bsr", "bsc", "compressed"):
     _watch(torch, f"sparse_{_name}_tensor", _dense_only)
+try:
+    watch_calls(type(torch.FloatTensor), _typed)
+except NotImplementedError as reason:
+    warnings.warn(f"torch.FloatTensor(x) would take a shard of a DTensor for the whole, unseen: {reason}", stacklevel=2)
 
 
 # torch.distributed
@@ -268,3 +316,25 @@ if torch.distributed.is_available():
         "_verify_params_across_processes",
     ):  # DistributedDataParallel begins with them
         _watch(torch.distributed, _name, refuse_collective, lists=True)
+
+
+# Names that others took before
+
+
+def rebind(replaced: list[tuple[Any, Any]]) -> None:
+    """Where a module outside of torch has taken one of torch's functions, by any name, it gets what replaces it.
+
+    Modules are read as they lie: one that loads what it names when it is asked is not asked.
+    """
+    theirs = {id(original): ours for original, ours in replaced}
+    for name, module in tuple(sys.modules.items()):
+        if name.partition(".")[0] in ("torch", "shardwise") or not issubclass(type(module), ModuleType):
+            continue
+        names = _names(module)
+        if not theirs.keys().isdisjoint(map(id, tuple(names.values()))):
+            names.update({key: theirs[id(x)] for key, x in tuple(names.items()) if id(x) in theirs})
+
+
+_names: Callable[[ModuleType], dict[str, Any]] = vars(ModuleType)["__dict__"].__get__
+
+rebind([(watched.original, watched) for watched in WATCHED])

@@ -21,7 +21,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.jit import _trace as jit_trace
 from torch.utils._pytree import tree_leaves
 
-from shardwise.dispatch.entries import WATCHED
+from shardwise.dispatch.entries import WATCHED, rebind
 from shardwise.dispatch.special import handles
 from shardwise.dispatch.views import CopiedView, Part, StaleView
 from shardwise.errors import TransformError
@@ -87,7 +87,8 @@ def _guard_traces(home: Any, name: str) -> None:
 
 
 _guard_traces(jit_trace, "_trace_impl")
-_guard_traces(jit_trace, "trace_module")
+for _home in (jit_trace, torch.jit):
+    _guard_traces(_home, "trace_module")
 _guard_traces(proxy_tensor._MakefxTracer, "trace")
 
 
@@ -117,5 +118,6 @@ def _compiled(*args: Any, **kwargs: Any) -> Any:
 
 
 torch.compile = _compiled
+rebind([(_compile, _compiled)])
 if "torch._dynamo" in sys.modules:
     _leave_to_us()
