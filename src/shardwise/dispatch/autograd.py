@@ -14,12 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.dispatch.special import handles, shards_of
 from shardwise.errors import HookError
-from shardwise.redistribute import alone, forget, owing, pay, second_order
+from shardwise.redistribute import alone, anchors, forget, owing, pay, second_order, tied, trail
 from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled
 _enabled = torch._C._is_torch_function_enabled
+_numel = torch._C.TensorBase.numel
 
 
 # Backward passes. The engine is called directly, with `__torch_function__` on: hooks, user-written functions and
@@ -83,7 +84,7 @@ def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: 
         seeds,
         create if retain is None else retain,
         create,
-        () if inputs is None else _flat(_as_list(inputs)),
+        () if inputs is None else (*_flat(_as_list(inputs)), *anchors()),
         allow_unreachable=True,
         accumulate_grad=True,
     )
@@ -102,28 +103,49 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
     forget()
     roots, seeds = _roots(outputs, [None] * len(outputs) if gradients is None else _as_list(gradients))
     create, retain, unused = (given.get(name) for name in ("create_graph", "retain_graph", "allow_unused"))
-    if create:
-        second_order([root.grad_fn for root in roots])
+    of_nothing = second_order([root.grad_fn for root in roots]) if create else False
     materialize = bool(given.get("materialize_grads", False))
-    with alone():
+    flat = _flat(inputs)
+    with alone(), trail() as recorded:
         found = _engine_run_backward(
             roots,
             seeds,
             bool(create) if retain is None else retain,
             bool(create),
-            _flat(inputs),
-            materialize if unused is None else unused,
+            (*flat, *anchors()),
+            True,  # anchors may be
             accumulate_grad=False,
-        )
-    flat = iter(found)
+        )[: len(flat)]
+    if not (materialize if unused is None else unused):
+        found = _of_empty_shards(inputs, found)  # type: ignore[assignment]
+        if any(grad is None for grad in found):
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
+                "if this is the desired behavior."
+            )
+    if of_nothing and retain is not False:  # then what comes next passes through all of the graph, on all ranks
+        recorded += [root for root in roots if root.requires_grad]
+    in_order = iter(found)
     results: list[Tensor | None] = []
     for x in inputs:
-        grads = [next(flat) for _ in (shards_of(x) if isinstance(x, DTensor) else (x,))]
+        grads = [next(in_order) for _ in (shards_of(x) if isinstance(x, DTensor) else (x,))]
         if any(grad is None for grad in grads):
             results.append(torch.zeros_like(x) if materialize else None)
         else:
-            results.append(gradient_tensor(grads, x._layout) if isinstance(x, DTensor) else grads[0])
+            kept = tied(grads, recorded) if create else grads
+            results.append(gradient_tensor(kept, x._layout) if isinstance(x, DTensor) else kept[0])
     return tuple(results)
+
+
+def _of_empty_shards(inputs: Sequence[Any], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Gradients, with those that can only be empty: an empty shard has one even if torch has none. Other ranks do."""
+    with _disabled():
+        shards = [(shard, isinstance(x, DTensor)) for x in inputs for shard in shards_of(x)]
+        pairs = zip(shards, grads, strict=True)
+        return tuple(
+            torch.zeros_like(x) if grad is None and is_shard and not _numel(x) else grad
+            for (x, is_shard), grad in pairs
+        )
 
 
 def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[tuple, tuple]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -54,25 +53,31 @@ class Trace:
     """A call as a straight line of aten ops over values. `inputs[i]` is the value of the i-th tensor argument; `output`
     is what the call returned, with values for tensors; `constants` are tensors the function brought along itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, needs_grad: bool = False) -> None:
+        self.needs_grad = needs_grad
         self.calls: list[Call] = []
         self.values: list[Value] = []
         self.inputs: list[Value] = []
         self.constants: list[tuple[Value, Tensor]] = []
         self.output: Any = None
         self.dtypes: tuple[torch.dtype, ...] = ()
+        self.searched: dict[int, Any] = {}  # what searches along axes of so many ranks have found out
 
     def new_value(self, tensor: Tensor) -> Value:
         value = Value(len(self.values), tuple(tensor.shape), tensor.dtype)
+        value.may_need_grad = self.needs_grad
         self.values.append(value)
         return value
 
     # What follows from a finished trace
 
     @cached_property
-    def returned(self) -> Counter[int]:
+    def returned(self) -> dict[int, int]:
         """How often each value is among the results."""
-        return Counter(value.index for value in flat_values(self.output))
+        found: dict[int, int] = {}
+        for value in flat_values(self.output):
+            found[value.index] = found.get(value.index, 0) + 1
+        return found
 
     @cached_property
     def last_uses(self) -> dict[int, frozenset[int]]:
@@ -189,7 +194,7 @@ def trace_call(
 ) -> Trace:
     """Trace `function(*args, **kwargs)`, where the tensors in the arguments are already the meta tensors `metas`, which
     stand for tensors on `device`."""
-    trace = Trace()
+    trace = Trace(needs_grad=torch.is_grad_enabled() and any(meta.requires_grad for meta in metas))
     known: dict[int, Value] = {}
     for meta in metas:
         if id(meta) not in known:

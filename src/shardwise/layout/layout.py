@@ -156,6 +156,20 @@ class Layout:
         return tuple(self.local_shape(coordinate) for coordinate in self.mesh.held)
 
     @cached_property
+    def has_empty(self) -> bool:
+        """Whether some ranks hold nothing, though there is something."""
+        return self.numel > 0 and any(0 in self.pieces(dim) for dim, axes in enumerate(self.splits) if axes)
+
+    @cached_property
+    def thinness(self) -> int:
+        """How many dims some rank holds one index of where the whole has more; one of which it holds none counts twice.
+
+        Strides of such dims say nothing of how the whole lies in memory.
+        """
+        least = [min(self.pieces(dim)) for dim, axes in enumerate(self.splits) if axes and self.shape[dim] > 1]
+        return sum(max(2 - size, 0) for size in least)
+
+    @cached_property
     def gradient(self) -> Layout:
         """The layout of a gradient: shards stay shards, a pending sum's gradient is whole on every rank.
 

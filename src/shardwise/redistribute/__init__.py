@@ -1,5 +1,6 @@
 """Redistribution: the transition table, its prices, the planner and the executor."""
 
+from shardwise.redistribute.anchor import anchors, tied, trail
 from shardwise.redistribute.aside import alone, check_paid, drop, no_sync, owing, pay
 from shardwise.redistribute.collectives import Group
 from shardwise.redistribute.cost import LATENCY, LOCAL, transition_cost
@@ -16,6 +17,7 @@ __all__ = [
     "Move",
     "Typed",
     "alone",
+    "anchors",
     "check_paid",
     "differentiable",
     "drop",
@@ -29,6 +31,8 @@ __all__ = [
     "remember",
     "run_path",
     "second_order",
+    "tied",
+    "trail",
     "transition",
     "transition_cost",
 ]

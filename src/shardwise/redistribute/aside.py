@@ -100,6 +100,8 @@ def _gone(key: int, found: ref[Tensor]) -> None:
 
 def _leaf(node: Any) -> Tensor | None:
     """The leaf that a node's gradient is for; in the simulator, rank 0's shard is an alias of it."""
+    if node is None:
+        return None
     if node.name() == "AliasBackward0":
         node = node.next_functions[0][0]
     return getattr(node, "variable", None)

@@ -61,13 +61,12 @@ class Group:
         return self._exchange(exchange.gather(exchange.Along(self.mesh, self.axes, dim), sizes), x)
 
     def scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        forth, back = exchange.gather(exchange.Along(self.mesh, self.axes, dim), sizes)
-        return self._exchange((back, forth), x)
+        return self._exchange(exchange.gather(exchange.Along(self.mesh, self.axes, dim), sizes).reversed(), x)
 
-    def _exchange(self, kernels: tuple[exchange.Kernel, exchange.Kernel], x: Tensor) -> Tensor:
+    def _exchange(self, what: exchange.Exchange, x: Tensor) -> Tensor:
         if not self.axes:
             return x
-        return self._local(exchange.run_exchange(kernels, shards_of(x)), x)
+        return self._local(exchange.run_exchange(what, shards_of(x)), x)
 
     @property
     def size(self) -> int:

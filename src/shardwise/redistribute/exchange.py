@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.layout import Mesh
+from shardwise.redistribute.anchor import anchored, left_behind
 from shardwise.redistribute.kernels import members
 
 Interval = tuple[int, int]
@@ -34,7 +35,18 @@ class Along:
         return [members(self.mesh, self.axes, at).index(tuple(at)) for at in self.mesh.held]
 
 
-def window(along: Along, have: Sequence[Interval], want: Sequence[Interval]) -> tuple[Kernel, Kernel]:
+class Exchange(NamedTuple):
+    """What is done to the shards, and to their gradients; and whether some ranks have nothing to give, or to get."""
+
+    forth: Kernel
+    back: Kernel
+    of_nothing: bool
+
+    def reversed(self) -> Exchange:
+        return Exchange(self.back, self.forth, self.of_nothing)
+
+
+def window(along: Along, have: Sequence[Interval], want: Sequence[Interval]) -> Exchange:
     """From intervals that do not overlap to any others inside them. Back: parts that were sent to several add up."""
 
     def fetch(shards: Sequence[Tensor]) -> list[Tensor]:
@@ -60,10 +72,10 @@ def window(along: Along, have: Sequence[Interval], want: Sequence[Interval]) -> 
             out.append(total)
         return out
 
-    return fetch, give_back
+    return Exchange(fetch, give_back, any(start == stop for start, stop in (*have, *want)))
 
 
-def gather(along: Along, sizes: Sequence[int]) -> tuple[Kernel, Kernel]:
+def gather(along: Along, sizes: Sequence[int]) -> Exchange:
     """Every member's part, joined along the dim; back, a sum of which each member keeps its part."""
 
     def all_gather(shards: Sequence[Tensor]) -> list[Tensor]:
@@ -75,29 +87,32 @@ def gather(along: Along, sizes: Sequence[int]) -> tuple[Kernel, Kernel]:
         chunks = [list(x.split(list(sizes), along.dim)) for x in shards]
         return along.mesh.port.reduce_scatter(chunks, along.mesh, along.axes, "sum")
 
-    return all_gather, reduce_scatter
+    return Exchange(all_gather, reduce_scatter, 0 in sizes)
 
 
-def run_exchange(kernels: tuple[Kernel, Kernel], shards: Sequence[Tensor]) -> list[Tensor]:
-    """Run the first kernel on the held shards; gradients go back through the second."""
+def run_exchange(exchange: Exchange, shards: Sequence[Tensor]) -> list[Tensor]:
+    """Run an exchange on the held shards."""
     with _disabled():
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in shards)):
-            return kernels[0](shards)
-        out = _Exchange.apply(kernels, *shards)
+            return exchange.forth(shards)
+        out = _Exchanged.apply(exchange, *shards)
         return [out] if isinstance(out, Tensor) else list(out)
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernels: tuple[Kernel, Kernel], *shards: Tensor) -> Any:
-        ctx.kernels = kernels
-        out = kernels[0](shards)
+    def forward(ctx: Any, exchange: Exchange, *shards: Tensor) -> Any:
+        ctx.exchange, ctx.of_nothing = exchange, exchange.of_nothing
+        out = exchange.forth(shards)
         return out[0] if len(out) == 1 else tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        forth, back = ctx.kernels
-        return None, *run_exchange((back, forth), grads)
+        back = ctx.exchange.reversed()
+        if not torch.is_grad_enabled():
+            return None, *run_exchange(back, grads)
+        with _disabled():
+            return None, *left_behind(run_exchange(back, anchored(grads)))
 
 
 def _common(a: Interval, b: Interval) -> Interval:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
+from shardwise.redistribute.anchor import anchored, left_behind
 from shardwise.redistribute.aside import blocks, collected, owing
 from shardwise.redistribute.cost import group_size
 from shardwise.redistribute.kernels import KERNELS, run_move
@@ -130,12 +131,14 @@ def _silencing(move: Move) -> Callable[[Tensor], Tensor]:
 SECOND_ORDER = "shardwise.second_order"
 
 
-def second_order(nodes: Sequence[Any]) -> None:
+def second_order(nodes: Sequence[Any]) -> bool:
     """Prepare the graph below some nodes for a backward pass that will itself be differentiated.
 
     Every P → R in it will pass its gradient on as varying, R → V, whose own backward is the all-reduce that first-order
-    gradients do without; every R → P, as V → R.
+    gradients do without; every R → P, as V → R. Returns whether something is moved that some ranks hold nothing of:
+    there torch may not record what it records elsewhere.
     """
+    of_nothing = False
     seen: set[Any] = set()
     waiting = [node for node in nodes if node is not None]
     while waiting:
@@ -143,20 +146,27 @@ def second_order(nodes: Sequence[Any]) -> None:
         if node in seen:
             continue
         seen.add(node)
+        of_nothing = of_nothing or getattr(node, "of_nothing", False)
         dual = node.metadata.pop(SECOND_ORDER, None)
         if dual is not None:
             node.register_prehook(_marking(dual))
         waiting += [following for following, _ in node.next_functions if following is not None]
+    return of_nothing
 
 
 def _marking(dual: Move) -> Callable[[Any], Any]:
     def mark(grads: tuple[Tensor, ...]) -> Any:
         if not _grad_enabled():
             return None
-        with _disabled():
-            return tuple(_linear(dual, grads))
+        return tuple(recorded(dual, grads))
 
     return mark
+
+
+def recorded(move: Move, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """A move of gradients, in a backward pass that will itself be differentiated."""
+    with _disabled():
+        return left_behind(transition(move, anchored(grads)))
 
 
 class _Moved(torch.autograd.Function):
@@ -164,7 +174,7 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, move: Move, *shards: Tensor) -> Any:
-        ctx.move = move
+        ctx.move, ctx.of_nothing = move, move.source.layout.has_empty or move.target.layout.has_empty
         out = run_move(move, shards)
         return out[0] if len(out) == 1 else tuple(out)
 
@@ -182,7 +192,7 @@ class _Moved(torch.autograd.Function):
                 if not to_move:
                     return None, *grads
         with _disabled():
-            return None, *(_linear(dual, grads) if _grad_enabled() else run_move(dual, grads))
+            return None, *(recorded(dual, grads) if _grad_enabled() else run_move(dual, grads))
 
 
 _NAMED = {kind: type("".join(map(str.capitalize, kind.split("_"))), (_Moved,), {}) for kind in KERNELS}
@@ -201,8 +211,7 @@ def _alias(move: Move) -> Callable[[Tensor], Tensor]:
     def backward(ctx: Any, *grads: Tensor) -> Any:
         forget()
         if _grad_enabled():
-            with _disabled():
-                return tuple(_linear(dual, grads))
+            return tuple(recorded(dual, grads))
         if blocks or owing:
             with _disabled():
                 found, to_move = collected(ctx.next_functions[0][0], dual, grads)
@@ -237,14 +246,23 @@ def _prepare(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
         return shards
     if move.pending.reduce_op == "avg":
         ranks = group_size(move.source.layout.mesh, move.axes)
-        return [x / ranks for x in shards]
+        return [x / ranks if x.is_floating_point() or x.is_complex() else x for x in shards]
     if move.pending.reduce_op == "norm":
         return [_power(x, _order(move)) for x in shards]
     return shards
 
 
 def _finish(move: Move, shards: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    return [_root(x, _order(move)).to(dtype) for x in shards] if _is_norm(move) else shards
+    if _is_norm(move):
+        return [_root(x, _order(move)).to(dtype) for x in shards]
+    if (
+        move.source.at(move.axes[0]) == "P"
+        and move.pending.reduce_op == "avg"
+        and not (dtype.is_floating_point or dtype.is_complex)
+    ):
+        ranks = group_size(move.source.layout.mesh, move.axes)  # integers are added up, and then divided
+        return [torch.div(x, ranks, rounding_mode="trunc") for x in shards]
+    return shards
 
 
 def _order(move: Move) -> float:

@@ -30,7 +30,7 @@ def plan_moves(source: Layout, target: Layout, varying: frozenset[int] = frozens
     ['all_gather']
     """
     _check_reachable(source, target)
-    path = [] if source is target else _shortest(source, target)
+    path = [] if source is target else _in_one_move(source, target) or _shortest(source, target)
     return _with_varying(source, path, varying)
 
 
@@ -45,6 +45,38 @@ def _check_reachable(source: Layout, target: Layout) -> None:
     for axis, wanted in enumerate(target.pending):
         if wanted and wanted.reduce_op in ("product", "norm") and source.pending[axis] != wanted:
             raise PlacementError(f"cannot make a {wanted!r} out of {source}: only sum, avg, max and min can be made")
+
+
+def _in_one_move(source: Layout, target: Layout) -> list[Edge] | None:
+    """The path where all axes that differ make the same transition, and of cuts only the innermost change: one move.
+    None where it takes more thought. To do it in parts would send as much, and start more collectives."""
+    removed: list[int] = []
+    added: list[int] = []
+    nested = False
+    for before, after, old, new in zip(source.splits, target.splits, source.sizes, target.sizes, strict=True):
+        if before != after:
+            kept = _common(before, after)
+            removed += before[kept:]
+            added += after[kept:]
+            nested = nested or bool(kept or old or new)
+        if old != new and before and after:
+            return None
+    pending = [axis for axis, (p, q) in enumerate(zip(source.pending, target.pending, strict=True)) if p != q]
+    if not pending:
+        if removed and added and (len(removed) > 1 or removed != added or nested):
+            return None
+        return [(tuple(removed or added), target)]
+    begun = {target.pending[axis] for axis in pending}
+    if begun == {None}:
+        one_reduction = len({source.pending[axis] for axis in pending}) == 1
+        if removed or not one_reduction or (added and sorted(added) != pending):
+            return None
+        return [(tuple(added or pending), target)]
+    if len(pending) > 1 or source.pending[pending[0]] is not None or added or removed not in ([], pending):
+        return None
+    if removed and begun != {Partial("sum")}:
+        return None
+    return [(tuple(pending), target)]
 
 
 def _shortest(source: Layout, target: Layout) -> list[Edge]:

@@ -34,19 +34,25 @@ def _order(call: Call) -> float:
 
 def _norm(call: Call) -> list[Strategy]:
     """A single norm stays pending: with others it may become part of a larger one, which is pending too. Norms of rows
-    are made whole, and so are largest elements, of which all that are equal share the gradient, on whatever rank."""
-    order = _order(call)
-    if order < 0 or order == math.inf or call.outputs[0].numel > 1:
+    are made whole, and so are largest elements, of which all that are equal share the gradient, on whatever rank; and
+    norms that may be differentiated, since one of a shard that is zero has no second derivative where the whole has."""
+    if _is_whole(call):
         return program_ways(call)
+    order = _order(call)
     same = Partial("norm", order)
     passing = [Strategy((same,), (same,))] if order > 0 and call.bound.get("dtype") is None else []
     return [*reduction_ways(call, same), *passing]
 
 
-def _norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+def _is_whole(call: Call) -> bool:
     order = _order(call)
-    if not is_split(call, ins[0]) or not (order < 0 or order == math.inf or call.outputs[0].numel > 1):
+    return order < 0 or order == math.inf or call.outputs[0].numel > 1 or call.inputs[0].may_need_grad
+
+
+def _norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    if not is_split(call, ins[0]) or not _is_whole(call):
         return None
+    order = _order(call)
     keepdim = bool(call.bound.get("keepdim"))
     args = [call.inputs[0], order, reduced_dims(call), keepdim, call.bound.get("dtype"), call.outputs[0].dtype]
     return Local(_whole_norm, args, groups=split_axes(call, ins[0]))
@@ -63,14 +69,20 @@ def _whole_norm(
 ) -> Tensor:
     if order == 0:
         return group.psum(torch.linalg.vector_norm(x, 0, dims, keepdim, dtype=dtype)).to(result)
-    x = wide((x if dtype is None else x.to(dtype)).abs())
+    x = wide(x if dtype is None else x.to(dtype))
     if math.isinf(order):
-        return extremum(group, x, dims, keepdim, "max" if order > 0 else "min").to(result)
-    zero = x == 0  # there the norm's gradient is none, whatever the slope of the power is
-    powers = torch.where(zero, 0 if order > 0 else math.inf, torch.where(zero, 1, x) ** order)
-    total = group.psum(powers.sum(dims, keepdim))
+        return extremum(group, x.abs(), dims, keepdim, "max" if order > 0 else "min").to(result)
+    total = group.psum(_powers(x, order).sum(dims, keepdim))
     nothing = total == 0
     return torch.where(nothing, 0, torch.where(nothing, 1, total) ** (1 / order)).to(result)
+
+
+def _powers(x: Tensor, order: float) -> Tensor:
+    if order == 2:  # has a second derivative at zero
+        return (x * x.conj()).real if x.is_complex() else x * x
+    size = x.abs()
+    zero = size == 0  # there the norm's gradient is none, whatever the slope of the power is
+    return torch.where(zero, 0 if order > 0 else math.inf, torch.where(zero, 1, size) ** order)
 
 
 def _needs_elements(order: float) -> bool:

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwise.layout import Layout, offsets
 from shardwise.rules.notation import Factor, Factors, dims_of
 from shardwise.rules.reductions import PROGRAM_COST
 from shardwise.rules.registry import register
-from shardwise.rules.runs import Sizes, fetch, grown, intervals
+from shardwise.rules.runs import Sizes, fetch, grown, intervals, joined
 from shardwise.rules.types import PENDING, Call, Collectives, Interval, Local, Resize, Rule, Strategy
 
 MANY = 16
@@ -93,7 +92,7 @@ def _cat_split(group: Collectives, tensors: Sequence[Tensor], dim: int, plans: S
             parts.append(x)
         else:
             parts.append(fetch(group, x, dim, have * group.size if len(have) == 1 else have, want))
-    return torch.cat(parts, dim)
+    return joined(parts, dim)
 
 
 register("cat", rule=Rule(_cat, _cat_local))

@@ -13,6 +13,7 @@ from shardwise.layout.sizes import chunk_sizes, offsets
 from shardwise.rules.notation import Factor, Factors, dims_of
 from shardwise.rules.reductions import PROGRAM_COST
 from shardwise.rules.registry import register
+from shardwise.rules.runs import joined
 from shardwise.rules.types import Call, Collectives, Interval, Local, Rule, Strategy
 
 EXCHANGES = 30 * PROGRAM_COST
@@ -104,9 +105,9 @@ def _merged(
 ) -> tuple[Tensor, Tensor]:
     """The first of both parts on the lower rank, as many as it had; the last ones on the other."""
     if index not in pairs:  # nothing came, but the exchange is part of the graph on every rank
-        return torch.cat([values, their_values], dim), indices
+        return joined([values, their_values], dim), indices
     size = values.shape[dim]
-    both, places = torch.cat([values, their_values], dim), torch.cat([indices, their_indices], dim)
+    both, places = joined([values, their_values], dim), torch.cat([indices, their_indices], dim)
     by_index = places.argsort(dim)
     by_value = both.detach().gather(dim, by_index).sort(dim=dim, descending=descending, stable=True).indices
     order = by_index.gather(dim, by_value)

@@ -106,7 +106,15 @@ def _rebuild_dim(group: Collectives | _Alone, x: Tensor, new: Rebuilt) -> Tensor
         parts.append(part)
     if not connected:  # nothing of `x` is left, but it still has a gradient, and every rank takes part in backward
         parts.append(x.narrow(new.dim, 0, 0))
-    return torch.cat(parts, new.dim)  # a single part too: it may be a view of our own shard
+    return joined(parts, new.dim)  # a single part too: it may be a view of our own shard
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """`cat` that keeps empty parts in the graph. Of tensors with one dim torch leaves them out, so that they have no
+    second derivative, and the ranks that hold them would not take part in it."""
+    if any(part.ndim != 1 for part in parts):
+        return torch.cat(list(parts), dim)
+    return torch.cat([part.unsqueeze(0) for part in parts], 1).squeeze(0)
 
 
 def fetch(

@@ -13,6 +13,7 @@ from shardwise.layout import Layout, Partial
 from shardwise.rules.notation import Factor, Factors, dims_of
 from shardwise.rules.reductions import PROGRAM_COST, converted, is_linear, wide
 from shardwise.rules.registry import register
+from shardwise.rules.runs import joined
 from shardwise.rules.types import Call, Collectives, Local, Rule, Strategy
 
 TOTALS: dict[str, Callable[..., Tensor]] = {"cumsum": torch.sum, "cumprod": torch.prod, "logcumsumexp": torch.logsumexp}
@@ -72,7 +73,7 @@ def _scan_behind(
     totals: Tensor, x: Tensor, dim: int, scan: Callable[..., Tensor], index: int, pieces: tuple[int, ...]
 ) -> Tensor:
     before = sum(_present(pieces[:index]))
-    return scan(torch.cat([totals.narrow(dim, 0, before), x], dim), dim).narrow(dim, before, x.shape[dim])
+    return scan(joined([totals.narrow(dim, 0, before), x], dim), dim).narrow(dim, before, x.shape[dim])
 
 
 register("cumsum", "cumprod", "logcumsumexp", rule=Rule(_scan, _scan_local))
@@ -111,7 +112,7 @@ def _indexed_scan_behind(
     shape = [-1 if d == dim else 1 for d in range(x.ndim)]
     own = torch.arange(offset, offset + size, device=x.device).reshape(shape).expand(x.shape)
     places = torch.cat([indices.narrow(dim, 0, before), own], dim)
-    found, at = scan(torch.cat([values.narrow(dim, 0, before), x], dim), dim)
+    found, at = scan(joined([values.narrow(dim, 0, before), x], dim), dim)
     return found.narrow(dim, before, size), places.gather(dim, at.narrow(dim, before, size))
 
 

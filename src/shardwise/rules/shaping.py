@@ -13,7 +13,19 @@ from shardwise.layout import Layout
 from shardwise.rules.notation import Factors, dims_of
 from shardwise.rules.reductions import PROGRAM_COST
 from shardwise.rules.registry import register
-from shardwise.rules.runs import Rebuilt, Run, Sizes, fetch, groups_of, intervals, mirrored, rebuild, rebuilding, rolled
+from shardwise.rules.runs import (
+    Rebuilt,
+    Run,
+    Sizes,
+    fetch,
+    groups_of,
+    intervals,
+    joined,
+    mirrored,
+    rebuild,
+    rebuilding,
+    rolled,
+)
 from shardwise.rules.types import ANY_PENDING, Call, Collectives, Interval, Local, Rule, Strategy, replicated
 from shardwise.rules.views import copying
 
@@ -184,7 +196,7 @@ def _repeat_dim(group: Collectives, x: Tensor, dim: int, size: int, have: Sizes,
     parts = [fetch(group, x, dim, spans, first)]
     if any(stop for _, stop in around):
         parts.append(fetch(group, x, dim, spans, around))
-    return group.map(_repeat_piece, torch.cat(parts, dim), dim, size, tuple(intervals(give)), group.index())
+    return group.map(_repeat_piece, joined(parts, dim), dim, size, tuple(intervals(give)), group.index())
 
 
 def _repeat_piece(x: Tensor, dim: int, size: int, give: Sequence[Interval], me: int) -> Tensor:

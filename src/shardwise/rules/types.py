@@ -35,15 +35,17 @@ Resize = Callable[[tuple[int, ...]], Sequence[tuple[int, ...] | None] | None]
 
 class Value:
     """A tensor inside a traced call: global shape and dtype. `layout` is where it lies when the call begins, of an
-    argument, for rules of users' that ask; elsewhere it is whole, or not known."""
+    argument, for rules of users' that ask; elsewhere it is whole, or not known. `may_need_grad` says that some argument
+    of the call needs a gradient."""
 
-    __slots__ = ("dtype", "index", "layout", "shape")
+    __slots__ = ("dtype", "index", "layout", "may_need_grad", "shape")
 
     def __init__(self, index: int, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout | None = None) -> None:
         self.index = index
         self.shape = shape
         self.dtype = dtype
         self.layout = layout
+        self.may_need_grad = False
 
     @property
     def ndim(self) -> int:
@@ -168,7 +170,7 @@ class _Arguments(dict[str, Any]):
 class Signature:
     """What an op's schema says; torch makes it anew each time it is asked."""
 
-    __slots__ = ("name", "parameters", "returns_view")
+    __slots__ = ("may_write", "name", "parameters", "returns_view")
 
     def __init__(self, op: Any) -> None:
         schema = op._schema
@@ -182,6 +184,7 @@ class Signature:
             )
             for argument in schema.arguments
         )
+        self.may_write = self.name in UNDECLARED_WRITES or any(parameter.is_written for parameter in self.parameters)
         aliases = [returned.alias_info for returned in schema.returns]
         self.returns_view = any(alias is not None and not alias.is_write for alias in aliases)
 
@@ -250,6 +253,8 @@ class Call:
     @cached_property
     def mutated(self) -> tuple[int, ...]:
         """Positions among `inputs` that the op writes to."""
+        if not Signature.of(self.op).may_write:
+            return ()
         written: set[int] = set()
         for position, parameter in enumerate(Signature.of(self.op).parameters):
             if parameter.is_written:

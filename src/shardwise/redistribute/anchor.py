@@ -1,0 +1,90 @@
+"""What keeps collectives of backward passes in the graph, on all ranks alike.
+
+In a backward pass that will itself be differentiated, every rank must record the same collectives, and run all of them
+in the next pass, or they would not meet. But what torch records may differ between ranks: of an empty shard it has
+gradients for constants that are none elsewhere, which cuts off what comes before and what comes after. So each
+collective of such a pass is tied at both ends: to a leaf that every later pass is told to reach, and to all gradients
+that the pass gives; and where some ranks hold nothing, so is all of the graph that the pass went through. Torch runs
+nodes in the reverse order of their recording, so that they meet in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_anchors: dict[torch.device, Tensor] = {}
+_trails: list[list[Tensor]] = []
+
+
+def anchors() -> tuple[Tensor, ...]:
+    """The leaves that everything recorded leads to."""
+    return tuple(_anchors.values())
+
+
+def anchored(grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gradients, all of them part of the graph, and leading to an anchor."""
+    return [_Tied.apply(g, _anchor(g.device)) for g in grads]
+
+
+def left_behind(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Results of a recorded collective, noted for those who ask for the gradients of this pass."""
+    if _trails:
+        _trails[-1].extend(x for x in outputs if x.requires_grad)
+    return outputs
+
+
+@contextmanager
+def trail() -> Iterator[list[Tensor]]:
+    """What is recorded inside."""
+    _trails.append([])
+    try:
+        yield _trails[-1]
+    finally:
+        _trails.pop()
+
+
+def tied(grads: Sequence[Tensor], recorded: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gradients from which every collective that was recorded on the way to them can be reached."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not recorded:
+            return anchored(grads)
+        knot = _Knot.apply(*recorded)
+        return [_Tied.apply(g, knot) for g in grads]
+
+
+def _anchor(device: torch.device) -> Tensor:
+    anchor = _anchors.get(device)
+    if anchor is None:
+        anchor = _anchors[device] = torch.zeros((), device=device, requires_grad=True)
+    return anchor
+
+
+class _Tied(torch.autograd.Function):
+    """A tensor as it is, part of the graph of another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        ctx.device = other.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad if ctx.needs_input_grad[0] else None, torch.zeros((), device=ctx.device)
+
+
+class _Knot(torch.autograd.Function):
+    """Zero, part of the graphs of some tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.kinds = [(x.shape, x.dtype, x.device) for x in tensors]
+        return torch.zeros((), device=tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return tuple(torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.kinds)

@@ -1,0 +1,102 @@
+"""Bodies about gradients of gradients, as in gradient penalties: every rank records the same collectives.
+
+A rank that holds nothing, or whose gradient is a constant, must take part in the second pass all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import shardwise as sw
+from bodies import R, S, assert_close, body, doubles, leaf
+
+Function = Callable[[Tensor], Tensor]
+
+LINES: dict[str, Function] = {
+    "cat": lambda x: torch.cat([x, x.exp()]).sin(),
+    "rotate_half": lambda x: torch.cat([x[len(x) // 2 :], x[: len(x) // 2]]).sin(),
+    "roll": lambda x: x.roll(1) * x,
+    "part": lambda x: x[len(x) // 2 :].cumsum(0) ** 3,
+    "logcumsumexp": lambda x: x.logcumsumexp(0) ** 2,
+    "sort": lambda x: x.sort().values ** 3,
+    "logsumexp": lambda x: x.logsumexp(0),
+    "amax": lambda x: (x.amax(0, keepdim=True) - x) ** 2,
+    "constant": lambda x: F.softplus(torch.cat([x, x / 2])).mean() + torch.cat([x, x / 2]),
+    "linear": lambda x: x - x.mean() + x[0] ** 2,
+    "norm": lambda x: x.norm() + x.norm(3),
+}
+
+TABLES: dict[str, Function] = {
+    "layer_norm": lambda x: F.layer_norm(x, (3,)),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "group_norm": lambda x: F.group_norm(x, 1),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "product": lambda x: (x @ x.t()).sin(),
+    "conv": lambda x: F.conv1d(x[:, None], x[:2, None, :2]),
+    "norms": lambda x: x.norm(dim=0) + x.norm(dim=1).sum(),
+    "cross_entropy": lambda x: F.cross_entropy(x, x.detach().argmax(1)),
+    "cumsum": lambda x: x.cumsum(1) ** 2,
+}
+
+
+def check_twice(function: Function, whole: Tensor, mesh: Any, placements: Any, what: str) -> None:
+    """The gradient of a weighted sum, and the gradient of a weighted sum of that, by both ways of asking."""
+    weight = [torch.randn(shape, dtype=torch.float64) for shape in (function(whole).shape, whole.shape)]
+    found = []
+    for x in (whole.clone().requires_grad_(), leaf(whole, mesh, placements)):
+        spread = isinstance(x, sw.DTensor)
+        first, second = (sw.distribute_tensor(w, mesh) for w in weight) if spread else weight
+        (grad,) = torch.autograd.grad((function(x) * first).sum(), x, create_graph=True)
+        (again,) = torch.autograd.grad((grad * second).sum(), x, retain_graph=True)
+        ((grad * second).sum() + (function(x) * first).sum()).backward()
+        found.append((grad, again, x.grad))
+    for order, (expected, actual) in enumerate(zip(*found, strict=True)):
+        assert_close(actual, expected, f"{what}, {('first', 'second', 'both together')[order]}")
+
+
+def _make(name: str, function: Function, whole: Callable[[], Tensor]) -> None:
+    def twice(mesh: Any) -> None:
+        check_twice(function, whole(), mesh, [S(0)], name)
+
+    twice.__name__ = f"second_order_{name}"
+    body(2)(twice)
+
+
+for _name, _function in LINES.items():
+    _make(_name, _function, lambda: doubles(3))
+for _name, _function in TABLES.items():
+    _make(_name, _function, lambda: doubles(3, 3))
+
+
+@body(2)
+def second_order_of_norms_where_a_shard_is_zero(mesh: Any) -> None:
+    whole = torch.cat([torch.zeros(2, 3, dtype=torch.float64), doubles(2, 3)])
+    for function in (lambda x: x.norm(), lambda x: x.norm(3), lambda x: x.norm(dim=0)):
+        check_twice(function, whole, mesh, [S(0)], "zeros")
+
+
+@body(2)
+def second_order_of_empty_shards(mesh: Any) -> None:
+    for name in ("layer_norm", "group_norm", "cumsum", "product"):
+        check_twice(TABLES[name], doubles(1, 3), mesh, [S(0)], name)
+    for name in ("logcumsumexp", "cat", "constant"):
+        check_twice(LINES[name], doubles(1), mesh, [S(0)], name)
+
+
+@body(2)
+def a_penalty_on_the_gradient_of_a_replicated_weight(mesh: Any) -> None:
+    """Its gradient is a constant before it is reduced."""
+    inputs, weight = doubles(4, 3), doubles(2, 3)
+    batch = sw.distribute_tensor(inputs, mesh, [S(0)])
+    check_twice(
+        lambda w: F.linear(batch if isinstance(w, sw.DTensor) else inputs, w).sum() + w.exp().sum(),
+        weight,
+        mesh,
+        [R],
+        "linear",
+    )
