@@ -18,7 +18,9 @@ import bodies_errors
 import bodies_moves
 import bodies_ops
 import bodies_optimizers
+import bodies_ragged
 import bodies_rules
+import bodies_second_order
 import bodies_training
 import shardwise as sw
 from bodies import BODIES, Body
@@ -26,7 +28,8 @@ from launch import run_ranks
 from shardwise.debug import CommDebugMode
 
 # importing them fills BODIES
-assert bodies_errors and bodies_moves and bodies_ops and bodies_optimizers and bodies_rules and bodies_training
+assert bodies_errors and bodies_moves and bodies_ops and bodies_optimizers
+assert bodies_ragged and bodies_rules and bodies_second_order and bodies_training
 
 Record = list[tuple[str, tuple[str, ...], int, bool]]
 

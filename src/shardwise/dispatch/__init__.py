@@ -5,10 +5,12 @@ from shardwise.dispatch import (
     autocasting,
     autograd,
     conjugates,
+    distinct,
     entries,
     functions,
     making,
     numbers,
+    ragged,
     transforms,
 )
 from shardwise.dispatch.call import CacheInfo, cache_info, clear_cache, dispatch, make_plan
@@ -23,12 +25,14 @@ __all__ = [
     "clear_cache",
     "conjugates",
     "dispatch",
+    "distinct",
     "entries",
     "functions",
     "implicit_replication",
     "make_plan",
     "making",
     "numbers",
+    "ragged",
     "strict",
     "transforms",
 ]

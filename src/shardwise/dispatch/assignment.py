@@ -3,20 +3,18 @@ written in that view, by `index_put_`: each rank writes what falls into its piec
 
 from __future__ import annotations
 
-import operator
-import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.dispatch.ragged import with_chosen
 from shardwise.dispatch.special import handles
 from shardwise.dispatch.stand_ins import torchs_own
+from shardwise.dispatch.subscripts import everywhere, in_full, is_mask, items_of, num_dims, numbered
 from shardwise.errors import MixedTensorError
-from shardwise.layout import Mesh
-from shardwise.tensor import DTensor, distribute_tensor
+from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -28,9 +26,11 @@ def _set_item(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         raise MixedTensorError("a part of a plain tensor cannot be set to a DTensor; use full_tensor()")
     known: Any = index
     try:
-        items = _whole_index(x, _items(index, x._layout.mesh))
+        items = in_full(x, items_of(index, x._layout.mesh))
         fills = _is_one(value) and _is_lone_mask(items)
-        items = items if fills else _numbered(items)
+        if not fills and _overwrite(x, items, value):
+            return
+        items = items if fills else numbered(items)
         known = tuple(items)
         _assign(x, items, _apart_from(x, value), fills=fills)
     except MixedTensorError:
@@ -48,11 +48,11 @@ def _assign(x: DTensor, items: Sequence[Any], value: Any, *, fills: bool) -> Non
             lost.append(len(chosen))
             item = slice(item, item + 1)
         if isinstance(item, Tensor):
-            basic += [slice(None)] * _num_dims(item)
+            basic += [slice(None)] * num_dims(item)
             chosen.append(item)
         elif isinstance(item, bool):
             basic.append(None)
-            chosen.append(_everywhere(torch.zeros(int(item), dtype=torch.long), x._layout.mesh))
+            chosen.append(everywhere(torch.zeros(int(item), dtype=torch.long), x._layout.mesh))
         else:
             basic.append(item)
             chosen.append(None)
@@ -65,6 +65,17 @@ def _assign(x: DTensor, items: Sequence[Any], value: Any, *, fills: bool) -> Non
         _put(view, chosen, value)
     else:
         _put(view, chosen, _as_written(view, lost, [*chosen, *[None] * (view.ndim - len(chosen))], value))
+
+
+def _overwrite(x: DTensor, items: Sequence[Any], value: Any) -> bool:
+    """`x[:, mask] = values`, as many as there are places: if each rank has its own, it writes them."""
+    if not _is_lone_mask(items) or any(item != slice(None) for item in items if not isinstance(item, Tensor)):
+        return False
+    written = with_chosen(x, [item if isinstance(item, Tensor) else None for item in items], value)
+    if written is None:
+        return False
+    x.copy_(written)
+    return True
 
 
 # The value
@@ -87,93 +98,9 @@ def _storage(x: DTensor) -> int:
     return x.untyped_storage()._cdata
 
 
-# The index
-
-
-def _items(index: Any, mesh: Mesh) -> list[Any]:
-    """The items of an index: ints, bools, slices, None, Ellipsis, and tensors of numbers or masks."""
-    found = []
-    for item in index if _is_tuple(index) else (index,):
-        if not isinstance(item, (Tensor, slice, int)) and item is not None and item is not Ellipsis:
-            item = operator.index(item) if _is_whole_number(item) else _everywhere(_indices(item), mesh)
-        if isinstance(item, Tensor) and not item.dim() and not (item.is_floating_point() or item.is_complex()):
-            item = bool(item.item()) if _is_mask(item) else int(item.item())
-        found.append(item)
-    return found
-
-
-def _is_tuple(index: Any) -> bool:
-    """Whether torch takes a sequence for several items: in some versions, a list that holds anything but numbers."""
-    if isinstance(index, tuple):
-        return True
-    if not isinstance(index, list) or len(index) >= 32 or not _lists_are_tuples():
-        return False
-    return any(item is None or item is Ellipsis or isinstance(item, (slice, Tensor, list, tuple)) for item in index)
-
-
-@cache
-def _lists_are_tuples() -> bool:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.zeros(1, 1)[[[0], [0]]].dim() == 1
-
-
-def _is_whole_number(item: Any) -> bool:
-    return hasattr(item, "__index__") and not getattr(item, "ndim", 0)
-
-
-def _indices(item: Any) -> Tensor:
-    made = torch.as_tensor(item)
-    if not made.dim():
-        raise IndexError(f"{item!r} is no index")
-    return made if made.numel() or made.dtype == torch.bool else made.long()
-
-
-def _everywhere(indices: Tensor, mesh: Mesh) -> DTensor:
-    """Numbers of the program, which every rank has: nothing is sent."""
-    return distribute_tensor(indices, mesh, src_data_rank=None)
-
-
-def _whole_index(x: DTensor, items: list[Any]) -> list[Any]:
-    """The items with an ellipsis written out, and ints counted from the front. A mask has the shape of its dims."""
-    missing = x.ndim - sum(map(_num_dims, items))
-    at = [position for position, item in enumerate(items) if item is Ellipsis] or [len(items)]
-    if missing < 0 or (missing and len(at) > 1):
-        raise IndexError(f"too many indices for tensor of dimension {x.ndim}")
-    after = [item for item in items[at[0] :] if item is not Ellipsis]
-    whole = [*items[: at[0]], *[slice(None)] * missing, *after]
-    dim = 0
-    for position, item in enumerate(whole):
-        if type(item) is int:
-            size = x.shape[dim]
-            if not -size <= item < size:
-                raise IndexError(f"index {item} is out of bounds for dimension {dim} with size {size}")
-            whole[position] = item % size
-        elif _is_mask(item) and item.shape != x.shape[dim : dim + item.dim()]:
-            raise IndexError(f"the shape of the mask {list(item.shape)} does not match the tensor's at dimension {dim}")
-        dim += _num_dims(item)
-    return whole
-
-
-def _numbered(items: Sequence[Any]) -> list[Any]:
-    """The items with masks written out as the numbers of their places."""
-    return [one for item in items for one in (item.nonzero().unbind(1) if _is_mask(item) else (item,))]
-
-
 def _is_lone_mask(items: Sequence[Any]) -> bool:
     tensors = [item for item in items if isinstance(item, (Tensor, bool))]
-    return len(tensors) == 1 and _is_mask(tensors[0])
-
-
-def _is_mask(item: Any) -> bool:
-    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
-
-
-def _num_dims(item: Any) -> int:
-    """How many dims of the tensor an item stands for."""
-    if item is None or item is Ellipsis or isinstance(item, bool):
-        return 0
-    return item.dim() if _is_mask(item) else 1
+    return len(tensors) == 1 and is_mask(tensors[0])
 
 
 # Writing

@@ -81,6 +81,24 @@ def _is_ours(module: str) -> bool:
     return module.split(".")[0] in ("shardwise", "torch")
 
 
+SHARDED: dict[Any, Callable[..., Any]] = {}
+"""What cannot be traced, since its results are as large as the data say, and still runs on shards."""
+
+
+_FIRST = ("input", "self", "condition")
+"""What torch calls the first argument, which those who run on shards call `x`."""
+
+
+def keeps_shards(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Says how functions run on shards. Where they cannot, it returns NotImplemented."""
+
+    def add(run: Callable[..., Any]) -> Callable[..., Any]:
+        SHARDED.update(dict.fromkeys(functions, run))
+        return run
+
+    return add
+
+
 class Gathered:
     """A plan that gathers every argument and runs the function itself on plain tensors; the results are replicated."""
 
@@ -95,6 +113,10 @@ class Gathered:
         name = getattr(self.function, "__name__", str(self.function))
         originals = [x for x in flat_tensors((args, kwargs)) if isinstance(x, DTensor)]
         if any(not x._layout.replicated for x in originals):
+            if self.function in SHARDED and "out" not in kwargs:
+                given = {"x" if key in _FIRST else key: value for key, value in kwargs.items()}
+                if (out := SHARDED[self.function](*args, **given)) is not NotImplemented:
+                    return out
             report(name, (self.function, *(x._layout for x in originals)), args, kwargs)
             if _writes(name):
                 raise InPlaceError(

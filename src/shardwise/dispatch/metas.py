@@ -45,12 +45,22 @@ def _sampled(x: Tensor, grid: Tensor, interpolation: int, padding: int, *_: Any)
     return (*x.shape[:2], *grid.shape[1:3]) if good else None
 
 
+# Masks
+
+
+def _by_bytes(x: Tensor, indices: Sequence[Tensor | None]) -> None:
+    """Masks of bytes are refused by the kernel for meta tensors, which takes signed ones for them. No others are."""
+    if any(index is not None and index.dtype == torch.uint8 for index in indices):
+        raise NotImplementedError("how many places a mask names depends on its data")
+
+
 SHAPES: dict[Any, Callable[..., Shape | None]] = {
     aten.upsample_linear1d.default: _resampled,
     aten.upsample_bilinear2d.default: _resampled,
     aten.upsample_bicubic2d.default: _resampled,
     aten.upsample_trilinear3d.default: _resampled,
     aten.grid_sampler_2d.default: _sampled,
+    aten.index.Tensor: _by_bytes,
 }
 """The shape of the result, or None where there may be something to complain about."""
 
