@@ -45,6 +45,18 @@ def layout_of_shards(
     return layout
 
 
+def laid_out(shards: Sequence[Tensor], layout: Layout) -> Sequence[Tensor]:
+    """The shards as they are brought, unless they are too thin to show alike how the whole lies: then as fresh ones."""
+    if not layout.thinness:
+        return shards
+    return [x if x.stride() == torch.empty(x.shape, device="meta").stride() else _fresh(x) for x in shards]
+
+
+def _fresh(x: Tensor) -> Tensor:
+    """A copy that lies as new tensors do. (`contiguous` leaves strides that do not matter to it.)"""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
 def _gather_kinds(shard: Tensor, mesh: Mesh) -> list[tuple[int, torch.dtype]]:
     """Every rank's number of dims and dtype: two numbers, whatever the ranks have."""
     mine = torch.tensor([shard.dim(), _DTYPES.index(shard.dtype)], device=mesh.device_type)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.comm import Ranked, as_mesh, ranked, shards_of
 from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardShapeError
-from shardwise.from_local import layout_of_shards
+from shardwise.from_local import laid_out, layout_of_shards
 from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
 from shardwise.local import check_strided, on_shards, single, spread
 from shardwise.redistribute import Move, Typed, drop, owing, plan_moves, run_path, second_order, transition
@@ -162,7 +162,7 @@ class DTensor(Tensor):
         local = local_tensor if isinstance(local_tensor, Ranked) else spread(local_tensor, mesh)
         layout = layout_of_shards(local, mesh, placements, run_check=run_check, shape=shape)
         with _disabled():
-            aliases = [_as_subclass(shard, Tensor) for shard in shards_of(local)]
+            aliases = [_as_subclass(shard, Tensor) for shard in laid_out(shards_of(local), layout)]
             arrive(aliases[0].device.type)
         return wrap(aliases[0] if len(aliases) == 1 else ranked(aliases), layout)
 
@@ -379,7 +379,8 @@ def distribute_tensor(
 ) -> DTensor:
     """Lay a plain tensor, the same single-device tensor on every rank, on a mesh.
 
-    The values of the rank numbered `src_data_rank` on each axis count; None means all ranks have them already.
+    The values of the rank numbered `src_data_rank` on each axis count; None means all ranks have them already. The
+    result lies in memory as a new tensor does.
 
     >>> import torch, shardwise as sw
     >>> mesh = sw.simulate((2, 2), ("dp", "tp"))
@@ -395,7 +396,7 @@ def distribute_tensor(
     check_strided(tensor)
     layout = Layout.of(mesh, tensor.shape, placements)
     with torch.no_grad():
-        plain = tensor.detach().to(mesh.device_type) if tensor.device.type != mesh.device_type else tensor.detach()
+        plain = tensor.detach().to(mesh.device_type).contiguous()  # what is sent between ranks arrives so
         if src_data_rank is not None and mesh.device_type != "meta":
             for axis in range(mesh.ndim):
                 plain = mesh.port.broadcast([plain] * len(mesh.held), mesh, (axis,), src_data_rank)[0]

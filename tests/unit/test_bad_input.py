@@ -38,6 +38,7 @@ PARTS = 24
 def test_bad_data_on_one_rank(name: str) -> None:
     function, tensors = BAD_DATA[name]
     if refused(function, Sample(0, tensors)) is None:
+        assert torch.__version__ < "2.13", "torch refuses all of these"
         pytest.skip(f"this torch takes bad data for {name} without a word")
     (result,) = measure([DATA + name], Settings(layouts=10, spread=3))
     assert result.problems == []
@@ -136,7 +137,7 @@ KNOWN = "{'all_gather': 1} before RuntimeError: Trying to create tensor with neg
     ],
 )
 def test_an_excuse_is_for_one_operator_and_one_difference(name: str, kind: str, detail: str, found: str) -> None:
-    assert excused(name, bad(raising(WRONG), X), errors.Verdict(kind, detail)).kind == found
+    assert excused(name, errors.Verdict(kind, detail)).kind == found
 
 
 def test_a_refused_write_excuses_nothing_that_was_communicated() -> None:

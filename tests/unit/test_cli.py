@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import COMMANDS, main
+from shardwise.rules import Rule, Strategy, register, registry
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,7 +20,14 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in text for name in COMMANDS)
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["coverage", "--stratum", "3/3"], ["coverage", "--seed", "x"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([], ["nonsense"], ["coverage", "--stratum", "3/3"], ["coverage", "--seed", "x"]),
+        *(["coverage", "--samples", "0"], ["coverage", "--assignments", "-1"], ["errors", "--layouts", "0"]),
+    ],
+    ids=" ".join,
+)
 def test_bad_arguments_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(arguments)
@@ -49,6 +57,36 @@ def test_a_page_says_what_was_tried_and_how_it_was_judged(dtype: str, how: str, 
 def test_an_unknown_operator(capsys: pytest.CaptureFixture[str]) -> None:
     assert coverage("--ops", "no such thing") == 2
     assert capsys.readouterr().err == "no operator is called no such thing\n"
+
+
+def test_a_part_without_the_operator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert coverage("--ops", "mm", "--stratum", "1/2") == 2
+    assert capsys.readouterr().err == "no operator in part 1 of 2 is called mm\n"
+
+
+@pytest.mark.parametrize("option", ["--json", "--write-report"])
+def test_a_file_that_cannot_be_written_is_told_of_first(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "none" / "file"
+    assert coverage("--ops", "mm", option, str(file)) == 2
+    told = capsys.readouterr()
+    assert told.err == f"{file} cannot be written: there is no such folder\n" and not told.out
+
+
+def test_a_wrong_answer_is_an_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    with registry.restored():
+        register("flip", rule=Rule(lambda call: [Strategy((None,), (None,)), Strategy((0,), (0,))]))
+        assert main(["coverage", "--jobs", "0", "--quiet", "--samples", "3", "--ops", "flip"]) == 1
+    assert "1 (100.0%)" in capsys.readouterr().out.split("sometimes wrong")[1].splitlines()[0]
+
+
+def test_another_error_is_an_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["errors", "--jobs", "0", "--quiet", "--layouts", "2", "--spread", "1", "--ops", "data: nll_loss"]
+    assert main(arguments) == 0
+    monkeypatch.setattr(COMMANDS["errors"], "said", lambda error: str(id(error)))
+    assert main(arguments) == 1
+    assert "in other words" in capsys.readouterr().out
 
 
 def test_resume_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -368,6 +368,8 @@ def _simplified(plan: Steps, lowered: Lowered, args: tuple, kwargs: dict[str, An
     (step,) = plan.steps
     if not isinstance(step, CallStep) or step.kwargs or not plan.outputs or len(lowered.trace.inputs) != 1:
         return plan
+    if len(step.targets) != 1:  # of several results the call returns one
+        return plan
     slots = [position for position, arg in enumerate(step.args) if isinstance(arg, Slot)]
     if len(slots) != 1 or not args or not isinstance(args[0], Tensor) or any(_holds_slot(a) for a in step.args):
         return plan

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -13,19 +14,20 @@ from torch import Tensor, nn
 
 from shardwise.dispatch.autocasting import AUTOCAST, Autocast, autocast_dtype
 from shardwise.dispatch.build import Steps, build, runs_in_cpp
+from shardwise.dispatch.elsewhere import written_arguments, written_elsewhere
 from shardwise.dispatch.entries import is_collective, refuse_collective
 from shardwise.dispatch.fallback import Gathered, describe, report
 from shardwise.dispatch.key import Uncacheable, key_of, variant_key
 from shardwise.dispatch.lists import plan_list_call
 from shardwise.dispatch.lower import LostWriteError, Lowered, lower
-from shardwise.dispatch.memory import is_thin
+from shardwise.dispatch.lying import Lying, OnNothing, may_hide
 from shardwise.dispatch.outs import plan_out
 from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
 from shardwise.dispatch.stand_ins import refused, torchs_own
-from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call, written_families
-from shardwise.dispatch.views import MAY_COPY, CopiedView, Copies, OfCopies, ViewOrCopy, Writes
-from shardwise.errors import MeshError, StrideError
+from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call
+from shardwise.dispatch.views import MAY_COPY, ONLY_VIEWS, CopiedView, Copies, OfCopies, ViewOrCopy, Writes, only_views
+from shardwise.errors import InPlaceError, MeshError, StrideError
 from shardwise.layout import Layout
 from shardwise.rules import Value, flat_values, rule_for
 from shardwise.rules.foreach import is_list_op
@@ -77,15 +79,19 @@ def dispatch(
         out = special(func, args, kwargs or {})
         if out is not NotImplemented:
             return out
+    count = 0 if kwargs else len(args)
     try:
-        if len(args) == 2 and not kwargs:  # unrolled: most calls have two arguments, or three
+        if count == 2:  # unrolled: most calls have up to three arguments
             x, y = args
             key: tuple = (
                 func,
                 x._layout if x.__class__ is DTensor else key_of(x),
                 y._layout if y.__class__ is DTensor else y if y.__class__ is int else key_of(y),
             )
-        elif len(args) == 3 and not kwargs:
+        elif count == 1:
+            (x,) = args
+            key = (func, x._layout if x.__class__ is DTensor else key_of(x))
+        elif count == 3:
             x, y, z = args
             key = (
                 func,
@@ -136,7 +142,10 @@ def make_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     if any(isinstance(x, CopiedView) for x in flat_tensors((args, kwargs))):
         return OfCopies(func)
     if is_list_op(func):
-        plan = plan_list_call(func, args, kwargs)
+        try:
+            plan = plan_list_call(func, args, kwargs)
+        except InPlaceError as refusal:
+            return written_elsewhere(func, args, kwargs, refusal)
         return Writes(plan, func.__name__, None) if func.__name__.endswith("_") else plan
     if "out" in kwargs and (into := plan_out(func, args, kwargs)) is not None:
         return into
@@ -240,20 +249,31 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
         lowered = lower(trace, layouts)
     except LostWriteError:
         return _gathered(func, args, kwargs, layouts), False
+    except InPlaceError as refusal:
+        return written_elsewhere(asked, args, kwargs, refusal, trace), False
+    if func in ONLY_VIEWS:
+        only_views(lowered)
     plan = build(func, lowered, args, kwargs)
     invariant = _is_invariant(plan, lowered, args, kwargs)
     if isinstance(plan, Steps) and asked in AUTOCAST:
         plan = Autocast(plan, asked)
-    if func in MAY_COPY and is_thin(layouts[0]):
+    if func in MAY_COPY and layouts[0].thinness:
         plan = ViewOrCopy(plan, func, _layout_of_one_view(lowered))
     gathering = [call for call in lowered.calls if call.gathers]
     if gathering:
         plan = Reported(plan, gathering[0].call.op._schema.name.replace("::", "."), (func, *layouts))
-    written = _written_arguments(lowered)
+    written = written_arguments(trace)
     if written:
+        if any(0 in layouts[i].pieces(dim) for i in written for dim in range(len(layouts[i].shape))):
+            plan = OnNothing(plan, func, written)
         return Writes(plan, getattr(func, "__name__", str(func)), written), invariant
-    copies = [i for i, value in enumerate(flat_values(trace.output)) if value.index in lowered.copies]
-    return Copies(plan, func, copies) if copies else plan, invariant
+    results = flat_values(trace.output)
+    copies = [i for i, value in enumerate(results) if value.index in lowered.copies]
+    if copies:
+        plan = Copies(plan, func, copies)
+    if may_hide([call.call for call in lowered.calls], [lowered.layouts[value.index] for value in results]):
+        plan = Lying(plan, func)
+    return plan, invariant
 
 
 def _layout_of_one_view(lowered: Lowered) -> Layout | None:
@@ -270,14 +290,6 @@ def _gathered(func: Callable, args: tuple, kwargs: dict[str, Any], layouts: list
     if (refusal := refused(func, args, kwargs)) is not None:
         raise refusal
     return Gathered(func, layouts[0].mesh)
-
-
-def _written_arguments(lowered: Lowered) -> list[int]:
-    """Positions of the tensor arguments that a call writes to, or to a view of."""
-    families = written_families(lowered.trace)
-    values = [call.call.inputs[i].index for call in lowered.calls for i in call.call.mutated]
-    written = {*values, *(families[index] for index in values if index in families)}
-    return [position for position, value in enumerate(lowered.trace.inputs) if value.index in written]
 
 
 def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
@@ -369,7 +381,7 @@ class Reported:
         return self.plan(args, kwargs)
 
 
-DTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment]
+DTensor.__torch_function__ = MethodType(dispatch, DTensor)  # type: ignore[method-assign]  # bound once, not per look-up
 
 
 # The most common methods go to `dispatch` straight from Python: torch's argument parser would only send them back.

@@ -11,8 +11,8 @@ from shardwise.layout import Layout
 from shardwise.rules import AxisPlacement, Call, Strategy, refuse, replicated, rule_for
 
 NARROW, WIDE = 8, 64
-"""Ways kept per table of a search. Where a narrow search had to leave out some, a wide one follows, which need not look
-at anything dearer."""
+"""Ways kept per table of a search. Where a narrow search left out some that may have been as cheap as what it found, a
+wide one follows, which need not look at anything dearer."""
 
 
 def strategies_of(call: Call) -> list[Strategy]:
@@ -38,16 +38,26 @@ def choose_axis(
         whole = [ways[0] for ways in options]
         if not any(_is_sharded(way) or (position, way) in banned_here for position, way in enumerate(whole)):
             return whole  # nothing lies otherwise than whole: nothing costs nothing
-    every = Options(options, Prices(trace, layouts[0].mesh.shape[axis]), banned_here)
-    search = Search(trace, every, start, width=NARROW)
+    every = _options(trace, layouts[0].mesh.shape[axis], options, banned_here)
+    search = Search(every, start, width=NARROW)
     chosen = search.run()
-    if not search.is_exact:
-        limit = IMPOSSIBLE if chosen is None else search.price
-        search = Search(trace, every, start, width=WIDE, limit=limit)
+    limit = IMPOSSIBLE if chosen is None else search.price
+    if search.left_out <= limit and search.left_out < IMPOSSIBLE:
+        search = Search(every, start, width=WIDE, limit=limit)
         chosen = search.run() or chosen
     if chosen is None:
         raise NoStrategyError(trace.calls[len(search.options) - 1])
     return chosen
+
+
+def _options(trace: Trace, ranks: int, options: Sequence[list[Strategy]], banned: set[tuple[int, Strategy]]) -> Options:
+    """What a search needs to know: the same along all axes of so many ranks."""
+    found = trace.searched.get(ranks)
+    if found is None or found.strategies is not options or banned:
+        found = Options(trace, options, Prices(trace, ranks), banned)
+        if not banned:
+            trace.searched[ranks] = found
+    return found
 
 
 class NoStrategyError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from cmath import isfinite
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from shardwise.dispatch.modes import replicates_implicitly
 from shardwise.dispatch.views import CopiedView, StaleView, stale
 from shardwise.errors import MixedTensorError
 from shardwise.tensor import DTensor
+
+FINEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+"""Between them a number is neither zero nor infinite, in whatever dtype torch computes with it."""
 
 
 class Uncacheable(Exception):
@@ -24,7 +28,7 @@ def key_of(value: Any) -> Any:
     if cls is DTensor:
         return value._layout
     if cls is float:
-        return float if value - value == 0 else str(value)  # infinities are told apart
+        return float if not value or FINEST < abs(value) < LARGEST else str(value)  # rules look for the others
     if cls is int or value is None or cls is str:
         return value
     if cls is bool:
@@ -45,7 +49,7 @@ def key_of(value: Any) -> Any:
     if cls is dict:
         return tuple((name, key_of(item)) for name, item in value.items())
     if cls is complex:
-        return complex
+        return complex if isfinite(value) else str(value)
     try:
         hash(value)
     except TypeError:
@@ -102,6 +106,6 @@ def _collect(values: Any, found: list[Any]) -> None:
             found.append(value.dtype)
             found.append(value.requires_grad)
         elif value.__class__ is float or value.__class__ is complex:
-            found.append(value)
+            found.append(value if value and value == value else str(value))  # zeros by sign; NaN is NaN
         elif value.__class__ is list or value.__class__ is tuple:
             _collect(value, found)

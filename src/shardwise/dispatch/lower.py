@@ -149,7 +149,7 @@ def lower_calls(
         except CannotRealise as cannot:
             raise Banned(position, cannot.axis, cannot.strategy) from None
         moves = [
-            plan_moves(source, target, varying)
+            () if source is target and not varying else plan_moves(source, target, varying)
             for source, target, varying in zip(have, realised.ins, realised.varying, strict=True)
         ]
         rule = rule_for(call.op)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.comm import ranked, shards_of
-from shardwise.layout import Layout
 from shardwise.tensor import DTensor, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -25,7 +23,12 @@ def lies_plainly(x: Tensor) -> bool:
         return False
     with _disabled():
         shards = (x, *x.__dict__.get("_peers", ()))
-        return all(_fresh_strides(_size(shard)) == shard.stride() for shard in shards)
+        return all(_lies_plainly(_size(shard), shard.stride()) for shard in shards)
+
+
+def _lies_plainly(sizes: Sequence[int], steps: Sequence[int]) -> bool:
+    """Of what is empty no strides tell anything."""
+    return 0 in sizes or _fresh_strides(sizes) == steps
 
 
 def _fresh_strides(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -47,7 +50,9 @@ def whole_strides(x: Any) -> tuple[int, ...]:
 def strides_shown(shape: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:
     """The strides of a tensor of this shape, as a shard shows them: from the innermost dim outwards, each dim steps
     over as many pieces of the next inner one as it does in the shard. Of dims with equal strides, one with a single
-    index is within the other."""
+    index is within the other. An empty shard shows nothing: then the whole lies plainly, or is a `Part` that knows."""
+    if 0 in sizes:
+        return _fresh_strides(shape)
     strides = [0] * len(shape)
     inner: int | None = None
     for dim in sorted((d for d in range(len(shape)) if steps[d]), key=lambda d: (steps[d], sizes[d] > 1, -d)):
@@ -81,12 +86,3 @@ def copied(x: DTensor, memory_format: torch.memory_format = torch.contiguous_for
     with _disabled():
         shards = [shard.clone(memory_format=memory_format) for shard in shards_of(x)]
     return wrap(ranked(shards), x._layout)
-
-
-@lru_cache(maxsize=4096)
-def is_thin(layout: Layout) -> bool:
-    """Whether some ranks hold so little of a dim that their shards lie together where the whole does not."""
-    return any(
-        axes and size > 1 and min(layout.pieces(dim)) <= 1
-        for dim, (axes, size) in enumerate(zip(layout.splits, layout.shape, strict=True))
-    )

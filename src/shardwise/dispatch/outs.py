@@ -1,18 +1,29 @@
-"""`out=`: the results of the call without it, written to where the user wants them, however that lies."""
+"""`out=`: the results of the call without it, written to where the user wants them, however that lies.
+
+Torch writes over whatever is there, so a result is brought into the layout of its target, pending ones included, and a
+target of another shape is resized: it keeps its placements, if the new shape has the dims that they name.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.comm import shards_of
+from shardwise.dispatch.elsewhere import can_be_made, overwrite
+from shardwise.dispatch.fallback import _user_level
 from shardwise.dispatch.plan import Plan
 from shardwise.dispatch.randomness import check_in_step
 from shardwise.dispatch.stand_ins import filled, meta
-from shardwise.dispatch.trace import flat_tensors, map_tensors
-from shardwise.errors import InPlaceError
+from shardwise.dispatch.trace import flat_tensors, map_tensors, trace_call
+from shardwise.dispatch.views import is_copied_view
+from shardwise.errors import InPlaceError, PlacementError
+from shardwise.layout import Layout
+from shardwise.rules import flat_values
 from shardwise.tensor import DTensor, distribute_tensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -38,10 +49,11 @@ def plan_out(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan | None
         return None
     name = getattr(func, "__name__", str(func))
     if len(targets) == len(flat_tensors((args, kwargs))) == 1:
-        _refuse_pending(name, targets)
+        _refuse_terms(name, targets)
         return _Made(func, name)
     if len(targets) == 1 and _runs_as_it_is(name, flat_tensors((args, kwargs))):
         return None
+    _refuse_overlap(func, args, kwargs)
     _foresee(name, func, args, {key: value for key, value in kwargs.items() if key != "out"}, targets)
     return _IntoOut(func, name)
 
@@ -57,31 +69,91 @@ def _runs_as_it_is(name: str, tensors: Sequence[Any]) -> bool:
 
 def _foresee(name: str, func: Callable, args: tuple, given: dict[str, Any], targets: Sequence[Any]) -> None:
     """Refuse before anything runs, where that can be known: the function may write to other arguments too."""
-    _refuse_pending(name, targets)
+    _refuse_terms(name, targets)
+    metas: list[Tensor] = []
+
+    def stand_in(x: Tensor) -> Tensor:
+        metas.append(meta(x))
+        return metas[-1]
+
     try:
         with torch.no_grad():
-            results = flat_tensors(func(*map_tensors(args, meta), **map_tensors(given, meta)))
+            on_meta = map_tensors(args, stand_in), map_tensors(given, stand_in)
+            results = flat_values(trace_call(func, *on_meta, metas, torch.device("cpu")).output)
     except Exception:  # no kernel for meta tensors, or bad arguments: the call itself says so
         return
     for target, result in zip(targets, results):
-        _check_shape(name, target, tuple(result.shape))
+        _fitting(name, target, result.shape)
 
 
-def _refuse_pending(name: str, targets: Sequence[Any]) -> None:
+def _refuse_overlap(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Some functions read while they write, and refuse to write to an argument. Here results are complete before they
+    are written, but a program must not learn to rely on that."""
+    given, targets = flat_tensors((args, {k: x for k, x in kwargs.items() if k != "out"})), flat_tensors(kwargs["out"])
+    if not {id(x) for x in targets}.intersection(map(id, given)) or sum(x.numel() for x in given) > MANY:
+        return
+    made = {id(x): filled(x).detach() for x in (*given, *targets)}
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            func(*map_tensors(args, lambda x: made[id(x)]), **map_tensors(kwargs, lambda x: made[id(x)]))
+    except RuntimeError as error:
+        if str(error).startswith("unsupported operation"):
+            raise error.with_traceback(None) from None
+    except Exception:  # something else, of which the call itself will tell
+        return
+
+
+def _refuse_terms(name: str, targets: Sequence[Any]) -> None:
     for target in targets:
-        if target._layout.has_pending:
+        if not can_be_made(target._layout):
             raise InPlaceError(
-                f"{name} cannot write to out= that lies as {target._layout}: a result is no term of a sum. Nothing was "
-                f"changed; redistribute it first"
+                f"{name} cannot write to out= that lies as {target._layout}: values are not taken apart into the terms "
+                f"of products and norms. Nothing was changed; redistribute it first"
             )
 
 
-def _check_shape(name: str, target: Any, shape: tuple[int, ...]) -> None:
-    if target._layout.shape != shape:
+def _fitting(name: str, target: Any, shape: tuple[int, ...]) -> Layout:
+    """The layout that a target will have, of the shape of its result."""
+    layout = target._layout
+    if layout.shape == shape:
+        return layout
+    refused = f"{name} cannot write a result of shape {list(shape)} to out= that lies as {layout}"
+    with _disabled():
+        is_view = target._is_view()
+    if is_view or is_copied_view(target):
         raise InPlaceError(
-            f"{name} cannot write a result of shape {list(shape)} to out= of shape {list(target._layout.shape)}: a "
-            f"DTensor cannot be resized. Nothing was changed; give it a tensor of that shape"
+            f"{refused}: it is a view, and what it is a view of would not show what is written beyond it. Nothing was "
+            f"changed; give it a tensor of that shape"
         )
+    try:
+        return Layout.of(layout.mesh, shape, layout.placements)
+    except PlacementError as error:
+        raise InPlaceError(
+            f"{refused}: its placements do not fit ({error}). Nothing was changed; give it a tensor of that shape"
+        ) from None
+
+
+RESIZED = (
+    "An output with one or more elements was resized since it had shape {}, which does not match the required output "
+    "shape {}. This behavior is deprecated, and in a future PyTorch release outputs will not be resized unless they "
+    "have zero elements. You can explicitly reuse an out tensor t by resizing it, inplace, to zero elements with "
+    "t.resize_(0)."
+)
+"""What torch says when it resizes."""
+
+
+def _resize(target: Any, layout: Layout) -> None:
+    """Give a target the shape, and the layout, that its result will have there."""
+    old = target._layout
+    if old is layout:
+        return
+    if old.numel:
+        warnings.warn(RESIZED.format(list(old.shape), list(layout.shape)), UserWarning, stacklevel=_user_level())
+    with _disabled():
+        for shard, shape in zip(shards_of(target), layout.held_shapes, strict=True):
+            shard.resize_(shape)
+    target._layout = layout
 
 
 def _check_gradients(name: str, tensors: Iterable[Tensor]) -> None:
@@ -108,13 +180,13 @@ class _Made:
         if self.name in DRAWING and given.get("generator") is None:
             check_in_step(mesh)
         with _disabled():
-            how = {"dtype": out.dtype, "device": out.device, **{k: v for k, v in given.items() if v is not None}}
-        made = self.func(*args, **how)
-        if made.dtype != out.dtype:
-            raise RuntimeError(f"dtype {made.dtype} does not match dtype of out parameter ({out.dtype})")
-        _check_shape(self.name, out, tuple(made.shape))
-        with torch.no_grad():
-            out.copy_(distribute_tensor(made, mesh, src_data_rank=None))
+            made = torch.empty(out._layout.shape, dtype=out.dtype, device=out.device)
+        self.func(*args, **given, out=made)
+        layout = _fitting(self.name, out, tuple(made.shape))
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch has told of it already
+            _resize(out, layout)
+            overwrite(out, distribute_tensor(made, mesh, src_data_rank=None))
         return out.requires_grad_() if requires_grad else out
 
 
@@ -135,15 +207,17 @@ class _IntoOut:
         out = given.pop("out")
         targets = [out] if isinstance(out, Tensor) else list(out)
         _check_gradients(self.name, (*flat_tensors((args, given)), *targets))
+        _refuse_overlap(self.func, args, kwargs or {})
         if self.name in COMPUTED_AS_OUT and given.get("dtype") is None:
             with _disabled():
                 given["dtype"] = targets[0].dtype
         self._check_dtypes(args, given, out)
         results = self.func(*args, **given)
-        self._check(args, given, out, targets, flat_tensors(results))
+        layouts = self._check(args, given, out, targets, flat_tensors(results))
         with torch.no_grad():
-            for target, result in zip(targets, flat_tensors(results), strict=True):
-                target.copy_(result)
+            for target, result, layout in zip(targets, flat_tensors(results), layouts, strict=True):
+                _resize(target, layout)
+                overwrite(target, result)
         if isinstance(out, Tensor):
             return out
         return None if self.name in RETURNING_NOTHING else _named(results, targets)
@@ -166,14 +240,13 @@ class _IntoOut:
 
     def _check(
         self, args: tuple, given: dict[str, Any], out: Any, targets: Sequence[Any], results: Sequence[Any]
-    ) -> None:
-        """That every result can be written to its target as it is."""
+    ) -> list[Layout]:
+        """That every result can be written to its target, and how that will lie."""
         with _disabled():
             same_dtypes = all(x.dtype == y.dtype for x, y in zip(targets, results, strict=True))
         if not same_dtypes:
             self._let_torch_look_at(args, given, out)
-        for target, result in zip(targets, results, strict=True):
-            _check_shape(self.name, target, result._layout.shape)
+        return [_fitting(self.name, x, y._layout.shape) for x, y in zip(targets, results, strict=True)]
 
     def _let_torch_look_at(self, args: tuple, given: dict[str, Any], out: Any) -> None:
         """Raises what torch raises where results of these dtypes cannot be written to `out`."""

@@ -79,17 +79,54 @@ WHOLE = -1
 PENDING = -2  # and below: one for each reduction
 
 
+class Row(dict[int, float]):
+    """The prices of bringing a value to one placement, by where it is; worked out when asked for."""
+
+    __slots__ = ("prices", "size", "target")
+
+    def __init__(self, prices: Prices, size: tuple[int, bool], target: int) -> None:
+        self.prices, self.size, self.target = prices, size, target
+        self[target] = 0
+
+    def __missing__(self, source: int) -> float:
+        price = self[source] = self.prices.between(self.size, source, self.target)
+        return price
+
+
+class Impossible(Row):
+    """The same for a value that must not be moved."""
+
+    def __init__(self, target: int) -> None:
+        self[target] = 0
+
+    def __missing__(self, source: int) -> float:
+        return IMPOSSIBLE
+
+
+class Reachable(Row):
+    """The same for a value that must come from `only` one placement, or, if that is None, from any not pending."""
+
+    __slots__ = ("only", "row")
+
+    def __init__(self, row: Row, only: int | None) -> None:
+        self.row, self.only = row, only
+
+    def __missing__(self, source: int) -> float:
+        good = source > PENDING if self.only is None else source == self.only
+        return self.row[source] if good else IMPOSSIBLE
+
+
 class Prices:
     """The prices of moves in one trace along one axis, in whole units, and the numbers of placements."""
 
-    __slots__ = ("_kinds", "_moves", "_numbers", "_reductions", "_sizes", "ranks", "returned", "values")
+    __slots__ = ("_kinds", "_numbers", "_reductions", "_rows", "_sizes", "ranks", "returned", "values")
 
     def __init__(self, trace: Trace, ranks: int) -> None:
         self.values = trace.values
         self.returned = trace.returned
         self.ranks = ranks
         self._kinds: dict[tuple, float] = {}
-        self._moves: dict[tuple[int, int, int], float] = {}
+        self._rows: dict[tuple, Row] = {}
         self._numbers: dict[AxisPlacement, int] = {None: WHOLE}
         self._reductions: list[Partial] = []
         self._sizes: dict[int, tuple[int, bool]] = {}
@@ -106,26 +143,30 @@ class Prices:
     def reduction(self, number: int) -> Partial:
         return self._reductions[PENDING - number]
 
-    def move(self, index: int, source: int, target: int) -> float:
-        """The price of bringing a value from one placement to another: `move_cost`, by numbers."""
-        price = self._moves.get((index, source, target))
-        if price is None:
-            price = self._moves[index, source, target] = self._move(index, source, target)
-        return price
+    def row(self, index: int, target: int) -> Row:
+        """The prices of bringing a value to a placement, from wherever it is."""
+        size = self._size(index)
+        found = self._rows.get((size, target))
+        if found is None:
+            found = self._rows[size, target] = Row(self, size, target)
+        return found
 
-    def _move(self, index: int, source: int, target: int) -> float:
+    def between(self, size: tuple[int, bool], source: int, target: int) -> float:
+        """The price of bringing a value of some size from one placement to another: `move_cost`, by numbers."""
+        if source == target:
+            return 0
         if target <= PENDING:
             if source <= PENDING:
-                return self.move(index, source, WHOLE) + self.move(index, WHOLE, target)
+                return self.between(size, source, WHOLE) + self.between(size, WHOLE, target)
             kind = "mask" if source == WHOLE else "pad"
-            return self._of_kind(index, kind) if _can_begin(self.reduction(target), kind) else IMPOSSIBLE
+            return self._of_kind(size, kind) if _can_begin(self.reduction(target), kind) else IMPOSSIBLE
         before = "R" if source == WHOLE else "S" if source >= 0 else "P"
-        return self._of_kind(index, TABLE[before, "R" if target == WHOLE else "S"])
+        return self._of_kind(size, TABLE[before, "R" if target == WHOLE else "S"])
 
-    def _of_kind(self, index: int, kind: str) -> float:
-        numel, has_gradient = size = self._size(index)
+    def _of_kind(self, size: tuple[int, bool], kind: str) -> float:
         price = self._kinds.get((size, kind))
         if price is None:
+            numel, has_gradient = size
             price = units(kind_cost(kind, numel, self.ranks, has_gradient=has_gradient))
             self._kinds[size, kind] = price
         return price

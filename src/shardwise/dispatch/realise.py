@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.layout import Layout, Mesh, Partial
+from shardwise.layout import Layout, Mesh, Partial, chunk_sizes
 from shardwise.rules import Call, Strategy
 
 Cut = tuple[tuple[int, ...], tuple[int, ...] | None]
@@ -43,23 +43,26 @@ def realise(call: Call, chosen: Sequence[Strategy], current: Sequence[Layout], m
         if any(isinstance(p, int) for p in (*strategy.ins, *strategy.outs)):
             _cut_dims(call, strategy, axes, current, mesh, in_cuts, out_cuts)
     ins = tuple(
-        _layout(mesh, value.shape, in_cuts[i], [strategy.ins[i] for strategy in chosen])
-        for i, value in enumerate(call.inputs)
+        [
+            _layout(mesh, value.shape, in_cuts[i], [strategy.ins[i] for strategy in chosen])
+            for i, value in enumerate(call.inputs)
+        ]
     )
     outs = tuple(
-        _layout(mesh, value.shape, out_cuts[i], [strategy.outs[i] for strategy in chosen])
-        for i, value in enumerate(call.outputs)
+        [
+            _layout(mesh, value.shape, out_cuts[i], [strategy.outs[i] for strategy in chosen])
+            for i, value in enumerate(call.outputs)
+        ]
     )
-    varies = [any(placement is not None for placement in strategy.outs) for strategy in chosen]
-    varying = tuple(
-        frozenset(axis for axis, strategy in enumerate(chosen) if strategy.ins[i] is None and varies[axis])
-        for i in range(len(call.inputs))
-    )
-    alike = tuple(
-        frozenset(axis for axis, strategy in enumerate(chosen) if strategy.outs[i] is None and varies[axis])
-        for i in range(len(call.outputs))
-    )
+    varies = [axis for axis, strategy in enumerate(chosen) if strategy.outs.count(None) < len(strategy.outs)]
+    varying = tuple([_whole_along(varies, [strategy.ins[i] for strategy in chosen]) for i in range(len(ins))])
+    alike = tuple([_whole_along(varies, [strategy.outs[i] for strategy in chosen]) for i in range(len(outs))])
     return Realised(ins, outs, varying, alike)
+
+
+def _whole_along(axes: list[int], placements: Sequence[object]) -> frozenset[int]:
+    """Those of some axes along which a value is whole."""
+    return frozenset([axis for axis in axes if placements[axis] is None])
 
 
 def _cut_dims(
@@ -73,33 +76,21 @@ def _cut_dims(
 ) -> None:
     """All axes under one strategy cut the same dims, in the same order and pieces."""
     order, sizes = _common_cut(call, strategy, axes, current)
-    example: Layout | None = None
+    length: int | None = None  # of the first input's cut dim
     for i, placement in enumerate(strategy.ins):
         if isinstance(placement, int):
             _add(in_cuts[i], placement, (order, sizes), axes[-1], strategy)
-            if example is None:
-                example = Layout(
-                    mesh, call.inputs[i].shape, *_splits(call.inputs[i].ndim, placement, order, sizes, mesh)
-                )
+            if length is None:
+                length = call.inputs[i].shape[placement]
     out_sizes: Sequence[tuple[int, ...] | None] = [sizes] * len(call.outputs)
-    if strategy.resize is not None and example is not None:
-        dim = next(d for d, cut in enumerate(example.splits) if cut)
-        resized = strategy.resize(example.pieces(dim))
+    if strategy.resize is not None and length is not None:
+        resized = strategy.resize(sizes or chunk_sizes(length, tuple([mesh.shape[axis] for axis in order])))
         if resized is None:
             raise CannotRealise(axes[-1], strategy)
         out_sizes = resized
     for i, placement in enumerate(strategy.outs):
         if isinstance(placement, int):
             _add(out_cuts[i], placement, (order, out_sizes[i]), axes[-1], strategy)
-
-
-def _splits(
-    ndim: int, dim: int, order: tuple[int, ...], sizes: tuple[int, ...] | None, mesh: Mesh
-) -> tuple[list[tuple[int, ...]], list[Partial | None], list[tuple[int, ...] | None]]:
-    splits: list[tuple[int, ...]] = [()] * ndim
-    explicit: list[tuple[int, ...] | None] = [None] * ndim
-    splits[dim], explicit[dim] = order, sizes
-    return splits, [None] * mesh.ndim, explicit
 
 
 def _add(cuts: dict[int, Cut], dim: int, cut: Cut, axis: int, strategy: Strategy) -> None:
@@ -134,7 +125,9 @@ def _common_cut(call: Call, strategy: Strategy, axes: list[int], current: Sequen
 
 
 def _layout(mesh: Mesh, shape: tuple[int, ...], cuts: dict[int, Cut], placements: Sequence[object]) -> Layout:
+    pending = [p if isinstance(p, Partial) else None for p in placements]
+    if not cuts:
+        return Layout(mesh, shape, None, pending)
     splits = [cuts[d][0] if d in cuts else () for d in range(len(shape))]
     sizes = [cuts[d][1] if d in cuts else None for d in range(len(shape))]
-    pending = [p if isinstance(p, Partial) else None for p in placements]
     return Layout(mesh, shape, splits, pending, sizes)

@@ -84,6 +84,14 @@ def _of_the_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return torch._C._disabled_torch_function_impl(func, (), args, kwargs)
 
 
+@handles(Tensor.type)
+def _type(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """`type()` names a type; given one it converts, and a plain tensor of the kind says to what."""
+    x, *how = args
+    told = func(torch.empty(0, dtype=x.dtype, device=x.device), *how, **kwargs)
+    return told if isinstance(told, str) else x.to(told.device, told.dtype)
+
+
 @handles(Tensor.contiguous)
 def _contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     """The tensor itself if every shard lies plainly in memory, strides of single rows included: which dims come first

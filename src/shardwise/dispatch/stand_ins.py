@@ -15,7 +15,7 @@ from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
-MANY = 1 << 24
+MANY = 1 << 20
 """Elements that are not worth making only to hear an error in better words."""
 
 

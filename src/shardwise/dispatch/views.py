@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,10 +89,11 @@ class Copies:
         self.strides: dict[tuple, list[tuple[int, ...]]] = {}  # of parts, by those of what they are cut out of
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        out = self.plan(args, kwargs)
         source = args[0] if args else None
         if not isinstance(source, DTensor):
-            return out
+            return self.plan(args, kwargs)
+        copies = is_view(self.function, args, kwargs or {})  # asked first, for what torch refuses
+        out = self.plan(args, kwargs)
         results = [out] if isinstance(out, Tensor) else flat_tensors(out)
         if storage_of(results[self.positions[0]]) == storage_of(source):  # views after all
             key = _lying(source)
@@ -102,7 +104,7 @@ class Copies:
                     self.strides[key] = strides
             for at, whole in zip(self.positions, strides, strict=True):
                 _remember_strides(results[at], whole)
-        elif is_view(self.function, args, kwargs or {}):
+        elif copies:
             way_back = _way_back(self.function, args, kwargs or {}) if len(results) == 1 else None
             for position in self.positions:
                 if results[position].__class__ is DTensor:
@@ -201,7 +203,7 @@ class Writes:
             return self.plan(args, kwargs)
         tensors = flat_tensors((args, kwargs or {}))
         written = args[0] if self.positions is None else [tensors[position] for position in self.positions]
-        _refuse_lost_writes(written, self.name)
+        refuse_lost_writes(written, self.name)
         out = self.plan(args, kwargs)
         carry_on(written)
         return out
@@ -212,10 +214,29 @@ class Writes:
 
 def _views_on_one_device(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor | None]:
     """What a function gives on one device: a meta tensor for each view of an argument, None for other results."""
-    args, kwargs = map_tensors(args, on_one_device), map_tensors(kwargs, on_one_device)
-    given = {storage_of(x) for x in flat_tensors((args, kwargs))}
+    whole = map_tensors(args, on_one_device), map_tensors(kwargs, on_one_device)
+    given = {storage_of(x) for x in flat_tensors(whole)}
     with torch.no_grad():
-        return [y if storage_of(y) in given else None for y in flat_tensors(function(*args, **kwargs))]
+        try:
+            results = flat_tensors(function(*whole[0], **whole[1]))
+        except RuntimeError as error:
+            raise _in_other_words(error, function, *whole) from None
+        return [y if storage_of(y) in given else None for y in results]
+
+
+def _in_other_words(error: RuntimeError, function: Callable, args: tuple, kwargs: dict[str, Any]) -> RuntimeError:
+    """What torch says to tensors with data that lie so, if there are not too many."""
+    if sum(x.numel() for x in flat_tensors((args, kwargs))) > MOST:
+        return error
+
+    def real(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+
+    try:
+        function(*map_tensors(args, real), **map_tensors(kwargs, real))
+    except RuntimeError as said:
+        return said.with_traceback(None)
+    return error
 
 
 def is_view(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -326,16 +347,29 @@ def _copy_in(x: Tensor) -> CopiedView | None:
     return None if found is None else found[0]()
 
 
-def _refuse_lost_writes(written: Iterable[Tensor], name: str) -> None:
+def is_copied_view(x: Tensor) -> bool:
+    """Whether a tensor is, or stands for, a copy that torch would make a view, or a part of a sharded dim."""
+    return "_strides" in x.__dict__ or _copy_in(x) is not None
+
+
+def refuse_lost_writes(written: Iterable[Tensor], name: str) -> None:
     """Before a write: refuse it if it would go to a copy from which there is no way back."""
     for x in written:
         copy = _copy_in(x)
-        if copy is not None and copy._source[1] is None:
+        while copy is not None and _takes_writes(copy):
+            copy = _copy_in(copy._source[0])
+        if copy is not None:
             raise InPlaceError(
                 f"{name} would write to a view of a DTensor that had to be a copy, because its data came from other "
                 f"ranks, and the write would be lost. Nothing was changed; write to the tensor itself, or redistribute "
                 f"it first so that the view needs no data of other ranks"
             )
+
+
+def _takes_writes(copy: CopiedView) -> bool:
+    """Whether a write gets back to where the copy was taken from: a pending extremum or norm cannot be written to."""
+    source, way_back = copy._source
+    return way_back is not None and all(p is None or p.reduce_op in ("sum", "avg") for p in source._layout.pending)
 
 
 def carry_on(written: Iterable[Tensor]) -> None:
@@ -372,8 +406,19 @@ _RESHAPES = frozenset(
 )
 
 
-MAY_COPY = _RESHAPES - {Tensor.view, Tensor.view_as, Tensor.squeeze, Tensor.unsqueeze, torch.squeeze, torch.unsqueeze}
-"""What torch makes a copy itself where strides do not allow a view."""
+MAY_COPY = _RESHAPES - {Tensor.squeeze, Tensor.unsqueeze, torch.squeeze, torch.unsqueeze}
+"""What torch itself makes a copy, or refuses, where strides do not allow a view."""
+
+ONLY_VIEWS = frozenset({Tensor.view, Tensor.view_as})
+"""Those that it refuses."""
+
+
+def only_views(lowered: Any) -> None:
+    """Let the shards refuse what torch refuses: where a shard stays, its strides allow what those of the whole do.
+    (Where it is so thin that they allow more, `ViewOrCopy` looks at the whole.)"""
+    for call in lowered.calls:
+        if call.local is not None and call.local.function is Tensor.reshape and not call.moves[0]:
+            call.local = replace(call.local, function=Tensor.view)
 
 
 def _way_back(function: Callable, args: tuple, kwargs: dict[str, Any]) -> WayBack | None:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.dispatch.fallback import describe
 from shardwise.dispatch.key import Uncacheable, key_of
 from shardwise.dispatch.lower import Lowered, LoweredCall, lower
+from shardwise.dispatch.modes import implicit_replication
 from shardwise.dispatch.trace import FORWARDS, flat_tensors, map_tensors, trace_call
 from shardwise.errors import PlacementError
 from shardwise.layout import Layout
@@ -37,14 +38,14 @@ class loss_parallel(TorchFunctionMode):
     cheapest way, so the context changes no result, and `backward()` need not be inside. What it states is the intent: a
     call that would move the logits away from their classes, because another argument lies where it costs less to
     (targets sharded along the very axis that splits the classes, say), raises `PlacementError` instead, before anything
-    is communicated. It may be nested, and nothing of it outlives the block.
+    is communicated. Plain targets and weights are taken as replicated. It may be nested, and nothing of it outlives the
+    block.
 
     >>> import torch, shardwise as sw
     >>> mesh = sw.simulate((2,), ("tp",))
     >>> logits = sw.distribute_tensor(torch.zeros(4, 10), mesh, [sw.Shard(1)])
-    >>> target = sw.distribute_tensor(torch.arange(4), mesh, [sw.Replicate()])
     >>> with sw.parallel.loss_parallel():
-    ...     loss = torch.nn.functional.cross_entropy(logits, target)
+    ...     loss = torch.nn.functional.cross_entropy(logits, torch.arange(4))
     >>> round(loss.item(), 4)
     2.3026
     """
@@ -52,7 +53,9 @@ class loss_parallel(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in LOSSES and any(isinstance(x, DTensor) for x in flat_tensors((args, kwargs))):
-            _check(func, args, kwargs)
+            with implicit_replication():  # plain targets and weights are whole, as in torch's own context
+                _check(func, args, kwargs)
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 

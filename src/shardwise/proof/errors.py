@@ -24,7 +24,16 @@ from shardwise.dispatch.fallback import Gathered
 from shardwise.layout import Mesh
 from shardwise.proof.bad_calls import DATA, Bad, bad_calls, call, same_values
 from shardwise.proof.bad_data import BAD_DATA
-from shardwise.proof.command import CannotRun, add_run_arguments, finish, how_to_run, may_not_begin, run_tasks, versions
+from shardwise.proof.command import (
+    add_run_arguments,
+    count,
+    finish,
+    how_to_run,
+    may_not_begin,
+    run_tasks,
+    some,
+    versions,
+)
 from shardwise.proof.coverage import Assignment, assignments, mesh_of, show_assignment
 from shardwise.proof.excuses import reason_for
 from shardwise.proof.placing import place
@@ -122,11 +131,11 @@ def _is_of_the_whole(error: Exception) -> bool:
     return any(frame.f_code is Gathered.__call__.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def excused(name: str, bad: Bad, verdict: Verdict) -> Verdict:
+def excused(name: str, verdict: Verdict) -> Verdict:
     """A verdict, but for a difference that is known and has a reason."""
     if verdict.kind not in PROBLEMS:
         return verdict
-    reason = reason_for(name, bad, verdict.kind, verdict.detail)
+    reason = reason_for(name, verdict.kind, verdict.detail)
     return verdict if reason is None else Verdict("excused", reason)
 
 
@@ -139,7 +148,7 @@ def try_operator(name: str, settings: Settings) -> Iterator[dict[str, Any]]:
         for shape, most in (((2,), settings.layouts), ((2, 2), settings.spread)):
             chance = random.Random(settings.seed)
             for way in assignments(bad.sample.tensors, len(shape), 1 if large else most, chance):
-                verdict = excused(name, bad, judge(bad, mesh_of(shape), way))
+                verdict = excused(name, judge(bad, mesh_of(shape), way))
                 found["kinds"][verdict.kind] += 1
                 if verdict.kind == "excused":
                     found["excuses"][verdict.detail] += 1
@@ -216,9 +225,9 @@ def tables(results: Sequence[Result]) -> list[Table]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", metavar="PATTERN", help="only operators whose whole name matches this expression")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="samples of each operator to spoil (1)")
-    parser.add_argument("--layouts", type=int, default=12, metavar="N", help="layouts of each call on one axis (12)")
-    parser.add_argument("--spread", type=int, default=3, metavar="N", help="layouts of each call on a 2×2 mesh (3)")
+    parser.add_argument("--samples", type=count, default=1, metavar="N", help="samples of each operator to spoil (1)")
+    parser.add_argument("--layouts", type=count, default=12, metavar="N", help="layouts of each call on one axis (12)")
+    parser.add_argument("--spread", type=count, default=3, metavar="N", help="layouts of each call on a 2×2 mesh (3)")
     parser.add_argument("--seed", type=int, default=0, help="another choice of data and layouts (0)")
     add_run_arguments(parser, timed="a call")
 
@@ -233,9 +242,7 @@ def names_of(pattern: str | None = None, stratum: tuple[int, int] = (0, 1)) -> l
 def run(given: argparse.Namespace) -> int:
     """Run the command; 0 if every bad call raises what torch raises, but for what is excused."""
     settings = Settings(given.samples, given.layouts, given.spread, given.seed)
-    names = names_of(given.ops, given.stratum)
-    if not names:
-        raise CannotRun(f"no operator is called {given.ops}")
+    names = some(names_of(given.ops, given.stratum), given)
     results = measure(names, settings, **how_to_run(given, asdict(settings), Result))
     about = (
         f"{versions()} Bad calls of every operator of op_db: torch's own, its samples with one thing spoilt "

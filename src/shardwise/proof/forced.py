@@ -180,7 +180,7 @@ def _distributed(x: Tensor, layout: Layout) -> DTensor | None:
         part = parts[coordinate]
         for dim, (start, extent) in enumerate(zip(*layout.box(coordinate), strict=True)):
             part = part.narrow(dim, start, extent)
-        shards.append(part.clone())
+        shards.append(part.clone(memory_format=torch.contiguous_format))
     with _disabled():
         return wrap(ranked(shards), layout)
 

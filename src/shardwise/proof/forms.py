@@ -18,11 +18,6 @@ RESHAPING = {
     **dict.fromkeys(
         ("as_strided", "as_strided.partial_views", "resize_"), "it writes another shape in place, which DTensors refuse"
     ),
-    "nn.functional.dropout3d": "in place, it adds a dim to what has no batch, and removes it again",
-    **dict.fromkeys(
-        ("native_batch_norm", "_native_batch_norm_legit"),
-        "in evaluation it gives no statistics, but torch's kernel for meta tensors says that it does",
-    ),
 }
 """Operators that may refuse to write wherever their arguments lie, with the reason."""
 

@@ -1,8 +1,8 @@
 """One call on DTensors against the same call on plain tensors: right, refused, raised or wrong; sharded or gathered.
 
 Compared are what it returns (nesting, shapes, dtypes, values, whether gradients flow, and which arguments it is), what
-it writes to, that it writes to nothing else, gradients, and that replicas agree. Not compared are strides: those of a
-view tell how a shard lies in memory.
+it writes to, that it writes to nothing else, gradients, and that replicas agree. Strides of what it returns are
+compared too, but other strides do not make an answer wrong: they are counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.comm import shards_of
 from shardwise.debug import CommDebugMode
 from shardwise.dispatch import fallback
 from shardwise.errors import FallbackWarning, InPlaceError
-from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate
+from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
 from shardwise.proof.distance import allowed, distance, equal, largest, same
 from shardwise.proof.forms import RESIZED_OUT
 from shardwise.proof.placing import place
@@ -43,6 +43,7 @@ class Verdict:
     way: str = "whole"
     detail: str = ""
     avoidable: bool = False  # it gathered, though the shards as they lie would have given shards of the answer
+    strides: str = ""  # of a right answer that would lie otherwise in memory than torch's, in words
 
 
 def judge(
@@ -78,9 +79,8 @@ def judge(
                 raise
             return Verdict("raised", way, f"{stage}{_describe(error)}")
         asked = case.form.has_out  # where `out=` lies is the user's wish
-        return Verdict(
-            "right", way, case.excused, avoidable=way == "gathered" and not asked and shards_give_shards(case, inputs)
-        )
+        avoidable = way == "gathered" and not asked and shards_give_shards(case, inputs)
+        return Verdict("right", way, case.excused, avoidable, strides=_other_strides(case, outputs))
 
 
 def _with_those_of_results(
@@ -121,21 +121,15 @@ def _refused(case: Case, inputs: Sequence[DTensor], error: InPlaceError) -> Verd
 
 
 def _needs_another_layout(case: Case, inputs: Sequence[DTensor]) -> bool:
-    """Not where nothing is split or pending; nor where the result, if it is not written, lies as its target does. And
-    what is to be resized has none."""
-    if case.form.reshapes or case.form.name == RESIZED_OUT:
-        return True
-    if not any(any(x._layout.splits) or x._layout.has_pending for x in inputs):
-        return False
-    if case.form.base is None or not isinstance(case.sample.args[0], Tensor):
-        return True
-    by_id = {id(x): d for x, d in zip(case.sample.tensors, inputs, strict=True)}
-    try:
-        with seeded("call", case.seed):
-            result = case.form.base(*replaced(case.sample.args, by_id), **replaced(case.sample.kwargs, by_id))
-    except Exception:  # that is told of the operator as a function
-        return True
-    return not (isinstance(result, DTensor) and result._layout is by_id[id(case.sample.args[0])]._layout)
+    """What is written keeps its layout, whichever that is, but for another shape there may be none: of a tensor that
+    changes its own, and of `out=` whose placements do not fit the result."""
+    first = len(inputs) - case.num_outs
+    unfit = not all(_fits(d, x) for d, x in zip(inputs[first:], case.leaves[first:], strict=True))
+    return case.form.reshapes or unfit or (case.form.in_place and case.reshapes)
+
+
+def _fits(target: DTensor, resized: Tensor) -> bool:
+    return all(p.dim < resized.dim() for p in target.placements if isinstance(p, Shard))
 
 
 def _way(told: Sequence[Any], comms: CommDebugMode, inputs: Sequence[DTensor], outputs: Sequence[Any]) -> str:
@@ -219,6 +213,22 @@ def _compare(case: Case, name: str, mine: Any, expected: Tensor, position: int) 
         raise Wrong(f"{name}: off by {off:.2g} (largest: {largest(expected):.2g}) as {mine._layout}")
 
 
+def _other_strides(case: Case, outputs: Sequence[Any]) -> str:
+    """How the first result that lies otherwise in memory than torch's does, if there is one. What torch resizes it lays
+    out as the op likes."""
+    if case.form.name == RESIZED_OUT:
+        return ""
+    for mine, expected in zip(outputs, case.outputs, strict=True):
+        if isinstance(mine, DTensor) and not same_strides(expected.shape, mine.stride(), expected.stride()):
+            return f"{list(mine.stride())}, not {list(expected.stride())}, as {mine._layout}"
+    return ""
+
+
+def same_strides(shape: Sequence[int], mine: Sequence[int], expected: Sequence[int]) -> bool:
+    """Of no elements, and of dims with one index, strides say nothing."""
+    return 0 in shape or all(a == b for size, a, b in zip(shape, mine, expected, strict=True) if size > 1)
+
+
 def _check_shards(name: str, x: DTensor, *, with_values: bool) -> None:
     """Every shard has the shape its layout says, and ranks that must agree do."""
     layout, shards = x._layout, shards_of(x)
@@ -238,9 +248,9 @@ def _check_shards(name: str, x: DTensor, *, with_values: bool) -> None:
 
 
 def _is_rounding(case: Case, position: int, mine: Tensor, expected: Tensor) -> bool:
-    """Whether two answers in single precision that differ are both as near to the one in double precision as rounding
-    brings this call."""
-    if expected.dtype not in DOUBLE or case.spread is None:
+    """Whether two answers that differ, of a call with single precision in it, are both as near to the one in double
+    precision as rounding brings this call."""
+    if not any(x.dtype in DOUBLE for x in (expected, *case.sample.tensors)) or case.spread is None:
         return False
     needed = [factor_needed(x, position, case.spread, allowed(expected)) for x in (mine, expected)]
     if max(needed) > FACTOR:

@@ -73,11 +73,10 @@ class Case:
     def _is_written(self) -> bool:
         """Whether the results of a call with `out=` are those without it."""
         given = {name: arg for name, arg in self.sample.kwargs.items() if name != "out"}
-        outs = tensors_in(self.sample.kwargs["out"])
         with seeded("call", self.seed):
-            others = [_leaf(x) for x in self.sample.tensors[: -len(outs)]]
+            others = [_leaf(x) for x in self.sample.tensors[: -self.num_outs]]
             results = flatten(self.run(others, replace(self.sample, kwargs=given)))
-        written = self.leaves[-len(outs) :]
+        written = self.leaves[-self.num_outs :]
         return all(x.shape == y.shape and distance(x, y) is None for x, y in zip(written, results, strict=True))
 
     def _try(self, images: Sequence[Tensor]) -> Any:
@@ -106,6 +105,16 @@ class Case:
         except Exception:  # torch itself has no gradient here
             return None
         return [x.grad for x in self.leaves]
+
+    @property
+    def num_outs(self) -> int:
+        """How many of its tensors, the last ones, are given as `out=`."""
+        return len(tensors_in(self.sample.kwargs.get("out"))) if self.form.has_out else 0
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether it changes, in place, the shape of what it writes to."""
+        return any(x.shape != y.shape for x, y in zip(tensors_in(self.sample.args[0]), self.outputs, strict=False))
 
     @property
     def has_gradients(self) -> str:

@@ -14,6 +14,29 @@ GRADIENTS = ("compared", "without values", "none", "refused by torch")
 """What gradients a call may have; "without values" are those of random calls."""
 
 
+OTHERWISE: dict[str, str] = {
+    reason_of: reason
+    for reason, operators in {
+        "a view of data of other ranks is a copy, and lies as one": ("select", "__getitem__", "as_strided"),
+        "of a part of the columns: shards do not show how far apart whole rows lie": ("diagonal", "linalg.diagonal"),
+        "torch does not call it a view, so it is not remembered what it is a part of": ("unsafe_chunk", "unsafe_split"),
+        "torch's are views of one result; here each is a result": ("unravel_index",),
+        "torch cuts the solution out of what LAPACK returns; it is gathered": (
+            *("linalg.lstsq", "linalg.lstsq.grad_oriented"),
+        ),
+        "torch lays out a batch of one matrix otherwise than one of several": (
+            *("linalg.svd", "svd", "svd_lowrank", "pca_lowrank", "linalg.eig"),
+        ),
+        "of channels that lie last: parts from other ranks are put together in the order of the dims": (
+            *("cat", "nn.functional.max_pool2d", "max_pool2d_with_indices_backward"),
+            *("nn.functional.max_unpool2d", "nn.functional.max_unpool2d.grad"),
+        ),
+    }.items()
+    for reason_of in operators
+}
+"""Operators whose results lie otherwise in memory than torch's, with the reason."""
+
+
 def summary(results: Sequence[Result]) -> list[tuple[str, str]]:
     """The run in a few lines."""
     tried = [result for result in results if not result.note]
@@ -36,6 +59,7 @@ def summary(results: Sequence[Result]) -> list[tuple[str, str]]:
         ("of them", ", ".join(f"{rounding[kind]} {kind}" for kind in (EXCUSED, DROWNED))),
         ("with a sharded input", f"{ways['sharded']} ran sharded, {ways['gathered']} gathered"),
         ("gather a batch-like dim", _share(gathering, compared)),
+        ("lie otherwise in memory", _share([r for r in tried if r.strides], tried)),
         ("time", f"{sum(r.seconds for r in results):.0f} s of processes"),
     ]
 
@@ -74,6 +98,12 @@ def gathering_rows(results: Sequence[Result]) -> list[tuple[str, str, str]]:
     ]
 
 
+def stride_rows(results: Sequence[Result]) -> list[tuple[str, str, str]]:
+    """Operators with right results that lie otherwise in memory than torch's: name, how often, and why, or where."""
+    found = sorted((r for r in results if r.strides), key=lambda r: (r.name not in OTHERWISE, r.name))
+    return [(r.name, str(r.strides["count"]), OTHERWISE.get(r.name, r.strides["first"])) for r in found]
+
+
 def excluded_rows(results: Sequence[Result]) -> list[tuple[str, str]]:
     """Operators that were not tried, by reason."""
     reasons: dict[str, list[str]] = {}
@@ -95,6 +125,7 @@ def tables(results: Sequence[Result]) -> list[Table]:
     made: list[Table] = [
         ("not tried, or not compared by value", ("reason", "operators"), excluded_rows(results)),
         ("gather a batch-like dim", ("operator", "calls", "of"), gathering_rows(results)),
+        ("lie otherwise in memory", ("operator", "calls", "the reason, or the first"), stride_rows(results)),
         ("problems", ("operator", "calls", "wrong", "raised", "the first"), problem_rows(results)),
         ("coverage", ("", ""), summary(results)),
     ]

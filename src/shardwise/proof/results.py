@@ -34,6 +34,7 @@ class Result:
     gradients: dict[str, int] = field(default_factory=dict)  # right calls, by whether gradients were compared
     rounding: dict[str, int] = field(default_factory=dict)  # right calls that are off by rounding
     avoidable: int = 0
+    strides: dict[str, Any] = field(default_factory=dict)  # right calls whose results lie otherwise: count, the first
     problems: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
 

@@ -227,7 +227,7 @@ def _embedding_bag_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layou
         args, kwargs = call.replace(sparse=False)
         if _must_check(table, items):
             return Local(_whole_bags, [bound, *args], kwargs, groups=(confer,))
-        return Local(F.embedding_bag, args, kwargs)
+        return Local(F.embedding_bag if call["offsets"] is None else _in_order, args, kwargs)
     bags = _Bags(call["mode"], call["include_last_offset"], _padding(call), call["input"].shape[-1])
     item_starts = HeldValues([items.box(coordinate)[0][-1] for coordinate in items.mesh.held])
     args = [bound, call["input"], call["weight"], call["offsets"], call["per_sample_weights"]]
@@ -238,7 +238,14 @@ def _embedding_bag_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layou
 
 def _whole_bags(confer: Collectives, bound: Bound, index: Tensor, *args: Any, **options: Any) -> Tensor:
     bound.check(confer, index)
-    return confer.map(partial(F.embedding_bag, **options), index, *args)
+    return confer.map(partial(_in_order, **options), index, *args)
+
+
+def _in_order(index: Tensor, table: Tensor, offsets: Tensor | None = None, *args: Any, **options: Any) -> Tensor:
+    """Torch's own bags. Where one ends before it begins it reads elsewhere, and ranks would not find the same there."""
+    if offsets is not None:
+        _check_offsets(offsets, len(index))
+    return F.embedding_bag(index, table, offsets, *args, **options)
 
 
 def _begins(index: Tensor, offsets: Tensor | None, item_start: int, bags: _Bags) -> tuple[Tensor, Tensor]:
@@ -247,14 +254,14 @@ def _begins(index: Tensor, offsets: Tensor | None, item_start: int, bags: _Bags)
         num_bags, size = index.shape
         begins = torch.arange(num_bags, device=index.device) * size
         return begins, torch.full((num_bags,), bags.num_items, device=index.device)
-    _check_offsets(offsets, bags)
+    _check_offsets(offsets, bags.num_items)
     ends = offsets[1:] if bags.include_last else torch.cat([offsets[1:], offsets.new_tensor([bags.num_items])])
     begins = offsets[:-1] if bags.include_last else offsets
     return (begins - item_start).clamp(0, len(index)), ends - begins
 
 
-def _check_offsets(offsets: Tensor, bags: _Bags) -> None:
-    """Torch's own complaints, which it makes of the whole."""
+def _check_offsets(offsets: Tensor, num_items: int) -> None:
+    """Torch's own complaints, which it makes of the whole; and what it says, mostly, of items before the first."""
     if offsets.device.type != "cpu" or not len(offsets):
         return
     if offsets[0]:
@@ -262,10 +269,14 @@ def _check_offsets(offsets: Tensor, bags: _Bags) -> None:
             "offsets[0] has to be 0, i.e., the first sequence in the mini-batch has to start from position 0. "
             f"However, got {offsets[0]}"
         )
-    if offsets[-1] > bags.num_items:
+    if offsets[-1] > num_items:
         raise RuntimeError(
-            f"offsets[-1] can not be greater than input's length {bags.num_items} but got offsets[-1] of {offsets[-1]}"
+            f"offsets[-1] can not be greater than input's length {num_items} but got offsets[-1] of {offsets[-1]}"
         )
+    if (offsets[1:] < offsets[:-1]).any():
+        if offsets.min() < 0:
+            raise IndexError("index out of range in self")
+        raise RuntimeError(f"embedding_bag: bags must not end before they begin, but offsets are {offsets.tolist()}")
 
 
 def _own_items(

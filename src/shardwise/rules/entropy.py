@@ -194,7 +194,7 @@ def _cross_entropy_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layou
     entropy = _Entropy(
         reduction_of(call),
         call["ignore_index"],
-        call["label_smoothing"],
+        call["label_smoothing"] if call["label_smoothing"] > 0 else 0.0,  # so does torch
         classes,
         num_classes,
         x.numel // max(num_classes, 1),

@@ -112,7 +112,8 @@ def _step(call: Call, dim: int, pair: tuple[int, int], have: Layout, give: Layou
     size = call.inputs[0].shape[dim]
     kept = _kept(size, *pair)
     before, after = MODES[_mode(call)](size, kept, *(max(amount, 0) for amount in pair))
-    return Rebuilt(dim, have.pieces(dim), give.pieces(dim), (before, kept, after), call.bound.get("value") or 0)
+    value = call.bound.get("value")
+    return Rebuilt(dim, have.pieces(dim), give.pieces(dim), (before, kept, after), 0 if value is None else value)
 
 
 register(*OPS, rule=Rule(_strategies, _local))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -80,8 +81,18 @@ def linear_sets(call: Call) -> list[frozenset[int]]:
 
 
 def has_infinity(call: Call) -> bool:
-    """Whether a number among the arguments is infinite. (Keys tell such numbers from finite ones.)"""
-    return any(isinstance(arg, float) and math.isinf(arg) for arg in (*call.args, *call.kwargs.values()))
+    """Whether a number among the arguments is infinite in the dtype that is computed in, or one divided by it is. (Keys
+    tell such numbers from finite ones.)"""
+    numbers = [arg for arg in (*call.args, *call.kwargs.values()) if isinstance(arg, (float, complex))]
+    return any(not cmath.isfinite(number) or _overflows(abs(number), call) for number in numbers)
+
+
+def _overflows(size: float, call: Call) -> bool:
+    dtype = call.outputs[0].dtype if call.outputs else call.inputs[0].dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return False
+    limits = torch.finfo(dtype if dtype.to_real() == torch.float64 else torch.float32)
+    return size > limits.max or (call.name.startswith("div") and size < limits.tiny)
 
 
 ADDING = ("add", "sub", "rsub")
@@ -102,7 +113,7 @@ def _averages(call: Call) -> list[Strategy]:
     if call.name.rstrip("_") not in ADDING:
         return []
     if len(call.inputs) == 1:
-        return [Strategy((pending,), (pending,)) for pending in (SUM, AVG)]
+        return [] if has_infinity(call) else [Strategy((pending,), (pending,)) for pending in (SUM, AVG)]
     return [Strategy(ways_in, (AVG,)) for ways_in in ((AVG, None), (None, AVG))]
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from shardwise.layout import Layout
 from shardwise.rules.notation import Factor, Factors
 from shardwise.rules.pointwise import pointwise_factors
-from shardwise.rules.registry import register
+from shardwise.rules.registry import FUNCTIONS, register
 from shardwise.rules.types import Call, Local, Rule, Strategy
 
 
@@ -48,3 +49,21 @@ def _dropout_or_empty(x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 register("native_dropout", rule=Rule(_element_wise, _dropout_local))
+
+
+# In place, torch adds a dim to what has no batch, and removes it again: the argument itself has another shape meanwhile
+
+
+def _in_a_batch(function: Callable[..., Tensor], num_dims: int) -> Callable[..., Tensor]:
+    """A function that is given, of a tensor without a batch to be written to, a view with one."""
+
+    def call(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not inplace or input.dim() != num_dims:
+            return function(input, p, training, inplace)
+        function(input.unsqueeze(0), p, training, inplace)
+        return input
+
+    return call
+
+
+FUNCTIONS.update({F.dropout1d: _in_a_batch(F.dropout1d, 2), F.dropout3d: _in_a_batch(F.dropout3d, 4)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -280,7 +281,7 @@ def copying(rule: Rule) -> Rule:
 
 
 class _Copied:
-    """A function whose results are copied."""
+    """A function whose results are copied, and lie as torch's do: in the order of their dims."""
 
     __slots__ = ("function",)
 
@@ -289,7 +290,8 @@ class _Copied:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         made = self.function(*args, **kwargs)
-        return made.clone() if isinstance(made, Tensor) else [part.clone() for part in made]
+        copy = partial(torch.clone, memory_format=torch.contiguous_format)
+        return copy(made) if isinstance(made, Tensor) else [copy(part) for part in made]
 
 
 register("view_copy", "_reshape_copy", rule=copying(VIEW))

@@ -162,8 +162,9 @@ def test_copying_and_clearing() -> None:
 
 def test_what_is_written_to_is_not_moved() -> None:
     d = [sw.ones(4, 2, device_mesh=MESH, placements=[S0, P])]
-    with pytest.raises(sw.errors.InPlaceError, match="_foreach_add_ cannot write"):
-        torch._foreach_add_(d, 1.0)
+    torch._foreach_exp_(d)
+    assert d[0].placements == (S0, P)
+    torch.testing.assert_close(d[0].full_tensor(), torch.ones(4, 2).exp())
     p = [sw.ones(4, 2, device_mesh=MESH, placements=[S0, R])]
     state = [sw.ones(4, 2, device_mesh=MESH, placements=[S1, R])]
     options = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "maximize": False}

@@ -41,8 +41,11 @@ FALLBACKS: dict[str, tuple[Callable[[Tensor], Any], tuple[Tensor, sw.Placement],
         "aten.linalg_cholesky_ex(f64[4,4] S(1)@a)",
     ),
     "inside a function": (linalg.cond, (definite(4, 4), S(0)), "aten._linalg_svd(f64[4,4] S(0)@a)"),
-    "results depend on data": (torch.nonzero, (normal(5, 3), S(1)), "nonzero(f64[5,3] S(1)@a)"),
-    "a mask": (lambda x: x[x > 0], (normal(5, 3), S(0)), "__getitem__(f64[5,3] S(0)@a, bool[5,3] S(0)@a)"),
+    "results depend on data": (
+        lambda x: torch.histogramdd(x, 2).hist,
+        (normal(5, 3), S(1)),
+        "histogramdd(f64[5,3] S(1)@a, 2)",
+    ),
     "no rule": (torch.linalg.eigvals, (normal(4, 4), S(0)), "aten.linalg_eig(f64[4,4] S(0)@a)"),
 }
 

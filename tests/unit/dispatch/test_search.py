@@ -161,7 +161,7 @@ def test_prices_by_number_are_the_prices_of_moves() -> None:
     everywhere = [None, 0, 1, P, Partial("avg"), Partial("max"), Partial("product"), Partial("norm", 2.0)]
     for source, target in product(everywhere, repeat=2):
         if source != target:
-            found = prices.move(0, prices.number(source), prices.number(target))
+            found = prices.row(0, prices.number(target))[prices.number(source)]
             assert found == pytest.approx(units(move_cost(trace.values[0], source, target, RANKS)), rel=1e-12)
 
 

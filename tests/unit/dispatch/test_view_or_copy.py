@@ -144,3 +144,29 @@ def test_gradients_pass_through_what_is_copied() -> None:
         z.mul_(t.transpose(0, 1).reshape(8, 6))
         (z.sum() + (y * y).sum()).backward()
     torch.testing.assert_close(d.grad.full_tensor(), x.grad)
+
+
+@pytest.mark.parametrize("mesh, placements", [*ONE, *TWO], ids=lambda value: "".join(map(str, value)))
+def test_views_that_torch_refuses(mesh: tuple[int, ...], placements: tuple[sw.Placement, ...]) -> None:
+    """Of shards that would have to move, or are so thin that they would allow it."""
+    refused = 0
+    for (part, take), shape in product(PARTS.items(), [(8, 6), (48,), (2, 24), (4, 12), (12,), (4, 6), (2, 2, 12)]):
+        plain, dist = take(whole()), take(place(whole(), *placements, mesh=mesh))
+        if plain.numel() != torch.Size(shape).numel():
+            continue
+        if not (dist._layout.thinness or _moves(dist, shape)):
+            continue
+        said = []
+        for x in (plain, dist):
+            try:
+                said.append(list(x.view(shape).shape))
+            except RuntimeError as error:
+                said.append(str(error))
+        assert said[0] == said[1], (part, shape)
+        refused += isinstance(said[0], str)
+    assert refused or R in placements
+
+
+def _moves(x: sw.DTensor, shape: tuple[int, ...]) -> bool:
+    """Whether `reshape` gives a copy that torch would make a view."""
+    return isinstance(x.contiguous().reshape(shape), views.CopiedView)

@@ -19,7 +19,7 @@ from shardwise.proof.coverage import (
     show_assignment,
 )
 from shardwise.proof.pool import Outcome
-from shardwise.proof.report import plain, problem_rows, summary
+from shardwise.proof.report import plain, problem_rows, stride_rows, summary
 from shardwise.proof.samples import operator, operators
 
 FEW = Settings(samples=2, assignments=6, spread=1)
@@ -69,7 +69,7 @@ def part(**problem: str) -> dict:
     filed = {"form": "function", "sample": 3, "call": "(f64[2])", "mesh": [2], "placements": "S0", **problem}
     kind = {"right": 5, problem["kind"]: 1}
     found = {"verdicts": kind, "ways": {"sharded": 6}, "forms": {"function": 5}, "gradients": {"compared": 5}}
-    return {**found, "rounding": {}, "avoidable": 0, "random": False, "problems": [filed]}
+    return {**found, "rounding": {}, "avoidable": 0, "strides": [], "random": False, "problems": [filed]}
 
 
 def test_problems_that_differ_in_numbers_only_are_one() -> None:
@@ -95,9 +95,24 @@ def test_an_operator_without_samples_is_not_right() -> None:
 def test_what_was_compared_is_counted() -> None:
     """Every form, and gradients but those that torch does not have."""
     add, acosh = measure(["add", "acosh"], FEW)
-    assert set(add.forms) == {"function", "method", "in-place", "out="}
-    assert set(add.gradients) == {"compared", "none"} and add.gradients["none"] == add.forms["out="]
+    outs = {"out=", "out= of another shape"}
+    assert set(add.forms) == {"function", "method", "in-place", *outs}
+    assert set(add.gradients) == {"compared", "none"}
+    assert add.gradients["none"] == sum(add.forms[form] for form in outs)
     assert acosh.gradients["refused by torch"] == acosh.forms["in-place"]
+
+
+def test_results_that_lie_otherwise_are_listed() -> None:
+    select, add, odd = [
+        *measure(["select", "add"], FEW),
+        result_of(Outcome("mm", [part(kind="right", detail="")]), FEW),
+    ]
+    odd.strides = {"first": "function (f64[2]) S0: [1, 2], not [2, 1], as [2,2] S(0)", "count": 2}
+    assert stride_rows([odd, select, add]) == [
+        ("select", str(select.strides["count"]), "a view of data of other ranks is a copy, and lies as one"),
+        ("mm", "2", "function (f64[2]) S0: [1, 2], not [2, 1], as [2,2] S(0)"),
+    ]
+    assert dict(summary([select, add]))["lie otherwise in memory"] == "1 (50.0%)"
 
 
 def test_what_cannot_be_tried_is_listed_with_a_reason() -> None:

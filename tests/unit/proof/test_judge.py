@@ -15,7 +15,7 @@ from shardwise.comm import shards_of
 from shardwise.errors import InPlaceError
 from shardwise.proof.coverage import ONE_AXIS, TWO_AXES, mesh_of, parse_assignment, replay
 from shardwise.proof.forms import Form, Unusable
-from shardwise.proof.judge import Verdict, judge
+from shardwise.proof.judge import Verdict, judge, same_strides
 from shardwise.proof.placing import place
 from shardwise.proof.plain import Case
 from shardwise.proof.samples import Sample
@@ -168,13 +168,13 @@ def test_in_place_returns_what_it_writes_to() -> None:
     assert (found.kind, found.detail) == ("wrong", "value of output 1: 'none of its targets', not 0")
 
 
-def test_a_write_may_be_refused() -> None:
-    assert verdict(Tensor.exp_, "S0", in_place=True, base=torch.exp).kind == "right"
-    assert verdict(Tensor.exp_, "P", in_place=True, base=torch.exp).kind == "refused"
+def test_a_change_of_shape_may_be_refused() -> None:
+    assert verdict(Tensor.exp_, "P", in_place=True, base=torch.exp).kind == "right"
+    assert verdict(Tensor.squeeze_, "S0", normal(1, 3), in_place=True, base=torch.squeeze).kind == "refused"
 
 
-@pytest.mark.parametrize("placements", ["R", "S0", "S1,R"])
-def test_a_write_must_not_be_refused_where_the_result_lies_as_its_target(placements: str) -> None:
+@pytest.mark.parametrize("placements", ["R", "S0", "S1,R", "P"])
+def test_a_write_must_not_be_refused_wherever_its_target_lies(placements: str) -> None:
     def refuse(x: Tensor) -> None:
         raise InPlaceError("no")
 
@@ -196,6 +196,57 @@ def test_only_writes_may_be_refused() -> None:
         raise InPlaceError("no")
 
     assert verdict(cheat(torch.exp, refuse), "S0").kind == "raised"
+
+
+def exp_into(x: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.exp(x, out=out)
+
+
+def refuse_into(x: Tensor, out: Tensor | None = None) -> Tensor:
+    if isinstance(out, sw.DTensor):
+        raise InPlaceError("no")
+    return torch.exp(x, out=out)
+
+
+@pytest.mark.parametrize("placements", ["S0 S1", "S0 P", "P R"])
+def test_out_must_not_be_refused_wherever_it_lies(placements: str) -> None:
+    case = Case(Form("out=", exp_into), Sample(0, (normal(4, 3),)))
+    assert judge(case, mesh_of(ONE_AXIS), parse_assignment(placements)).kind == "right"
+    case = Case(Form("out=", refuse_into), Sample(0, (normal(4, 3),)))
+    assert judge(case, mesh_of(ONE_AXIS), parse_assignment(placements)).kind == "raised"
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
+def test_out_may_be_refused_where_its_placements_do_not_fit() -> None:
+    case = Case(Form("out= of another shape", exp_into), Sample(0, (normal(4, 3),)))
+    assert [x.dim() for x in case.sample.tensors] == [2, 3]
+    for way, honest, refusing in (
+        ("R S0", "right", "raised"),
+        ("R P", "right", "raised"),
+        ("R S2", "refused", "refused"),
+    ):
+        assert judge(case, mesh_of(ONE_AXIS), parse_assignment(way)).kind == honest
+        other = Case(Form("out= of another shape", refuse_into), Sample(0, (normal(4, 3),)))
+        assert judge(other, mesh_of(ONE_AXIS), parse_assignment(way)).kind == refusing
+
+
+def test_strides_are_compared_but_do_not_make_an_answer_wrong() -> None:
+    turned = cheat(lambda x: x * 2, lambda x: (x.t() * 2).contiguous().t())
+    found = verdict(turned, "S0")
+    assert (found.kind, found.strides) == ("right", "[1, 4], not [3, 1], as [4,3] S(0)@a")
+    assert verdict(turned, "S0", normal(4, 1)).strides == verdict(turned, "S0", normal(0, 3)).strides == ""
+    assert verdict(lambda x: x.t(), "S0").strides == verdict(lambda x: x.t() * 2, "S1").strides == ""
+
+
+@pytest.mark.parametrize("placements", ["R", "S0", "S1", "P"])
+def test_inputs_lie_in_memory_as_they_do_for_torch(placements: str) -> None:
+    (where,) = parse_assignment(placements)
+    image = normal(2, 2, 3, 6).to(memory_format=torch.channels_last)
+    for x in (normal(3, 4).t(), image, image[:1], normal(6, 4)[:, ::2], normal(1, 4).expand(3, 4)):
+        made = place(x, mesh_of(ONE_AXIS), where)
+        assert torch.equal(made.full_tensor(), x) and not made._is_view()
+        assert made.is_contiguous(memory_format=torch.contiguous_format) == x.clone().is_contiguous()
+        assert same_strides(x.shape, made.stride(), x.clone().stride())
 
 
 def test_random_values_are_not_compared_but_replicas_are() -> None:

@@ -161,3 +161,14 @@ def test_arguments_that_do_not_fit():
         F.embedding_bag(place(BAGS, R), table, per_sample_weights=place(normal(3, 3), R))
     with pytest.raises(RuntimeError, match="padding_idx must be within the number of embeddings"):
         F.embedding_bag(place(BAGS, R), table, padding_idx=9)
+
+
+@pytest.mark.parametrize("where", [R, S(0), S(1)], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_bags_that_end_before_they_begin(mode, where):
+    """Torch reads what is not there, or refuses: it depends on the mode, and the ranks would not agree."""
+    items, offsets = place(ITEMS, R), place(torch.tensor([0, 5, 3]), R)
+    with pytest.raises(RuntimeError, match=r"bags must not end before they begin, but offsets are \[0, 5, 3\]"):
+        F.embedding_bag(items, place(normal(6, 4), where), offsets, mode=mode)
+    with pytest.raises(IndexError, match=r"^index out of range in self$"):
+        F.embedding_bag(items, place(normal(6, 4), where), place(torch.tensor([0, -1]), R), mode=mode)

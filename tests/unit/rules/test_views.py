@@ -325,3 +325,21 @@ def test_ordered_axes_survive_views():
 )
 def test_matching_dims(source, target, groups):
     assert matching_dims(source, target) == groups
+
+
+COPIES = {
+    "diagonal_copy": lambda x: torch.diagonal_copy(x, 1),
+    "split_with_sizes_copy": lambda x: torch.split_with_sizes_copy(x, [1, 2, 1], 1),
+    "unfold_copy": lambda x: torch.unfold_copy(x, 0, 3, 1),
+    "permute_copy": lambda x: torch.permute_copy(x, (1, 0)),
+    "view_copy": lambda x: torch.view_copy(x, (3, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_lie_as_torchs_do(name):
+    for placement in (R, S(0), S(1)):
+        for mine, expected in zip(
+            *(as_tensors(COPIES[name](x)) for x in (place(normal(6, 4), placement), normal(6, 4)))
+        ):
+            assert mine.is_contiguous() and mine.stride() == expected.stride(), placement

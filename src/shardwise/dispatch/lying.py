@@ -1,0 +1,188 @@
+"""Results on thin shards, which do not show how the whole lies in memory.
+
+Of a dim with one index, or none, a stride says nothing, and torch's kernels choose it as they please. Where a rank
+holds so little of a dim that is longer on the whole, its shard may look as if the whole lay otherwise than it does, and
+otherwise than on other ranks: they would not agree on whether `reshape` is a view or a copy, nor on what follows. All
+ranks know of layouts so thin; there the strides of the whole are asked of torch, once for each way in which arguments
+lie, and a result that does not show them remembers them as a `Part` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import ranked, shards_of
+from shardwise.dispatch.memory import on_one_device, strides_shown
+from shardwise.dispatch.trace import flat_tensors, map_tensors
+from shardwise.dispatch.views import MOST, Part, storage_of
+from shardwise.layout import Layout
+from shardwise.rules import Call
+from shardwise.tensor import DTensor, wrap
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_on_shard = torch._C._disabled_torch_function_impl
+_size = torch._C.TensorBase.size
+_stride = torch._C.TensorBase.stride
+
+FRESH = frozenset({"mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "dot", "linear", "matmul", "embedding"})
+"""Ops that calls are often made of and whose results are laid out anew, however their arguments lie."""
+
+
+def may_hide(calls: Sequence[Call], results: Sequence[Layout]) -> bool:
+    """Whether results of these calls may not show how the whole lies. A view of shards that are thin in one dim keeps
+    the strides that it was given, which are enough."""
+    if calls and calls[-1].name in FRESH:
+        return False
+    enough = 2 if all(call.is_view for call in calls) else 1
+    return any(layout.thinness >= enough for layout in results)
+
+
+class Lying:
+    """A plan whose results on thin shards lie as the whole does, or know how it does."""
+
+    __slots__ = ("function", "known", "plan")
+
+    def __init__(self, plan: Callable, function: Callable) -> None:
+        self.plan, self.function = plan, function
+        self.known: dict[tuple, list[_Hidden]] = {}
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        key = _lying_of((*args, *kwargs.values()) if kwargs else args)
+        out = self.plan(args, kwargs)
+        hidden = self.known.get(key)
+        if hidden is None:
+            hidden = self._hidden(args, kwargs or {}, flat_tensors(out))
+            if len(self.known) < MOST:
+                self.known[key] = hidden
+        if not hidden:
+            return out
+        results = flat_tensors(out)
+        told = {id(results[at]): _told(results[at], strides, moved) for at, strides, moved in hidden}
+        return map_tensors(out, lambda x: told.get(id(x), x))
+
+    def _hidden(self, args: tuple, kwargs: dict[str, Any], results: Sequence[Tensor]) -> list[_Hidden]:
+        whole_args, whole_kwargs = map_tensors(args, on_one_device), map_tensors(kwargs, on_one_device)
+        with _disabled(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            whole = flat_tensors(self.function(*whole_args, **whole_kwargs))
+            given = {storage_of(x) for x in flat_tensors((whole_args, whole_kwargs))}
+        found: list[_Hidden] = []
+        for at, (x, y) in enumerate(zip(results, whole, strict=True)):
+            if x.__class__ is not DTensor:
+                continue
+            moved = storage_of(y) not in given and not all(_agrees(shard, y.stride()) for shard in shards_of(x))
+            if moved or not all(_shows(shard, y) for shard in shards_of(x)):
+                found.append((at, y.stride(), moved))
+        return found
+
+
+_Hidden = tuple[int, tuple[int, ...], bool]
+"""A result that does not show how the whole lies, the strides of that, and whether the shards lie otherwise indeed."""
+
+
+def _told(x: Any, strides: tuple[int, ...], moved: bool) -> Tensor:
+    if x.__class__ is not DTensor:
+        return x
+    if moved:
+        with _disabled():
+            shards = [_relaid(shard, strides) for shard in shards_of(x)]
+        x = wrap(shards[0] if len(shards) == 1 else ranked(shards), x._layout)
+    x.__class__, x._strides = Part, strides
+    return x
+
+
+def _packed(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a shard of these sizes that lies as a whole with these strides does."""
+    found, step = [0] * len(sizes), 1
+    for dim in sorted(range(len(sizes)), key=lambda d: (strides[d], -d)):
+        found[dim] = step
+        step *= max(sizes[dim], 1)
+    return tuple(found)
+
+
+def _agrees(shard: Tensor, strides: Sequence[int]) -> bool:
+    """Whether a shard lies as the whole does, in the dims that it holds more than one index of."""
+    with _disabled():
+        sizes, own = _size(shard), shard.stride()
+    packed = _packed(sizes, strides)
+    return 0 in sizes or all(a == b or size == 1 for a, b, size in zip(own, packed, sizes, strict=True))
+
+
+def _relaid(shard: Tensor, strides: Sequence[int]) -> Tensor:
+    sizes = _size(shard)
+    return torch.empty_strided(sizes, _packed(sizes, strides), dtype=shard.dtype, device=shard.device).copy_(shard)
+
+
+def _shows(shard: Tensor, whole: Tensor) -> bool:
+    """Whether a shard's strides are what they are where the whole lies so."""
+    with _disabled():
+        shown = strides_shown(whole.shape, _size(shard), shard.stride())
+    return all(a == b or size == 1 for a, b, size in zip(shown, whole.stride(), whole.shape, strict=True))
+
+
+def _lying_of(args: Sequence[Any]) -> tuple:
+    found = []
+    for x in args:
+        kind = x.__class__
+        if kind is DTensor:
+            found.append(_lying(x))
+        elif kind is list or kind is tuple:
+            return tuple([_lying(x) for x in flat_tensors(args) if isinstance(x, DTensor)])
+    return tuple(found)
+
+
+def _lying(x: Tensor) -> tuple:
+    """How a tensor lies in memory, on all ranks held here, and what is remembered of the whole."""
+    facts = x.__dict__
+    own = _on_shard(_stride, (), (x,))  # type: ignore[call-arg]
+    if len(facts) == 1:  # nothing but a layout
+        return own
+    peers = facts.get("_peers", ())
+    return own, facts.get("_strides"), *(_stride(peer) for peer in peers)
+
+
+class OnNothing:
+    """A plan that writes to shards of which some ranks hold nothing. Torch refuses to write to elements that share
+    memory, as those of `expand` do, but not to write nothing there: such a rank asks it what it says to the others."""
+
+    __slots__ = ("function", "plan", "positions")
+
+    def __init__(self, plan: Callable, function: Callable, positions: Sequence[int]) -> None:
+        self.plan, self.function, self.positions = plan, function, positions
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        tensors = flat_tensors((args, kwargs or {}))
+        for position in self.positions:
+            x = tensors[position]
+            if _is_empty_expanded(x):
+                self._try(args, kwargs or {})
+        return self.plan(args, kwargs)
+
+    def _try(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        try:
+            self.function(*map_tensors(args, _small), **map_tensors(kwargs, _small))
+        except RuntimeError as error:
+            if "single memory location" in str(error):
+                raise
+        except Exception:  # it has something against small ones, which says nothing
+            return
+
+
+def _is_empty_expanded(x: Tensor) -> bool:
+    """Of what is not a view, the strides of nothing mean nothing."""
+    with _disabled():
+        sizes = _size(x)
+        return (
+            0 in sizes and x._is_view() and any(n > 1 and not step for n, step in zip(sizes, x.stride(), strict=True))
+        )
+
+
+def _small(x: Tensor) -> Tensor:
+    """A plain tensor with at most two indices of each dim, some of which share their memory where those of `x` do."""
+    with _disabled():
+        shape = x._layout.shape if isinstance(x, DTensor) else tuple(x.shape)
+        own = [min(size, 2 if step else 1) for size, step in zip(shape, x.stride(), strict=True)]
+        return torch.zeros(own, dtype=x.dtype).expand([min(size, 2) for size in shape])
