@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.comm import ranked, shards_of
 from shardwise.dispatch.memory import on_one_device, strides_shown
+from shardwise.dispatch.plan import Direct, wrap_fresh
 from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.dispatch.views import MOST, Part, storage_of
 from shardwise.layout import Layout
@@ -52,7 +53,10 @@ class Lying:
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         key = _lying_of((*args, *kwargs.values()) if kwargs else args)
-        out = self.plan(args, kwargs)
+        if self.plan.__class__ is Direct:
+            out = wrap_fresh(_on_shard(self.plan.function, (), args, kwargs or {}), self.plan.layout)
+        else:
+            out = self.plan(args, kwargs)
         hidden = self.known.get(key)
         if hidden is None:
             hidden = self._hidden(args, kwargs or {}, flat_tensors(out))
@@ -138,10 +142,9 @@ def _lying(x: Tensor) -> tuple:
     """How a tensor lies in memory, on all ranks held here, and what is remembered of the whole."""
     facts = x.__dict__
     own = _on_shard(_stride, (), (x,))  # type: ignore[call-arg]
-    if len(facts) == 1:  # nothing but a layout
+    if "_strides" not in facts and "_peers" not in facts:
         return own
-    peers = facts.get("_peers", ())
-    return own, facts.get("_strides"), *(_stride(peer) for peer in peers)
+    return own, facts.get("_strides"), *(_stride(peer) for peer in facts.get("_peers", ()))
 
 
 class OnNothing:
