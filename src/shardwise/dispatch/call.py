@@ -355,7 +355,7 @@ def _lost_constants(trace: Trace, device: torch.device) -> bool:
 def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a plan holds for all dtypes, floats and needs of gradients: it runs one op and passes them on to it."""
     if not lowered.calls:
-        return not any(isinstance(value, (float, complex)) for value in variant_key_now(args, kwargs))
+        return not any(isinstance(value, (float, complex, str)) for value in variant_key_now(args, kwargs))
     if len(lowered.calls) > 1 or isinstance(plan, Steps):
         return False
     (call,) = lowered.calls

@@ -231,3 +231,11 @@ def test_another_kind_of_tensor_is_asked_first() -> None:
     x = sw.distribute_tensor(torch.ones(4, 2), sw.simulate((2,), ("tp",)), [sw.Shard(0)])
     loud = torch.ones(2).as_subclass(Loud)
     assert torch.nn.functional.layer_norm(loud, [2], x) == "heard"
+
+
+def test_a_function_that_does_nothing_for_a_float_is_planned_anew_for_another() -> None:
+    d = sharded(4, 4)
+    for p in (0.0, 1.0, -0.0, 1.0):
+        expected = torch.zeros(4, 4) if p else d.full_tensor()
+        assert torch.equal(nn.functional.dropout(d, p).full_tensor(), expected)
+        assert torch.equal(nn.functional.feature_alpha_dropout(d[None], p, training=True).full_tensor()[0], expected)
