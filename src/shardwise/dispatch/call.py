@@ -272,7 +272,7 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
     if copies:
         plan = Copies(plan, func, copies)
     if may_hide([call.call for call in lowered.calls], [lowered.layouts[value.index] for value in results]):
-        plan = Lying(plan, func)
+        plan = Lying(plan, func, trace.lying)
     return plan, invariant
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import ranked, shards_of
-from shardwise.dispatch.memory import on_one_device, strides_shown
+from shardwise.dispatch.memory import on_one_device, strides_shown, whole_lies_plainly
 from shardwise.dispatch.plan import Direct, wrap_fresh
 from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.dispatch.views import MOST, Part, storage_of
@@ -45,10 +45,11 @@ def may_hide(calls: Sequence[Call], results: Sequence[Layout]) -> bool:
 class Lying:
     """A plan whose results on thin shards lie as the whole does, or know how it does."""
 
-    __slots__ = ("function", "known", "plan")
+    __slots__ = ("function", "known", "of_plain", "plan")
 
-    def __init__(self, plan: Callable, function: Callable) -> None:
-        self.plan, self.function = plan, function
+    def __init__(self, plan: Callable, function: Callable, of_plain: list[_Whole]) -> None:
+        """`of_plain` is what the function gives for whole tensors that lie plainly, as those of a trace do."""
+        self.plan, self.function, self.of_plain = plan, function, of_plain
         self.known: dict[tuple, list[_Hidden]] = {}
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
@@ -69,19 +70,27 @@ class Lying:
         return map_tensors(out, lambda x: told.get(id(x), x))
 
     def _hidden(self, args: tuple, kwargs: dict[str, Any], results: Sequence[Tensor]) -> list[_Hidden]:
-        whole_args, whole_kwargs = map_tensors(args, on_one_device), map_tensors(kwargs, on_one_device)
-        with _disabled(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            whole = flat_tensors(self.function(*whole_args, **whole_kwargs))
-            given = {storage_of(x) for x in flat_tensors((whole_args, whole_kwargs))}
+        plain = all(whole_lies_plainly(x) for x in flat_tensors((args, kwargs)))
+        whole = self.of_plain if plain else self._asked(args, kwargs)
         found: list[_Hidden] = []
-        for at, (x, y) in enumerate(zip(results, whole, strict=True)):
+        for at, (x, (strides, is_view)) in enumerate(zip(results, whole, strict=True)):
             if x.__class__ is not DTensor:
                 continue
-            moved = storage_of(y) not in given and not all(_agrees(shard, y.stride()) for shard in shards_of(x))
-            if moved or not all(_shows(shard, y) for shard in shards_of(x)):
-                found.append((at, y.stride(), moved))
+            moved = not is_view and not all(_agrees(shard, strides) for shard in shards_of(x))
+            if moved or not all(_shows(shard, x._layout.shape, strides) for shard in shards_of(x)):
+                found.append((at, strides, moved))
         return found
 
+    def _asked(self, args: tuple, kwargs: dict[str, Any]) -> list[_Whole]:
+        whole_args, whole_kwargs = map_tensors(args, on_one_device), map_tensors(kwargs, on_one_device)
+        given = {storage_of(x) for x in flat_tensors((whole_args, whole_kwargs))}
+        with _disabled(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            whole = flat_tensors(self.function(*whole_args, **whole_kwargs))
+        return [(y.stride(), storage_of(y) in given) for y in whole]
+
+
+_Whole = tuple[tuple[int, ...], bool]
+"""The strides of a result on one device, and whether it is a view of an argument."""
 
 _Hidden = tuple[int, tuple[int, ...], bool]
 """A result that does not show how the whole lies, the strides of that, and whether the shards lie otherwise indeed."""
@@ -120,11 +129,11 @@ def _relaid(shard: Tensor, strides: Sequence[int]) -> Tensor:
     return torch.empty_strided(sizes, _packed(sizes, strides), dtype=shard.dtype, device=shard.device).copy_(shard)
 
 
-def _shows(shard: Tensor, whole: Tensor) -> bool:
+def _shows(shard: Tensor, shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether a shard's strides are what they are where the whole lies so."""
     with _disabled():
-        shown = strides_shown(whole.shape, _size(shard), shard.stride())
-    return all(a == b or size == 1 for a, b, size in zip(shown, whole.stride(), whole.shape, strict=True))
+        shown = strides_shown(shape, _size(shard), shard.stride())
+    return all(a == b or size == 1 for a, b, size in zip(shown, strides, shape, strict=True))
 
 
 def _lying_of(args: Sequence[Any]) -> tuple:

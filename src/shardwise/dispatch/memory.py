@@ -47,6 +47,13 @@ def whole_strides(x: Any) -> tuple[int, ...]:
         return strides_shown(x._layout.shape, _size(x), x.stride())
 
 
+def whole_lies_plainly(x: Tensor) -> bool:
+    """Whether the tensor on one device lies in memory as a fresh one does."""
+    if isinstance(x, DTensor):
+        return whole_strides(x) == _fresh_strides(x._layout.shape)
+    return x.stride() == _fresh_strides(x.shape)
+
+
 def strides_shown(shape: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:
     """The strides of a tensor of this shape, as a shard shows them: from the innermost dim outwards, each dim steps
     over as many pieces of the next inner one as it does in the shard. Of dims with equal strides, one with a single

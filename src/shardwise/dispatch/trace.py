@@ -60,6 +60,7 @@ class Trace:
         self.inputs: list[Value] = []
         self.constants: list[tuple[Value, Tensor]] = []
         self.output: Any = None
+        self.lying: list[tuple[tuple[int, ...], bool]] = []  # of each result: its strides, and whether it is a view
         self.dtypes: tuple[torch.dtype, ...] = ()
         self.searched: dict[int, Any] = {}  # what searches along axes of so many ranks have found out
 
@@ -213,6 +214,8 @@ def trace_call(
         else:
             with recorder:
                 out = function(*args, **kwargs)
+    given = {meta.untyped_storage()._cdata for meta in metas}
+    trace.lying = [(x.stride(), x.untyped_storage()._cdata in given) for x in flat_tensors(out)]
     trace.output = map_tensors(out, recorder.value_of)
     return trace
 
