@@ -96,8 +96,10 @@ class Watch:
 
     def _timed(self, *args: Any) -> Any:
         start = time.thread_time()
-        trace = self._trace_call(*args)
-        self.seconds += time.thread_time() - start
+        try:
+            trace = self._trace_call(*args)
+        finally:
+            self.seconds += time.thread_time() - start
         self.num_ops += len(trace.calls)
         return trace
 

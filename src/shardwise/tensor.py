@@ -14,7 +14,7 @@ from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardS
 from shardwise.from_local import laid_out, layout_of_shards
 from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
 from shardwise.local import check_strided, on_shards, single, spread
-from shardwise.redistribute import Move, Typed, drop, owing, plan_moves, run_path, second_order, transition
+from shardwise.redistribute import Move, Typed, drop, owing, plan_moves, recorded, run_path, second_order, transition
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 # (function, types, args, kwargs): run it where a DTensor is its shard
@@ -338,11 +338,13 @@ class _MoveGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if torch.is_grad_enabled():
+        again = torch.is_grad_enabled()
+        if again:
             second_order([node for node, _ in ctx.next_functions])
+        move_on = recorded if again else transition
         shards: Sequence[Tensor] = grads
         for move in ctx.moves:
-            shards = transition(move, shards)
+            shards = move_on(move, shards)
         return None, *shards
 
 
@@ -359,8 +361,9 @@ class _CastBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         shards: Sequence[Tensor] = [grad.to(ctx.dtype) for grad in grads]
+        move_on = recorded if torch.is_grad_enabled() else transition
         for move in reversed(ctx.moves):
-            shards = transition(move.dual, shards)
+            shards = move_on(move.dual, shards)
         return None, None, *(shard.to(ctx.original) for shard in shards)
 
 

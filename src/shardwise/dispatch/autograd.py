@@ -14,13 +14,15 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.dispatch.special import handles, shards_of
 from shardwise.errors import HookError
-from shardwise.redistribute import alone, anchors, forget, owing, pay, second_order, tied, trail
+from shardwise.redistribute import alone, anchors, forget, let_go, owing, pay, second_order, tied, trail
 from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled
 _enabled = torch._C._is_torch_function_enabled
 _numel = torch._C.TensorBase.numel
+_get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+_put_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
 
 # Backward passes. The engine is called directly, with `__torch_function__` on: hooks, user-written functions and
@@ -75,21 +77,41 @@ def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: 
     inputs = given.get("inputs")
     if inputs is not None and not isinstance(inputs, Tensor) and not len(inputs):
         raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
-    create = bool(given.get("create_graph", False))
-    if create:
-        second_order([root.grad_fn for root in roots])
-    retain = given.get("retain_graph")
-    _engine_run_backward(
-        roots,
-        seeds,
-        create if retain is None else retain,
-        create,
-        () if inputs is None else (*_flat(_as_list(inputs)), *anchors()),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    create, retain = bool(given.get("create_graph", False)), given.get("retain_graph")
+    to_reach = () if inputs is None else (*_flat(_as_list(inputs)), *anchors())
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    if not create:
+        _engine_run_backward(roots, seeds, bool(retain), False, to_reach, **options)
+    else:
+        below = second_order([root.grad_fn for root in roots])
+        let_go()
+        leaves = below if inputs is None else _flat(_as_list(inputs))
+        before = [_raw_grad(leaf) for leaf in leaves]
+        with trail() as recorded:
+            _engine_run_backward(roots, seeds, retain is not False, True, to_reach, **options)
+        let_go()
+        recorded += _next_reached(roots, below, retain)
+        for leaf, old in zip(leaves, before, strict=True):
+            if (grad := _raw_grad(leaf)) is not old and grad is not None:
+                _set_raw_grad(leaf, tied([grad], recorded)[0])
     if owing:
         pay()
+
+
+def _next_reached(roots: Sequence[Tensor], leaves: Sequence[Tensor], retain: bool | None) -> list[Tensor]:
+    """What a pass that comes next must reach, whatever the gradients of each rank depend on: all of the graph, or, if
+    that is not to be kept, its leaves."""
+    return [x for x in (leaves if retain is False else roots) if x.requires_grad]
+
+
+def _raw_grad(leaf: Tensor) -> Tensor | None:
+    with _disabled():
+        return _get_grad(leaf)
+
+
+def _set_raw_grad(leaf: Tensor, grad: Tensor) -> None:
+    with _disabled():
+        _put_grad(leaf, grad)
 
 
 @handles(torch.autograd.grad)
@@ -103,11 +125,11 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
     forget()
     roots, seeds = _roots(outputs, [None] * len(outputs) if gradients is None else _as_list(gradients))
     create, retain, unused = (given.get(name) for name in ("create_graph", "retain_graph", "allow_unused"))
-    of_nothing = second_order([root.grad_fn for root in roots]) if create else False
+    below = second_order([root.grad_fn for root in roots]) if create else []
     materialize = bool(given.get("materialize_grads", False))
     flat = _flat(inputs)
     with alone(), trail() as recorded:
-        found = _engine_run_backward(
+        found: Sequence[Tensor | None] = _engine_run_backward(
             roots,
             seeds,
             bool(create) if retain is None else retain,
@@ -117,19 +139,20 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
             accumulate_grad=False,
         )[: len(flat)]
     if not (materialize if unused is None else unused):
-        found = _of_empty_shards(inputs, found)  # type: ignore[assignment]
+        found = _of_empty_shards(inputs, found)
         if any(grad is None for grad in found):
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
                 "if this is the desired behavior."
             )
-    if of_nothing and retain is not False:  # then what comes next passes through all of the graph, on all ranks
-        recorded += [root for root in roots if root.requires_grad]
+    if create:
+        recorded += _next_reached(roots, below, retain)
     in_order = iter(found)
     results: list[Tensor | None] = []
     for x in inputs:
-        grads = [next(in_order) for _ in (shards_of(x) if isinstance(x, DTensor) else (x,))]
-        if any(grad is None for grad in grads):
+        shards = shards_of(x) if isinstance(x, DTensor) else (x,)
+        grads = [grad for _, grad in zip(shards, in_order) if grad is not None]
+        if len(grads) < len(shards):
             results.append(torch.zeros_like(x) if materialize else None)
         else:
             kept = tied(grads, recorded) if create else grads

@@ -1,10 +1,10 @@
 """Redistribution: the transition table, its prices, the planner and the executor."""
 
-from shardwise.redistribute.anchor import anchors, tied, trail
+from shardwise.redistribute.anchor import anchors, let_go, tied, trail
 from shardwise.redistribute.aside import alone, check_paid, drop, no_sync, owing, pay
 from shardwise.redistribute.collectives import Group
 from shardwise.redistribute.cost import LATENCY, LOCAL, transition_cost
-from shardwise.redistribute.execute import differentiable, run_path, second_order, transition
+from shardwise.redistribute.execute import differentiable, recorded, run_path, second_order, transition
 from shardwise.redistribute.planner import path_cost, plan_moves
 from shardwise.redistribute.shared import forget, recall, remember
 from shardwise.redistribute.transitions import TABLE, Move, Typed
@@ -22,12 +22,14 @@ __all__ = [
     "differentiable",
     "drop",
     "forget",
+    "let_go",
     "no_sync",
     "owing",
     "path_cost",
     "pay",
     "plan_moves",
     "recall",
+    "recorded",
     "remember",
     "run_path",
     "second_order",

@@ -2,10 +2,11 @@
 
 In a backward pass that will itself be differentiated, every rank must record the same collectives, and run all of them
 in the next pass, or they would not meet. But what torch records may differ between ranks: of an empty shard it has
-gradients for constants that are none elsewhere, which cuts off what comes before and what comes after. So each
-collective of such a pass is tied at both ends: to a leaf that every later pass is told to reach, and to all gradients
-that the pass gives; and where some ranks hold nothing, so is all of the graph that the pass went through. Torch runs
-nodes in the reverse order of their recording, so that they meet in order.
+gradients for constants that are none elsewhere, which cuts off what comes before and what comes after; and of what
+ranks gather, each may use another part. So each collective of such a pass is tied at both ends: to a leaf that every
+later pass is told to reach, and to all gradients that the pass gives; and to these, too, all of the graph that the pass
+went through. The next pass goes through all of it, with zeros where nothing else comes, on all ranks: leaves that it
+would not reach get those. Torch runs nodes in the reverse order of their recording, so that they meet in order.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ _trails: list[list[Tensor]] = []
 def anchors() -> tuple[Tensor, ...]:
     """The leaves that everything recorded leads to."""
     return tuple(_anchors.values())
+
+
+def let_go() -> None:
+    """Forget the anchors' own gradients: of no use, they would keep what they were computed from."""
+    for anchor in anchors():
+        anchor.grad = None
 
 
 def anchored(grads: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -36,14 +36,13 @@ class Along:
 
 
 class Exchange(NamedTuple):
-    """What is done to the shards, and to their gradients; and whether some ranks have nothing to give, or to get."""
+    """What is done to the shards, and to their gradients."""
 
     forth: Kernel
     back: Kernel
-    of_nothing: bool
 
     def reversed(self) -> Exchange:
-        return Exchange(self.back, self.forth, self.of_nothing)
+        return Exchange(self.back, self.forth)
 
 
 def window(along: Along, have: Sequence[Interval], want: Sequence[Interval]) -> Exchange:
@@ -72,7 +71,7 @@ def window(along: Along, have: Sequence[Interval], want: Sequence[Interval]) -> 
             out.append(total)
         return out
 
-    return Exchange(fetch, give_back, any(start == stop for start, stop in (*have, *want)))
+    return Exchange(fetch, give_back)
 
 
 def gather(along: Along, sizes: Sequence[int]) -> Exchange:
@@ -87,7 +86,7 @@ def gather(along: Along, sizes: Sequence[int]) -> Exchange:
         chunks = [list(x.split(list(sizes), along.dim)) for x in shards]
         return along.mesh.port.reduce_scatter(chunks, along.mesh, along.axes, "sum")
 
-    return Exchange(all_gather, reduce_scatter, 0 in sizes)
+    return Exchange(all_gather, reduce_scatter)
 
 
 def run_exchange(exchange: Exchange, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -102,7 +101,7 @@ def run_exchange(exchange: Exchange, shards: Sequence[Tensor]) -> list[Tensor]:
 class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *shards: Tensor) -> Any:
-        ctx.exchange, ctx.of_nothing = exchange, exchange.of_nothing
+        ctx.exchange = exchange
         out = exchange.forth(shards)
         return out[0] if len(out) == 1 else tuple(out)
 

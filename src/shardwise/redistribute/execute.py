@@ -131,14 +131,13 @@ def _silencing(move: Move) -> Callable[[Tensor], Tensor]:
 SECOND_ORDER = "shardwise.second_order"
 
 
-def second_order(nodes: Sequence[Any]) -> bool:
+def second_order(nodes: Sequence[Any]) -> list[Tensor]:
     """Prepare the graph below some nodes for a backward pass that will itself be differentiated.
 
     Every P → R in it will pass its gradient on as varying, R → V, whose own backward is the all-reduce that first-order
-    gradients do without; every R → P, as V → R. Returns whether something is moved that some ranks hold nothing of:
-    there torch may not record what it records elsewhere.
+    gradients do without; every R → P, as V → R. Returns the leaves of the graph.
     """
-    of_nothing = False
+    leaves: list[Tensor] = []
     seen: set[Any] = set()
     waiting = [node for node in nodes if node is not None]
     while waiting:
@@ -146,12 +145,13 @@ def second_order(nodes: Sequence[Any]) -> bool:
         if node in seen:
             continue
         seen.add(node)
-        of_nothing = of_nothing or getattr(node, "of_nothing", False)
         dual = node.metadata.pop(SECOND_ORDER, None)
         if dual is not None:
             node.register_prehook(_marking(dual))
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.append(leaf)
         waiting += [following for following, _ in node.next_functions if following is not None]
-    return of_nothing
+    return leaves
 
 
 def _marking(dual: Move) -> Callable[[Any], Any]:
@@ -174,7 +174,7 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, move: Move, *shards: Tensor) -> Any:
-        ctx.move, ctx.of_nothing = move, move.source.layout.has_empty or move.target.layout.has_empty
+        ctx.move = move
         out = run_move(move, shards)
         return out[0] if len(out) == 1 else tuple(out)
 
@@ -321,7 +321,7 @@ class _Extremum(torch.autograd.Function):
             pending = move.source.dual()  # what the gradient of a pending value is: one copy per rank
             back = Move(move.target.dual(), pending, move.axes)
             whole = run_move(back, out) if move.kind == "reduce_scatter" else out
-            spread = transition(back, grads)
+            spread = recorded(back, grads) if _grad_enabled() else transition(back, grads)
             hits = [((x == y) | (x.isnan() & y.isnan())).to(x.dtype) for x, y in zip(shards, whole, strict=True)]
             mesh = move.source.layout.mesh
             ties = mesh.port.all_reduce(hits, mesh, move.axes, "sum")
