@@ -15,8 +15,8 @@ class MeshError(ShardwiseError, ValueError):
     """A mesh, an axis name, or a pair of meshes does not fit."""
 
 
-class ShardShapeError(ShardwiseError, ValueError):
-    """A local shard has a shape that its layout does not allow."""
+class ShardShapeError(ShardwiseError, ValueError, RuntimeError):
+    """A shard has a shape that its layout does not allow, or a gradient one that its tensor does not."""
 
 
 class ReplicaError(ShardwiseError, ValueError):

@@ -23,8 +23,6 @@ def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _mesh_and_layout(size: tuple[Any, ...], device_mesh: Any, placements: Placements | None) -> tuple[Mesh, Layout]:
-    if device_mesh is None:
-        raise TypeError("a shardwise factory needs device_mesh=")
     mesh = as_mesh(device_mesh)
     return mesh, Layout.of(mesh, _size(size), [Replicate()] * mesh.ndim if placements is None else placements)
 
@@ -139,7 +137,5 @@ def _maker(
 ) -> Callable[[Any], Tensor]:
     if layout is not torch.strided:
         raise TypeError(f"DTensors are strided; layout={layout} is not supported")
-    if device_mesh is None:
-        raise TypeError("a shardwise factory needs device_mesh=")
     device = as_mesh(device_mesh).device_type
     return lambda shape: function(shape, dtype=dtype, device=device)

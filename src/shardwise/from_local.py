@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import shards_of
-from shardwise.errors import ReplicaError, ShardShapeError
+from shardwise.errors import PlacementError, ReplicaError, ShardShapeError
 from shardwise.layout import Layout, Mesh, Placements, Replicate
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -43,6 +43,24 @@ def layout_of_shards(
         if look:
             _check_replicas(shards, layout)
     return layout
+
+
+def gradient_layout(layout: Layout, placements: Placements) -> Layout:
+    """The layout of gradients that lie as these placements, of the same shapes as the shards."""
+    given = Layout.of(layout.mesh, layout.shape, placements)
+    if given.held_shapes != layout.held_shapes:
+        raise PlacementError(
+            f"from_local: gradients that lie as {given} have other shapes than shards that lie as {layout}"
+        )
+    return given
+
+
+def check_strides(layout: Layout, found: Sequence[int], said: Sequence[int]) -> None:
+    """Of dims with one index no stride is wrong."""
+    if len(said) != len(found) or any(a != b and n > 1 for a, b, n in zip(found, said, layout.shape, strict=True)):
+        raise ShardShapeError(
+            f"stride={list(said)} is not how the shards lie: of the whole, {layout}, they make {list(found)}"
+        )
 
 
 def laid_out(shards: Sequence[Tensor], layout: Layout) -> Sequence[Tensor]:

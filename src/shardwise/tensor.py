@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.comm import Ranked, as_mesh, ranked, shards_of
 from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardShapeError
-from shardwise.from_local import laid_out, layout_of_shards
+from shardwise.from_local import check_strides, gradient_layout, laid_out, layout_of_shards
 from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
 from shardwise.local import check_strided, on_shards, single, spread
 from shardwise.redistribute import Move, Typed, drop, owing, plan_moves, recorded, run_path, second_order, transition
@@ -68,7 +68,12 @@ class DTensor(Tensor):
 
     def size(self, dim: int | None = None) -> Any:
         shape = self._layout.size
-        return shape if dim is None else shape[dim]
+        if dim is None:
+            return shape
+        try:
+            return shape[dim]
+        except IndexError:
+            return torch.empty(shape, device="meta").size(dim)  # in torch's words
 
     def dim(self) -> int:
         return len(self._layout.shape)
@@ -144,15 +149,18 @@ class DTensor(Tensor):
     @staticmethod
     def from_local(
         local_tensor: Tensor,
-        device_mesh: Any,
+        device_mesh: Any = None,
         placements: Placements | None = None,
         *,
         run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
+        grad_placements: Placements | None = None,
     ) -> DTensor:
         """A DTensor of the shards each rank has. Shards of a dim may differ in size between ranks if `shape` says so
-        or if `run_check` may look; `run_check` also makes sure that the ranks agree where they must."""
+        or if `run_check` may look; `run_check` also makes sure that the ranks agree where they must. `stride`, if
+        given, must be how the whole lies. `grad_placements` says how the gradient that each rank gets back is to lie,
+        where that is not how the tensor does."""
         if isinstance(local_tensor, DTensor):
             raise TypeError(
                 "from_local takes a plain tensor; this already is a DTensor (redistribute changes its placements)"
@@ -164,7 +172,14 @@ class DTensor(Tensor):
         with _disabled():
             aliases = [_as_subclass(shard, Tensor) for shard in laid_out(shards_of(local), layout)]
             arrive(aliases[0].device.type)
-        return wrap(aliases[0] if len(aliases) == 1 else ranked(aliases), layout)
+        local = aliases[0] if len(aliases) == 1 else ranked(aliases)
+        if grad_placements is not None:
+            back = plan_moves(layout.gradient, gradient_layout(layout, grad_placements))
+            local = on_shards(local, lambda shards: _MoveGradient.apply(back, *shards))
+        made = wrap(local, layout)
+        if stride is not None:
+            check_strides(layout, made.stride(), stride)
+        return made
 
     def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
         """This rank's shard, as a plain tensor (in the simulator, all ranks' shards as one `Ranked` tensor).
@@ -226,17 +241,21 @@ class DTensor(Tensor):
             shards = [_as_subclass(x, Tensor).clone() for x in (self, *self.__dict__.get("_peers", ()))]
         copy = wrap(shards[0] if len(shards) == 1 else ranked(shards), self._layout)
         copy.requires_grad_(self.requires_grad)
+        memo[id(self)] = copy
+        if getattr(self, "_is_param", False):  # as of torch's own parameters, nothing else is copied
+            copy._is_param = True
+            return copy
         if self.grad is not None:
             copy.grad = deepcopy(self.grad.detach(), memo)
-        if getattr(self, "_is_param", False):
-            copy._is_param = True
-        memo[id(self)] = copy
+        copy.__dict__.update(deepcopy(_set_by_users(self), memo))
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with _disabled():
             shards = [_as_subclass(x.detach(), Tensor) for x in (self, *self.__dict__.get("_peers", ()))]
-        return _rebuild, (shards, self._layout, self.requires_grad, getattr(self, "_is_param", False))
+        facts = shards, self._layout, self.requires_grad, getattr(self, "_is_param", False)
+        attributes = _set_by_users(self)
+        return _rebuild, (*facts, attributes) if attributes else facts
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         names = ", ".join(f"{name}: {p}" for name, p in zip(self._layout.mesh.names, self.placements, strict=True))
@@ -284,6 +303,8 @@ def localise(x: DTensor) -> Tensor:
 
 def as_layout(value: Tensor, layout: Layout, name: str) -> DTensor:
     """A DTensor argument brought into a layout."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a DTensor, not a {type(value).__name__}")
     if not isinstance(value, DTensor):
         raise MixedTensorError(
             f"{name} must be a DTensor like the tensor it belongs to, not a plain tensor; see from_local"
@@ -367,10 +388,26 @@ class _CastBackward(torch.autograd.Function):
         return None, None, *(shard.to(ctx.original) for shard in shards)
 
 
-def _rebuild(shards: list[Tensor], layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:
+OURS = frozenset({"_layout", "_peers", "_is_param", "_hooks", "_moved", "_strides", "_copied", "_source", "_whole"})
+"""What we keep on a tensor ourselves."""
+
+
+def _set_by_users(x: DTensor) -> dict[str, Any]:
+    return {name: value for name, value in x.__dict__.items() if name not in OURS}
+
+
+def _rebuild(
+    shards: list[Tensor],
+    layout: Layout,
+    requires_grad: bool,
+    is_param: bool,
+    attributes: dict[str, Any] | None = None,
+) -> DTensor:
     made = wrap(shards[0] if len(shards) == 1 else ranked(shards), layout).requires_grad_(requires_grad)
     if is_param:
         made._is_param = True
+    if attributes:
+        made.__dict__.update(attributes)
     return made
 
 
@@ -378,9 +415,10 @@ torch.serialization.add_safe_globals([_rebuild, Layout, Partial])  # what torch.
 
 
 def distribute_tensor(
-    tensor: Tensor, device_mesh: Any, placements: Placements | None = None, *, src_data_rank: int | None = 0
+    tensor: Tensor, device_mesh: Any = None, placements: Placements | None = None, *, src_data_rank: int | None = 0
 ) -> DTensor:
-    """Lay a plain tensor, the same single-device tensor on every rank, on a mesh.
+    """Lay a plain tensor, the same single-device tensor on every rank, on a mesh (by default, that of the `with` block
+    around).
 
     The values of the rank numbered `src_data_rank` on each axis count; None means all ranks have them already. The
     result lies in memory as a new tensor does.
@@ -397,7 +435,14 @@ def distribute_tensor(
             raise MeshError(f"the tensor already lies on {tensor._layout.mesh}, not on {mesh}; use full_tensor() first")
         return tensor.redistribute(placements=placements)
     check_strided(tensor)
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise RuntimeError(
+            "distribute_tensor takes leaves of the graph: the gradient of what this tensor was computed from would be "
+            "lost. Use DTensor.from_local, which passes gradients on, or detach() the tensor first"
+        )
     layout = Layout.of(mesh, tensor.shape, placements)
+    if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
+        raise MeshError(f"src_data_rank={src_data_rank} is not on every axis of {mesh}")
     with torch.no_grad():
         plain = tensor.detach().to(mesh.device_type).contiguous()  # what is sent between ranks arrives so
         if src_data_rank is not None and mesh.device_type != "meta":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Sequence
+from copy import deepcopy
 
 import pytest
 import torch
@@ -200,3 +202,84 @@ def test_repr() -> None:
 def test_a_dtensor_is_not_made_by_its_class() -> None:
     with pytest.raises(TypeError, match=r"distribute_tensor, DTensor\.from_local or a shardwise factory"):
         DTensor(torch.ones(2))
+
+
+# What comes in, and what is refused
+
+
+def test_what_was_computed_is_not_cut_off() -> None:
+    weight = data(4).requires_grad_()
+    with pytest.raises(RuntimeError, match="takes leaves of the graph"):
+        sw.distribute_tensor(weight * 2, LINE, [S0])
+    whole = DTensor.from_local(weight * 2, LINE, [R])
+    whole.sum().backward()
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, 2))
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 5])
+def test_a_source_that_is_no_rank(rank: int) -> None:
+    with pytest.raises(sw.errors.MeshError, match=rf"src_data_rank={rank} is not on every axis of Mesh\(dp=2, tp=2\)"):
+        sw.distribute_tensor(data(4), MESH, [S0, R], src_data_rank=rank)
+
+
+def test_strides_that_are_said() -> None:
+    local = data(3, 2).t()
+    made = DTensor.from_local(local, LINE, [S0], shape=(8, 3), stride=(1, 8))
+    assert made.stride() == (1, 8)
+    with pytest.raises(sw.errors.ShardShapeError, match=r"stride=\[3, 1\] is not how the shards lie: .* \[1, 8\]"):
+        DTensor.from_local(local, LINE, [S0], shape=(8, 3), stride=(3, 1))
+
+
+def test_gradients_come_back_as_asked() -> None:
+    """Each rank holds the same; of the gradient, one asks for the whole everywhere, another for terms of a sum."""
+    weight = data(3)
+    for placement, total in ((R, 4 * 3.0), (P, 3.0)):
+        leaves = [weight.clone().requires_grad_() for _ in range(4)]
+        made = DTensor.from_local(ranked([x.view_as(x) for x in leaves]), LINE, [R], grad_placements=[placement])
+        (made * 3).sum().backward()
+        torch.testing.assert_close(sum(x.grad for x in leaves), torch.full_like(weight, total))  # type: ignore[misc]
+    with pytest.raises(sw.errors.PlacementError, match="have other shapes than shards that lie as"):
+        DTensor.from_local(data(4), LINE, [R], grad_placements=[S0])
+
+
+def test_the_mesh_of_a_with_block() -> None:
+    with MESH, LINE:
+        assert sw.distribute_tensor(data(4), placements=[S0]).device_mesh is LINE
+        assert sw.zeros(4).device_mesh is LINE
+        assert DTensor.from_local(data(4)).device_mesh is LINE
+    with MESH:
+        module = sw.distribute_module(torch.nn.Linear(2, 2))
+    assert module.weight.device_mesh is MESH  # type: ignore[union-attr]
+    with pytest.raises(sw.errors.MeshError, match="no mesh was given"):
+        sw.distribute_tensor(data(4))
+
+
+def test_a_size_that_is_not_there() -> None:
+    for shape, dim in itertools.product([(), (4,), (4, 2)], [-3, 2, 5]):
+        whole = torch.empty(shape)
+        with pytest.raises(IndexError) as expected:
+            whole.size(dim)
+        with pytest.raises(IndexError) as found:
+            sw.distribute_tensor(whole, LINE).size(dim)
+        assert str(found.value) == str(expected.value)
+
+
+def test_gradients_of_other_kinds_and_shapes() -> None:
+    x = sw.distribute_tensor(data(4), LINE, [S0]).requires_grad_()
+    with pytest.raises(TypeError, match="grad must be a DTensor, not a int"):
+        x.grad = 3  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match=r"grad has shape \[5\], the tensor it belongs to \[4\]"):
+        x.grad = sw.zeros(5, device_mesh=LINE)
+
+
+@pytest.mark.parametrize("parameter", [False, True])
+def test_copies_keep_what_torchs_keep(parameter: bool) -> None:
+    found = []
+    for x in (data(4), sw.distribute_tensor(data(4), LINE, [S0])):
+        x = torch.nn.Parameter(x) if parameter else x.requires_grad_()
+        x.note = ["of mine"]  # type: ignore[attr-defined]
+        x.sum().backward()
+        copy, again = deepcopy(x), pickle.loads(pickle.dumps(x))
+        found.append([(getattr(y, "note", None), y.grad is None, type(y) is type(x)) for y in (copy, again)])
+        assert copy.__dict__.get("note") is not x.note  # type: ignore[attr-defined]
+    assert found[0] == found[1]

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.port import Port
@@ -11,7 +12,7 @@ from shardwise.comm.ranked import PerRank, Ranked, per_rank, ranked, shards_of
 from shardwise.comm.recording import RecordingPort, rebuild_recording, recording
 from shardwise.comm.simulated import SimulatedPort, rebuild_simulated, simulate
 from shardwise.errors import MeshError
-from shardwise.layout import Mesh
+from shardwise.layout import Mesh, entered_mesh
 
 __all__ = [
     "PerRank",
@@ -31,12 +32,21 @@ __all__ = [
 
 
 def as_mesh(mesh: Any) -> Mesh:
-    """Our mesh for whatever the user passed: one of ours, or torch's DeviceMesh."""
+    """Our mesh for whatever the user passed: one of ours, torch's DeviceMesh, or None for that of the `with` block."""
+    if mesh is None:
+        mesh = entered_mesh() or _entered_in_torch()
     if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, DeviceMesh):
         return mesh_of(mesh)
+    if mesh is None:
+        raise MeshError("no mesh was given: pass device_mesh=, or make it inside `with mesh:`")
     raise MeshError(f"expected a mesh from shardwise.simulate or a torch DeviceMesh, got {type(mesh).__name__}")
+
+
+def _entered_in_torch() -> DeviceMesh | None:
+    entered = device_mesh._mesh_resources.mesh_stack
+    return entered[-1] if entered else None
 
 
 # What torch.load(weights_only=True) may call to make a mesh again.

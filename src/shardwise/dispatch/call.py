@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from types import MethodType
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardwise.dispatch.key import Uncacheable, key_of, variant_key
 from shardwise.dispatch.lists import plan_list_call
 from shardwise.dispatch.lower import LostWriteError, Lowered, lower
 from shardwise.dispatch.lying import Lying, OnNothing, may_hide
+from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.outs import plan_out
 from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
@@ -111,7 +113,7 @@ def dispatch(
                     parts.append(arg._layout if kind is DTensor else arg if kind is int else key_of(arg))
             key = tuple(parts)
     except Uncacheable:
-        return make_plan(func, args, kwargs or {})(args, kwargs)
+        return unseen(make_plan, func, args, kwargs or {})(args, kwargs)
     _call()
     plan = _plans.get(key)
     if plan.__class__ is Direct:
@@ -128,7 +130,7 @@ def dispatch(
 
 def _remember(key: tuple, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     _counted["misses"] += 1
-    plan = make_plan(func, args, kwargs)
+    plan = unseen(make_plan, func, args, kwargs)
     while len(_plans) >= MAX_PLANS:
         del _plans[next(iter(_plans))]
     _plans[key] = plan
@@ -200,7 +202,7 @@ class Variants:
             if len(self.plans) >= 64:
                 del self.plans[next(iter(self.plans))]
             _counted["misses"] += 1
-            plan = self.plans[key] = _plan(self.func, args, kwargs or {}, self.layouts)[0]
+            plan = self.plans[key] = unseen(_plan, self.func, args, kwargs or {}, self.layouts)[0]
         return plan(args, kwargs)
 
 
@@ -354,10 +356,8 @@ def _lost_constants(trace: Trace, device: torch.device) -> bool:
 
 def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a plan holds for all dtypes, floats and needs of gradients: it runs one op and passes them on to it."""
-    if not lowered.calls:
-        return not any(isinstance(value, (float, complex, str)) for value in variant_key_now(args, kwargs))
-    if len(lowered.calls) > 1 or isinstance(plan, Steps):
-        return False
+    if len(lowered.calls) != 1 or isinstance(plan, Steps):
+        return False  # a function that does nothing to floats may do something to complex numbers
     (call,) = lowered.calls
     if call.call.name in ("_to_copy", "scaled_dot_product_attention"):
         return False  # what passes through a conversion depends on the dtype; whether attention draws, on a float
@@ -388,7 +388,7 @@ DTensor.__torch_function__ = MethodType(dispatch, DTensor)  # type: ignore[metho
 
 _enabled = torch._C._is_torch_function_enabled
 _in_a_mode = torch._C._is_torch_function_mode_enabled
-_OPERATORS = {
+_OPERATORS: dict[str, Any] = {
     "__add__": Tensor.add,
     "__sub__": Tensor.sub,
     "__mul__": Tensor.mul,
@@ -414,8 +414,27 @@ def _straight(function: Callable) -> Callable:
     return method
 
 
-for _name, _function in (*_OPERATORS.items(), *((name, getattr(Tensor, name)) for name in _METHODS)):
-    setattr(DTensor, _name, _straight(_function))
+def _operator(function: Callable) -> Callable:
+    """Likewise an operator, which leaves what it does not know to the other operand."""
+
+    @functools.wraps(function)
+    def method(*args: Any) -> Any:
+        try:
+            if _enabled() and not _in_a_mode():
+                return dispatch(DTensor, function, (), args)
+            return function(*args)
+        except TypeError:
+            if isinstance(args[-1], (Tensor, Number)):
+                raise
+            return NotImplemented
+
+    return method
+
+
+for _name, _function in _OPERATORS.items():
+    setattr(DTensor, _name, _operator(_function))
+for _name in _METHODS:
+    setattr(DTensor, _name, _straight(getattr(Tensor, _name)))
 
 
 # So do torch's functions that are written in Python: their own way here looks at each argument once more.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.comm import ranked, shards_of
 from shardwise.dispatch.memory import on_one_device, strides_shown, whole_lies_plainly
+from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.plan import Direct, wrap_fresh
 from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.dispatch.views import MOST, Part, storage_of
@@ -71,7 +72,7 @@ class Lying:
 
     def _hidden(self, args: tuple, kwargs: dict[str, Any], results: Sequence[Tensor]) -> list[_Hidden]:
         plain = all(whole_lies_plainly(x) for x in flat_tensors((args, kwargs)))
-        whole = self.of_plain if plain else self._asked(args, kwargs)
+        whole = self.of_plain if plain else unseen(self._asked, args, kwargs)
         found: list[_Hidden] = []
         for at, (x, (strides, is_view)) in enumerate(zip(results, whole, strict=True)):
             if x.__class__ is not DTensor:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 _strict: ContextVar[bool] = ContextVar("strict", default=False)
 _implicit: ContextVar[bool] = ContextVar("implicit_replication", default=False)
@@ -28,6 +32,14 @@ def implicit_replication() -> Iterator[None]:
         yield
     finally:
         _implicit.reset(token)
+
+
+def unseen(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, which only thinks about a call: no dispatch mode of the user's is to see that."""
+    if not torch._C._len_torch_dispatch_stack():
+        return function(*args)
+    with _disable_current_modes():
+        return function(*args)
 
 
 def is_strict() -> bool:

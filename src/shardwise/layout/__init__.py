@@ -1,7 +1,7 @@
 """Values: meshes, placements, layouts. Nothing here communicates."""
 
 from shardwise.layout.layout import Box, Layout, Placements, replicated
-from shardwise.layout.mesh import Mesh
+from shardwise.layout.mesh import Mesh, entered_mesh
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard
 from shardwise.layout.sizes import chunk_sizes, offsets
 
@@ -9,6 +9,7 @@ __all__ = [
     "Box",
     "Layout",
     "Mesh",
+    "entered_mesh",
     "Partial",
     "Placement",
     "Placements",

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from shardwise.errors import MeshError
+
+
+_entered: ContextVar[tuple[Mesh, ...]] = ContextVar("entered", default=())
+
+
+def entered_mesh() -> Mesh | None:
+    """The mesh of the innermost `with mesh:`, if it is one of ours."""
+    entered = _entered.get()
+    return entered[-1] if entered else None
 
 
 class Mesh:
@@ -103,6 +113,14 @@ class Mesh:
                 root=self,
             )
         return self._submeshes[wanted]
+
+    def __enter__(self) -> Mesh:
+        """Inside, this is the mesh of calls that are given none."""
+        _entered.set((*_entered.get(), self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _entered.set(_entered.get()[:-1])
 
     def __iter__(self) -> Iterator[str]:
         raise TypeError("a Mesh is not iterable; its axes are mesh.names")
