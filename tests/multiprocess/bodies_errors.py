@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -58,3 +59,24 @@ def bad_shapes_are_refused_before_anything_moves(mesh: Any) -> None:
         else:
             raise AssertionError("a bias that does not fit was taken")
     assert not comm.comms
+
+
+@body(2)
+def an_anomaly_on_one_rank(mesh: Any) -> None:
+    """Only the first rank's part of the gradient is no number; all ranks raise, whichever way they were asked."""
+    whole = torch.cat([torch.zeros(2), torch.ones(3)]).double()
+    found = []
+    for how in ("backward", "grad", "create_graph"):
+        for x in (whole.clone().requires_grad_(), sw.distribute_tensor(whole, mesh, [S(0)]).requires_grad_()):
+            with warnings.catch_warnings(action="ignore"), torch.autograd.detect_anomaly():  # which warns of itself
+                loss = (x.sqrt() * 0).sum() + x.cumsum(0).sum()
+                try:
+                    if how == "backward":
+                        loss.backward()
+                    else:
+                        torch.autograd.grad(loss, x, create_graph=how == "create_graph")
+                    found.append("no error")
+                except RuntimeError as error:
+                    found.append("nan values" if "returned nan values" in str(error) else str(error))
+    assert found == ["nan values"] * 6, found
+    assert_close(sw.distribute_tensor(whole, mesh, [S(0)]).sum(), whole.sum(), "afterwards")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from compare import beside
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import shardwise as sw
 from bodies import R, S, assert_close, body, doubles, leaf
@@ -46,7 +47,20 @@ def distinct() -> list[Case]:
         (lambda x: (x.bincount(), x.bincount(minlength=9)), [line]),
         (lambda x, w: x.bincount(w.detach()), [line, doubles(9)]),
         (lambda x: torch.nn.functional.one_hot(x), [line]),
+        (lambda x: torch.histogramdd(x.detach(), 2, density=True), [doubles(5, 2)]),
     ]
+
+
+def sequence(x: Tensor, h: Tensor, *weights: Tensor) -> Any:
+    """Sequences of different lengths, through a layer in both directions of time."""
+    packed = pack_padded_sequence(x, [4, 2, 1])
+    out, last = torch.gru(packed.data, packed.batch_sizes, h, list(weights), True, 1, 0.0, True, True)
+    return pad_packed_sequence(PackedSequence(out, packed.batch_sizes))[0], last, out
+
+
+def sequences() -> list[Case]:
+    weights = [doubles(6, 2), doubles(6, 2), doubles(6), doubles(6)]
+    return [(sequence, [doubles(4, 3, 2), doubles(2, 3, 2), *weights, *weights])]
 
 
 def _make(family: Callable[[], list[Case]]) -> None:
@@ -63,7 +77,7 @@ def _make(family: Callable[[], list[Case]]) -> None:
     body(2, 2)(on_two_axes)
 
 
-for _family in (chosen, distinct):
+for _family in (chosen, distinct, sequences):
     _make(_family)
 
 

@@ -114,3 +114,21 @@ def a_penalty_on_the_gradient_of_a_replicated_weight(mesh: Any) -> None:
         [R],
         "linear",
     )
+
+
+@body(2)
+def gradients_of_what_is_not_used_where_a_shard_is_empty(mesh: Any) -> None:
+    """All ranks say so, or none: whoever holds nothing of it cannot tell by itself."""
+    x, y = leaf(doubles(1), mesh, [S(0)]), leaf(doubles(1), mesh, [S(0)])
+    try:
+        torch.autograd.grad(x.sum(), [x, y])
+    except RuntimeError as error:
+        assert "not have been used" in str(error)
+    else:
+        raise AssertionError("what is not used has no gradient")
+    assert torch.autograd.grad(x.sum(), [x, y], allow_unused=True)[1] is None
+    used = torch.autograd.grad((x * y).sum(), [x, y], allow_unused=True)
+    for grad, other in zip(used, (y, x), strict=True):
+        assert_close(grad, other.detach().full_tensor())
+    zeros = torch.autograd.grad(x.sum(), [x, y], materialize_grads=True)[1]
+    assert_close(zeros, torch.zeros(1, dtype=torch.float64))

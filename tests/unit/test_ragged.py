@@ -19,6 +19,7 @@ from shardwise.layout import Layout
 from shardwise.redistribute import kernels, planner
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
+aten = torch.ops.aten
 X, DEEP = normal(5, 3), normal(3, 4, 5)
 ROWS, COLUMNS, LAST = torch.tensor([1, 0, 1]).bool(), DEEP[0, :, 0] > 0, torch.tensor([1, 0, 0, 0, 1]).bool()
 NUMBERS = torch.tensor([3, 0, 3, 3, 1, 1, 1, 1, 0, 5, 5])
@@ -82,10 +83,44 @@ CASES: dict[str, Case] = {
         lambda x, e: torch.histogram(x.detach(), e.detach()),
         [X, torch.arange(-2, 3).double()],
     ),
+    "histogram, by name": (lambda x: aten.histogram.bin_ct(x.detach(), 4, range=(-1.0, 1.0)), [X]),
+    "histogramdd": (lambda x: (torch.histogramdd(x.detach(), [2, 3, 4]), torch.histogramdd(x.detach(), 2)), [X]),
+    "histogramdd of many dims": (lambda x: torch.histogramdd(x.detach(), 2, density=True), [normal(1, 4, 3, 2)]),
+    "histogramdd, weighted": (
+        lambda x, w: torch.histogramdd(x.detach(), 2, range=[-1.0, 0, 0, 1, 0, 2], weight=w.detach(), density=True),
+        [X, normal(5)],
+    ),
+    "histogramdd between edges": (
+        lambda x, e: torch.histogramdd(x.detach(), [e.detach(), e.detach() * 2, e[1:].detach()]),
+        [X, torch.arange(-2, 3).double()],
+    ),
+    "histogramdd, by name": (
+        lambda x: (
+            aten._histogramdd_from_bin_cts(x.detach(), [2, 3, 4]),
+            aten._histogramdd_bin_edges.default(x.detach(), [2, 3, 4]),
+        ),
+        [X],
+    ),
     "unique": (lambda x: (x.unique(), torch.unique(x, sorted=False)), [NUMBERS]),
     "unique, all": (lambda x: torch.unique(x, return_inverse=True, return_counts=True), [NUMBERS.view(11, 1) % 3]),
     "unique of floats": (lambda x: x.detach().round().unique(return_counts=True), [DEEP]),
     "unique of bools": (lambda x: (x > 0).unique(return_inverse=True), [X]),
+    "unique of many floats": (
+        lambda x: (x.detach().unique(return_counts=True), (x > 0).unique(False, False, True)),
+        [X],
+    ),
+    "unique, by name": (
+        lambda x: (aten._unique2(x), aten._unique2.default(x, True, True, True), torch._unique(x, True, True)),
+        [NUMBERS],
+    ),
+    "unique rows, by name": (
+        lambda x: (aten.unique_dim(x > 0, 0), aten.unique_dim_consecutive.default(x > 0, 0)),
+        [normal(9, 2)],
+    ),
+    "unique_consecutive, by name": (
+        lambda x: (aten.unique_consecutive(x), aten.unique_consecutive(x, True)),
+        [NUMBERS],
+    ),
     "unique rows": (lambda x: (x > 0).unique(True, True, True, dim=0), [normal(9, 2)]),
     "unique columns": (lambda x: (x > 0).long().unique(return_inverse=True, dim=-1), [normal(2, 9)]),
     "unique of one column": (
@@ -197,8 +232,9 @@ LIE: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "whole": (lambda x: x[x > 0], (R, R), "[5] R"),
     "pending": (lambda x: x[rows(x)], (P(), R), "[3,3] P(sum)@a"),
     "bincount": (lambda x: (x * 0).long().flatten().bincount(), (S(0), R), "[1] P(sum)@a"),
+    "histogramdd": (lambda x: torch.histogramdd(x, 2, range=[-1.0, 1] * 3).hist, (S(0), R), "[2,2,2] P(sum)@a"),
 }
-NOTHING_TO_SAY = ("columns", "whole", "pending")
+NOTHING_TO_SAY = ("columns", "whole", "pending", "histogramdd")
 
 
 @pytest.mark.parametrize("name", LIE)
@@ -242,8 +278,9 @@ def test_only_what_is_distinct_is_gathered() -> None:
 def test_much_that_is_distinct_stays_apart() -> None:
     d = place(torch.arange(9000).flip(0) * 2 // 3, S(0))
     with CommDebugMode() as comm, sw.strict():
-        values = d.unique()
-    assert torch.equal(values.full_tensor(), torch.arange(6000)) and values.placements == (S(0),)
+        values, (_, counts) = d.unique(), d.unique(return_counts=True)
+    assert torch.equal(values.full_tensor(), torch.arange(6000)) and values.placements == counts.placements == (S(0),)
+    assert torch.equal(counts.full_tensor(), torch.tensor([2, 1]).repeat(3000))
     assert max(c.bytes for c in comm.comms if c.kind == "all_gather") <= 32
 
 
@@ -278,6 +315,10 @@ BAD: dict[str, Callable[[Tensor], Any]] = {
     "repeat_interleave": lambda x: x.repeat_interleave((x[:, 0] * 9).long(), 0),
     "one_hot": lambda x: torch.nn.functional.one_hot((x * 9).long()),
     "unique of a dim": lambda x: x.unique(dim=2),
+    "histogramdd, too many bins": lambda x: torch.histogramdd(x, [2, 2]),
+    "histogramdd, a range": lambda x: torch.histogramdd(x, 2, range=[0.0, 1]),
+    "histogramdd, weights": lambda x: torch.histogramdd(x, 2, weight=x[:3, 0]),
+    "histogramdd, of none": lambda x: torch.histogramdd(x / 0, 2),
 }
 
 

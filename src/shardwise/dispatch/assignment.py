@@ -107,6 +107,8 @@ def _is_lone_mask(items: Sequence[Any]) -> bool:
 
 
 def _copy(view: DTensor, lost: Sequence[int], value: Any) -> None:
+    if _expanded_dims(view):
+        torch.zeros(()).expand(2)[:] = 0  # torch refuses
     if not isinstance(value, Tensor):
         view.fill_(value)
     elif not value.dim():
@@ -132,10 +134,41 @@ def _fill(view: DTensor, chosen: Sequence[Tensor | None], value: Any) -> None:
     view.masked_fill_(mask.reshape(*mask.shape, *[1] * (view.ndim - at - mask.dim())), one)
 
 
-def _put(view: DTensor, indices: Sequence[Tensor | None], value: Any) -> None:
+def _put(view: Any, indices: Sequence[Tensor | None], value: Any) -> None:
     if not isinstance(value, Tensor):
         value = torch.tensor(value, dtype=view.dtype)
+    free = [dim for dim in _expanded_dims(view) if dim >= len(indices) or indices[dim] is None]
+    if free:
+        torch.zeros(()).expand(2)[[0]] = 0  # torch warns
+    for dim in free:
+        value = _last(value, _place_of(dim, view, indices))
+        view = view.narrow(dim, 0, 1)
     torch.ops.aten.index_put_.default(view, list(indices), value)
+
+
+def _expanded_dims(view: DTensor) -> list[int]:
+    """The dims along which all elements are one in memory. Torch fills such a part by indices, with a warning, and not
+    otherwise. On all ranks alike: a dim that is cut is not looked at."""
+    layout = view._layout
+    with _disabled():
+        steps = view.stride()
+    return [d for d, step in enumerate(steps) if not step and layout.shape[d] > 1 and not layout.splits[d]]
+
+
+def _place_of(dim: int, view: DTensor, indices: Sequence[Tensor | None]) -> int:
+    """The dim, counted from the last, of a value for the places that indices name in which it has a dim of the view
+    that none of them names."""
+    every = [*indices, *[None] * (view.ndim - len(indices))]
+    rest = [d for d in range(view.ndim) if every[d] is None]
+    after = len(rest) - 1 - rest.index(dim)
+    if rest.index(dim) < _first(range(view.ndim), every):
+        after += len(torch.broadcast_shapes(*(item.shape for item in indices if item is not None)))
+    return -1 - after
+
+
+def _last(value: Tensor, dim: int) -> Tensor:
+    """Of values that are written to one place, the last."""
+    return value.narrow(dim, -1, 1) if value.dim() >= -dim and value.shape[dim] > 1 else value
 
 
 def _as_written(view: DTensor, lost: Sequence[int], indices: Sequence[Tensor | None], value: Tensor) -> Tensor:

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, _engine_run_backward, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.dispatch.anomalies import run_backward
+from shardwise.dispatch.nodes import Handles, nodes_of
 from shardwise.dispatch.special import handles, shards_of
 from shardwise.errors import HookError
+from shardwise.layout import Mesh
 from shardwise.redistribute import alone, anchors, forget, let_go, owing, pay, second_order, tied, trail
 from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, localise
 
@@ -21,6 +24,7 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled
 _enabled = torch._C._is_torch_function_enabled
 _numel = torch._C.TensorBase.numel
+_anomaly = torch._C.is_anomaly_enabled
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _put_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
@@ -46,7 +50,7 @@ def _backward(
     """`loss.backward()`, straight from Python. The ordinary case, a whole scalar and no options, needs no thought."""
     facts = self.__dict__
     simple = gradient is None and inputs is None and not create_graph and len(facts) == 1  # nothing but a layout
-    if simple and _enabled() and self._layout.numel == 1 and not self._layout.has_pending:
+    if simple and _enabled() and not _anomaly() and self._layout.numel == 1 and not self._layout.has_pending:
         forget()
         with _disabled():
             seed = torch.ones_like(self)
@@ -81,14 +85,14 @@ def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: 
     to_reach = () if inputs is None else (*_flat(_as_list(inputs)), *anchors())
     options = {"allow_unreachable": True, "accumulate_grad": True}
     if not create:
-        _engine_run_backward(roots, seeds, bool(retain), False, to_reach, **options)
+        run_backward(_meshes(tensors), roots, seeds, bool(retain), False, to_reach, **options)
     else:
-        below = second_order([root.grad_fn for root in roots])
+        below = second_order(nodes_of(roots))
         let_go()
         leaves = below if inputs is None else _flat(_as_list(inputs))
         before = [_raw_grad(leaf) for leaf in leaves]
         with trail() as recorded:
-            _engine_run_backward(roots, seeds, retain is not False, True, to_reach, **options)
+            run_backward(_meshes(tensors), roots, seeds, retain is not False, True, to_reach, **options)
         let_go()
         recorded += _next_reached(roots, below, retain)
         for leaf, old in zip(leaves, before, strict=True):
@@ -96,6 +100,10 @@ def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: 
                 _set_raw_grad(leaf, tied([grad], recorded)[0])
     if owing:
         pay()
+
+
+def _meshes(tensors: Sequence[Any]) -> list[Any]:
+    return list(dict.fromkeys(x._layout.mesh for x in tensors if isinstance(x, DTensor)))
 
 
 def _next_reached(roots: Sequence[Tensor], leaves: Sequence[Tensor], retain: bool | None) -> list[Tensor]:
@@ -125,11 +133,12 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
     forget()
     roots, seeds = _roots(outputs, [None] * len(outputs) if gradients is None else _as_list(gradients))
     create, retain, unused = (given.get(name) for name in ("create_graph", "retain_graph", "allow_unused"))
-    below = second_order([root.grad_fn for root in roots]) if create else []
+    below = second_order(nodes_of(roots)) if create else []
     materialize = bool(given.get("materialize_grads", False))
     flat = _flat(inputs)
     with alone(), trail() as recorded:
-        found: Sequence[Tensor | None] = _engine_run_backward(
+        found: Sequence[Tensor | None] = run_backward(
+            _meshes(outputs),
             roots,
             seeds,
             bool(create) if retain is None else retain,
@@ -138,13 +147,12 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
             True,  # anchors may be
             accumulate_grad=False,
         )[: len(flat)]
-    if not (materialize if unused is None else unused):
-        found = _of_empty_shards(inputs, found)
-        if any(grad is None for grad in found):
-            raise RuntimeError(
-                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
-                "if this is the desired behavior."
-            )
+    found = _of_empty_shards(inputs, found)
+    if not (materialize if unused is None else unused) and any(grad is None for grad in found):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
+            "if this is the desired behavior."
+        )
     if create:
         recorded += _next_reached(roots, below, retain)
     in_order = iter(found)
@@ -160,15 +168,26 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
     return tuple(results)
 
 
-def _of_empty_shards(inputs: Sequence[Any], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Gradients, with those that can only be empty: an empty shard has one even if torch has none. Other ranks do."""
-    with _disabled():
-        shards = [(shard, isinstance(x, DTensor)) for x in inputs for shard in shards_of(x)]
-        pairs = zip(shards, grads, strict=True)
-        return tuple(
-            torch.zeros_like(x) if grad is None and is_shard and not _numel(x) else grad
-            for (x, is_shard), grad in pairs
-        )
+def _of_empty_shards(inputs: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients, with those that can only be empty: an empty shard has one, even if torch has none, if others do."""
+    in_order = iter(grads)
+    found: list[Tensor | None] = []
+    for x in inputs:
+        shards = shards_of(x) if isinstance(x, DTensor) else (x,)
+        own = [grad for _, grad in zip(shards, in_order)]
+        if isinstance(x, DTensor) and x._layout.has_empty:
+            with _disabled(), torch.no_grad():
+                lacking = [grad is None and bool(_numel(shard)) for shard, grad in zip(shards, own, strict=True)]
+                if not _anywhere(x._layout.mesh, lacking):
+                    own = [torch.zeros_like(y) if grad is None else grad for y, grad in zip(shards, own, strict=True)]
+        found += own
+    return found
+
+
+def _anywhere(mesh: Mesh, held: Sequence[bool]) -> bool:
+    """Whether something holds for any rank."""
+    flags = [torch.tensor(int(flag), device=mesh.device_type) for flag in held]
+    return bool(mesh.port.all_reduce(flags, mesh, tuple(range(mesh.ndim)), "max")[0])
 
 
 def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[tuple, tuple]:
@@ -176,6 +195,7 @@ def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tup
     roots: list[Tensor] = []
     seeds: list[Tensor | None] = []
     for x, gradient in zip(tensors, gradients, strict=True):
+        _refuse_edge(x)
         if isinstance(x, DTensor):
             x = _settled(x)
             seeds += _seed(x, gradient)
@@ -220,7 +240,16 @@ def _uses(x: DTensor) -> tuple[Tensor, ...]:
     return shards_of(localise(x))  # type: ignore[arg-type]
 
 
+def _refuse_edge(x: Any) -> None:
+    if isinstance(x, GradientEdge):
+        raise NotImplementedError(
+            "an edge of the graph leads to one rank's shard; give backward and grad the DTensor itself, not its edge"
+        )
+
+
 def _flat(tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+    for x in tensors:
+        _refuse_edge(x)
     return tuple(shard for x in tensors for shard in (shards_of(x) if isinstance(x, DTensor) else (x,)))
 
 
@@ -243,28 +272,12 @@ def _post_accumulate_hook(func: Callable, args: tuple, kwargs: dict[str, Any]) -
         arrived[0] += 1
         if arrived[0] == total:
             arrived[0] = 0
-            hook(tensor())
+            if hook(tensor()) is not None:
+                raise RuntimeError("Tensor post accumulate grad hooks should return None.")
 
     with _disabled():
         handles = [func(shard, when_complete) for shard in shards_of(x)]
-    return handles[0] if total == 1 else _Handles(handles)
-
-
-class _Handles:
-    """Several hook handles as one."""
-
-    def __init__(self, handles: Sequence[Any]) -> None:
-        self.handles = handles
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def __enter__(self) -> _Handles:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.remove()
+    return handles[0] if total == 1 else Handles(handles)
 
 
 @handles(Tensor.register_hook)

@@ -370,6 +370,8 @@ def _simplified(plan: Steps, lowered: Lowered, args: tuple, kwargs: dict[str, An
         return plan
     if len(step.targets) != 1:  # of several results the call returns one
         return plan
+    if lowered.calls[0].local is None:  # a function in Python (`2.0 - x`), whose floats and dtypes the trace has read
+        return plan
     slots = [position for position, arg in enumerate(step.args) if isinstance(arg, Slot)]
     if len(slots) != 1 or not args or not isinstance(args[0], Tensor) or any(_holds_slot(a) for a in step.args):
         return plan

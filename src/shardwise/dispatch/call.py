@@ -245,6 +245,8 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
             raise refusal
     if any(call.name.startswith("as_strided") for call in trace.calls) and not all(x.replicated for x in layouts):
         return ContiguousOnly(_gathered(func, args, kwargs, layouts)), False
+    if trace.output is NotImplemented:
+        return left_to_others, False
     if not _covered(trace.output) or _lost_constants(trace, device):
         return _gathered(func, args, kwargs, layouts), False
     try:
@@ -283,7 +285,7 @@ def _layout_of_one_view(lowered: Lowered) -> Layout | None:
     if len(lowered.calls) != 1 or not runs_in_cpp(lowered.mesh) or not isinstance(lowered.trace.output, Value):
         return None
     (call,) = lowered.calls
-    moved = any(call.moves) or any(call.out_moves)
+    moved = any(call.moves) or any(call.out_moves) or (call.local is not None and call.local.groups)
     return None if moved or call.gathers else lowered.layouts[lowered.trace.output.index]
 
 
@@ -302,6 +304,11 @@ def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
 def _covered(output: Any) -> bool:
     """Whether a traced call returned something made of tensors, not a number read off a meta tensor."""
     return bool(flat_values(output)) or output is None
+
+
+def left_to_others(args: tuple, kwargs: dict[str, Any] | None) -> Any:
+    """An operator that does not know the other operand."""
+    return NotImplemented
 
 
 def _has_tensor_indices(index: Any) -> bool:

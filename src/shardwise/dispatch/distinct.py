@@ -1,4 +1,4 @@
-"""What is distinct in a tensor, and how often it is there: each rank knows it of what it holds, and little travels."""
+"""What is distinct in a tensor: each rank knows it of what it holds, and little travels."""
 
 from __future__ import annotations
 
@@ -7,107 +7,29 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm.ranked import shards_of
-from shardwise.dispatch.fallback import keeps_shards
+from shardwise.dispatch.counts import of_all
+from shardwise.dispatch.fallback import forms, keeps_shards
 from shardwise.dispatch.ragged import (
-    Axes,
     axes_of,
-    cut,
     in_order,
     joined,
     leading,
     lengths,
-    mesh_of,
-    on_mesh,
     shards_in,
-    sizes_of,
     told,
     with_sizes,
 )
 from shardwise.dispatch.subscripts import everywhere
-from shardwise.layout import Layout, Mesh, Partial
+from shardwise.layout import Layout
 from shardwise.layout.sizes import offsets
 from shardwise.redistribute import Group
-from shardwise.rules.indices import padded
 from shardwise.tensor import DTensor, wrap
 
 aten = torch.ops.aten
 _disabled = torch._C.DisableTorchFunctionSubclass
-
-
-# How often
-
-
-@keeps_shards(torch.bincount, Tensor.bincount, aten.bincount, aten.bincount.default)
-def _bincount(x: Any, weights: Any = None, minlength: int = 0) -> DTensor:
-    """Each rank counts what it holds, as far as the largest number of all. The sum is pending."""
-    mesh = mesh_of(x, weights)
-    tensors = [on_mesh(tensor, mesh) for tensor in (x, weights) if tensor is not None]
-    axes = axes_of(tensor._layout.splits[0] for tensor in tensors) if len(x) else ()
-    sizes = sizes_of([(tensor._layout, 0) for tensor in tensors], axes)
-    local = [shards_in(tensor, cut(tensor._layout, 0, axes, sizes, range(1))) for tensor in tensors]
-    group = Group(mesh, axes, [])
-    ends = told(group, group.map(_ends, local[0]))
-    if min(low for low, _ in ends) < 0:
-        torch.bincount(torch.tensor([-1]))  # torch refuses
-    counts = group.map(_counts, max(minlength, *(high + 1 for _, high in ends)), len(x) > 0, *local)
-    return _of_all(counts, _pending(mesh, axes))
-
-
-def _ends(x: Tensor) -> Tensor:
-    """The smallest number and the largest one."""
-    return torch.stack(x.long().aminmax()) if x.numel() else torch.tensor([0, -1], device=x.device)
-
-
-def _counts(length: int, some: bool, x: Tensor, weights: Tensor | None = None) -> Tensor:
-    if x.numel() or not some:
-        return torch.bincount(x, weights, minlength=length)
-    if weights is None:
-        return torch.zeros(length, dtype=torch.long, device=x.device)
-    return torch.bincount(padded(x, [0]), padded(weights, [0]), minlength=length)  # zeros of the right dtype
-
-
-@keeps_shards(torch.histogram, Tensor.histogram)
-def _histogram(x: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
-    """Each rank counts what it holds, over the range of all. The sum is pending."""
-    if not x.numel():
-        return NotImplemented
-    mesh = mesh_of(x, bins, weight)
-    x = on_mesh(x, mesh)
-    if range is None and not isinstance(bins, Tensor):
-        range = [end.item() for end in x.detach().aminmax()]
-    layout = x._layout.with_(pending=[None] * mesh.ndim)
-    edges = shards_in(on_mesh(bins, mesh), Layout(mesh, bins.shape)) if isinstance(bins, Tensor) else bins
-    weights = None if weight is None else shards_in(on_mesh(weight, mesh), layout)
-    local = Group(mesh, (), []).map(_histogram_here, shards_in(x, layout), edges, range, weights)
-    hist, edges = _of_all(local[0], _pending(mesh, axes_of(layout.splits))), _of_all(local[1], _pending(mesh, ()))
-    return torch.return_types.histogram((hist / (hist.sum() * edges.diff()) if density else hist, edges))
-
-
-def _histogram_here(x: Tensor, bins: Any, range: Any, weight: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(torch.histogram(x, bins, weight=weight, **({} if range is None else {"range": range})))
-
-
-def _pending(mesh: Mesh, axes: Axes) -> Layout:
-    """The layout of any number of numbers that every rank has, to be added up over some axes."""
-    return Layout(mesh, (0,), pending=[Partial("sum") if axis in axes else None for axis in range(mesh.ndim)])
-
-
-def _of_all(local: Tensor, like: Layout, dim: int = 0) -> DTensor:
-    """What is equally long on all ranks."""
-    return joined(Group(like.mesh, (), []), local, dim, like)
-
-
-@keeps_shards(F.one_hot)
-def _one_hot(x: Any, num_classes: int = -1) -> Tensor:
-    """As many classes as the largest number says."""
-    low, high = (int(end) for end in x.aminmax())
-    if low < 0:
-        F.one_hot(torch.tensor([low]))  # torch refuses
-    return F.one_hot(x, high + 1)
 
 
 # What is distinct
@@ -127,20 +49,25 @@ def _unique(
     values, inverse, counts = group.map(_distinct, shards_in(x, layout), dim, sorted, return_inverse, return_counts)
     if axes:
         sizes = lengths(group, values, along)
-        if dim is None and not (return_inverse or return_counts) and sum(sizes) > x.numel() // group.size:
-            parts = wrap(values, with_sizes(Layout(layout.mesh, (0,), (axes,)), 0, sizes))
-            return _unique_consecutive(parts.sort().values)  # so many that no rank should hold them all
+        if dim is None and not return_inverse and sum(sizes) > x.numel() // group.size:
+            parts = _row(group, group.map(torch.flatten, shards_in(x, layout)) if return_counts else values)
+            return _unique_consecutive(parts.sort().values, False, return_counts)  # too many for one rank to hold
         values, places, _ = group.map(_distinct, group.gather(values, along, sizes), dim, sorted, True, False)
         if return_inverse:
             inverse = group.map(_looked_up, places, inverse, group.index(), offsets(sizes))
         if return_counts:
             counts = group.map(_added, places, group.gather(counts, 0, sizes), values, along)
-    out = [_of_all(values, Layout(layout.mesh, (0,) if dim is None else x.shape), along)]
+    out = [of_all(values, Layout(layout.mesh, (0,) if dim is None else x.shape), along)]
     if return_inverse:
         out.append(wrap(inverse, _of_elements(layout, dim)))
     if return_counts:
         out.append(wrap(counts, Layout(layout.mesh, (out[0].shape[along],))))
     return tuple(out) if len(out) > 1 else out[0]
+
+
+def _row(group: Group, local: Tensor) -> DTensor:
+    """What the ranks have, one after another."""
+    return joined(group, local, 0, Layout(group.mesh, (0,), (group.axes,)))
 
 
 def _one(x: Any, return_inverse: bool, return_counts: bool) -> Any:
@@ -167,6 +94,37 @@ def _of_elements(layout: Layout, dim: int | None) -> Layout:
     if dim is None:
         return layout
     return Layout(layout.mesh, (layout.shape[dim],), (layout.splits[dim],), sizes=(layout.sizes[dim],))
+
+
+@keeps_shards(torch._unique2, *forms(aten._unique2))
+def _unique2(x: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
+    return _all_of(_unique(x, sorted, return_inverse, return_counts), (return_inverse, return_counts))
+
+
+@keeps_shards(torch._unique, *forms(aten._unique))
+def _unique1(x: Any, sorted: bool = True, return_inverse: bool = False) -> Any:
+    return _all_of(_unique(x, sorted, return_inverse), (return_inverse,))
+
+
+@keeps_shards(*forms(aten.unique_dim))
+def _unique_dim(
+    x: Any, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> Any:
+    asked = _asked(x, return_inverse, return_counts)
+    return _all_of(_unique(x, sorted, *asked, dim), asked)
+
+
+def _asked(x: Any, *flags: bool) -> tuple[bool, ...]:
+    """On the CPU torch returns everything about a dim, asked for or not."""
+    return tuple(flag or x.device.type == "cpu" for flag in flags)
+
+
+def _all_of(found: Any, asked: Sequence[bool]) -> tuple[Any, ...]:
+    """What ops return: nothing in the place of what was not asked for."""
+    values, *rest = found if isinstance(found, tuple) else (found,)
+    given = iter(rest)
+    nothing = torch.empty(0, dtype=torch.long, device=values.device)
+    return values, *(next(given) if flag else everywhere(nothing, values._layout.mesh) for flag in asked)
 
 
 # What is distinct from what comes before it
@@ -197,6 +155,17 @@ def _unique_consecutive(
     if return_counts:
         out.append(wrap(counts, with_sizes(Layout(mesh, (0,), (axes,)), 0, sizes)))
     return tuple(out) if len(out) > 1 else out[0]
+
+
+@keeps_shards(*forms(aten.unique_consecutive))
+def _consecutive(x: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None) -> Any:
+    return _all_of(_unique_consecutive(x, return_inverse, return_counts, dim), (return_inverse, return_counts))
+
+
+@keeps_shards(*forms(aten.unique_dim_consecutive))
+def _dim_consecutive(x: Any, dim: int, return_inverse: bool = False, return_counts: bool = False) -> Any:
+    asked = _asked(x, return_inverse, return_counts)
+    return _all_of(_unique_consecutive(x, *asked, dim), asked)
 
 
 def _first_run(counts: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
 
 from shardwise.comm import ranked
 from shardwise.dispatch.special import shards_of
@@ -186,8 +188,15 @@ def _as_tuple(value: Any) -> tuple:
     return value if isinstance(value, tuple) else (value,)
 
 
+_ONCE = once_differentiable(lambda ctx: None).__code__
+
+
 def _derive(cls: Any) -> Any:
     """The user's function as a function of shards."""
+    user = cls.backward if cls.vjp is Function.vjp else cls.vjp
+    once = getattr(user, "__code__", None) is _ONCE  # the decorator works in C++: it must have the shards
+    if once:
+        user = user.__wrapped__
 
     def forward(ctx: Any, call: _Call, *flat: Any, **kwargs: Any) -> tuple:
         ctx.call = call
@@ -206,7 +215,6 @@ def _derive(cls: Any) -> Any:
         gradients: list[Any] = _join_gradients(flat, ctx.call.outputs)
         if getattr(cls, "boxed_grads_call", False):
             gradients = [gradients]
-        user = cls.backward if cls.vjp is Function.vjp else cls.vjp
         result = list(_as_tuple(user(ctx, *gradients)))
         wanted = len(ctx.call.inputs)
         while len(result) > wanted and result[-1] is None:
@@ -223,7 +231,7 @@ def _derive(cls: Any) -> Any:
         (cls,),
         {
             "forward": staticmethod(forward),
-            "backward": staticmethod(backward),
+            "backward": staticmethod(once_differentiable(backward) if once else backward),
             "vjp": staticmethod(Function.vjp),
             "setup_context": staticmethod(Function.setup_context),
             "boxed_grads_call": False,
@@ -240,3 +248,50 @@ def _derive(cls: Any) -> Any:
 
 
 Function.apply = classmethod(_apply_anything)  # type: ignore[assignment, method-assign]
+
+
+# Whoever listens for saved tensors (a checkpoint, offloading) sees shards. C++ would hand a DTensor on as it is: with
+# the data of a shard, and in Python the shape of the whole.
+
+
+def _as_saved(x: Any) -> Any:
+    if not isinstance(x, DTensor):
+        return x
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        shard: Any = torch._C.TensorBase.as_subclass(x, Tensor)
+    if x.__dict__.get("_is_param"):
+        shard._is_param = True  # listeners leave parameters where they are
+    return shard
+
+
+_listen = saved_tensors_hooks.__init__
+
+
+@functools.wraps(_listen)
+def _listen_to_shards(self: Any, pack_hook: Callable, unpack_hook: Callable) -> None:
+    heard = pack_hook if isinstance(pack_hook, torch.fx.GraphModule) else lambda x: pack_hook(_as_saved(x))
+    _listen(self, heard, unpack_hook)
+
+
+saved_tensors_hooks.__init__ = _listen_to_shards  # type: ignore[method-assign]
+
+
+# A checkpoint keeps the arguments that it recomputes from as autograd keeps tensors. Where somebody listens for these
+# (another checkpoint around it, offloading), C++ hands on a detached shard.
+
+
+def _keep_arguments(frame: Any) -> None:
+    save, get = frame.save_inputs, frame.get_inputs
+
+    def save_inputs(self: Any, *args: Any) -> None:
+        self.layouts = _layouts(args)
+        save(self, *_flat(args))
+
+    def get_inputs(self: Any) -> list[Any]:
+        return _join(get(self), self.layouts)
+
+    frame.save_inputs, frame.get_inputs = save_inputs, get_inputs
+
+
+if hasattr(checkpoint._CheckpointFrame, "save_inputs"):  # since torch 2.13; before, it was a function like the above
+    _keep_arguments(checkpoint._CheckpointFrame)

@@ -48,7 +48,9 @@ def key_of(value: Any) -> Any:
         return _plain_tensor(value)
     if cls is dict:
         return tuple((name, key_of(item)) for name, item in value.items())
-    if cls is complex:
+    if isinstance(value, float):
+        return key_of(float(value))  # numpy's are Python's as well
+    if isinstance(value, complex):
         return complex if isfinite(value) else str(value)
     try:
         hash(value)
@@ -105,7 +107,7 @@ def _collect(values: Any, found: list[Any]) -> None:
         if isinstance(value, Tensor):
             found.append(value.dtype)
             found.append(value.requires_grad)
-        elif value.__class__ is float or value.__class__ is complex:
+        elif isinstance(value, (float, complex)):
             found.append(value if value and value == value else str(value))  # zeros by sign; NaN is NaN
         elif value.__class__ is list or value.__class__ is tuple:
             _collect(value, found)

@@ -185,12 +185,13 @@ class OnNothing:
 
 
 def _is_empty_expanded(x: Tensor) -> bool:
-    """Of what is not a view, the strides of nothing mean nothing."""
+    """Of what is not a view, the strides of nothing mean nothing; nor do they if it already had such."""
     with _disabled():
-        sizes = _size(x)
-        return (
-            0 in sizes and x._is_view() and any(n > 1 and not step for n, step in zip(sizes, x.stride(), strict=True))
-        )
+        return 0 in _size(x) and x._is_view() and _repeats(x) and not _repeats(x._base)  # type: ignore[arg-type]
+
+
+def _repeats(x: Tensor) -> bool:
+    return any(n > 1 and not step for n, step in zip(_size(x), x.stride(), strict=True))
 
 
 def _small(x: Tensor) -> Tensor:

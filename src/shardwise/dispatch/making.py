@@ -1,9 +1,9 @@
 """Tensors that torch's own code makes beside the DTensors it was given.
 
-A distribution draws from `torch.rand(shape)`, `nn.init.sparse_` picks rows by `torch.randperm`. What torch makes of
-nothing but numbers is the same on every rank, and so is what it draws while the ranks are in step: inside such code,
-where DTensors are at hand, it is made on their mesh, replicated. Which code that is is read off torch: functions and
-methods of `torch.distributions` that name a factory.
+A distribution draws from `torch.rand(shape)`, `nn.init.sparse_` picks rows by `torch.randperm`, pruning draws channels.
+What torch makes of nothing but numbers is the same on every rank, and so is what it draws while the ranks are in step:
+inside such code, where DTensors are at hand, it is made on their mesh, replicated. Which code that is is read off
+torch: functions and methods of `torch.distributions` that name a factory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributions, nn
 from torch.distributions.utils import lazy_property
+from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 
 from shardwise.dispatch.randomness import check_in_step
@@ -48,7 +49,7 @@ class _OnMesh(TorchFunctionMode):
         return distribute_tensor(func(*args, **kwargs), self.mesh, src_data_rank=None)
 
 
-HOMES = ("torch.distributions", "torch.nn.init")
+HOMES = ("torch.distributions", "torch.nn.init", "torch.nn.utils.prune")
 
 
 def _on_mesh(function: Callable) -> Callable:
@@ -120,6 +121,7 @@ def _watch_distributions() -> None:
 
 _watch_distributions()
 nn.init.sparse_ = _on_mesh(nn.init.sparse_)
+prune.RandomStructured.compute_mask = _on_mesh(prune.RandomStructured.compute_mask)  # type: ignore[method-assign]
 
 
 # Methods that make tensors from nothing but numbers

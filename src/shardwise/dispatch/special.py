@@ -50,7 +50,7 @@ def _getters(*names: str) -> list[Any]:
 
 @handles(
     *_getters(
-        *("dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "_version", "output_nr", "names", "name"),
+        *("dtype", "device", "layout", "requires_grad", "is_leaf", "_version", "output_nr", "names", "name"),
         *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_nested"),
         *(
             "is_mps",
@@ -78,6 +78,7 @@ def _getters(*names: str) -> list[Any]:
         Tensor.is_coalesced,
     ),
     *(Tensor.storage_offset, Tensor.data_ptr, Tensor.untyped_storage, Tensor.dense_dim, Tensor.is_shared),
+    Tensor.__dir__,  # asked for by tracebacks, on one rank alone
     *(torch.result_type, torch.can_cast, torch._has_compatible_shallow_copy_type),
 )
 def _of_the_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -156,12 +157,17 @@ def _to_number(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(_whole(x), **kwargs)
 
 
-@handles(
-    *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__contains__),
-    *(Tensor.__dlpack__, Tensor.__dlpack_device__),
-)
+@handles(Tensor.tolist, Tensor.__contains__, Tensor.__dlpack_device__)
 def _to_python(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*(_whole(arg) for arg in args), **kwargs)
+
+
+@handles(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+def _to_array(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    x, *rest = args
+    if x.requires_grad and not kwargs.get("force"):  # torch refuses, in its own words
+        return func(torch.zeros((), dtype=x.dtype, requires_grad=True), *rest, **kwargs)
+    return func(_whole(x), *rest, **kwargs)
 
 
 @handles(Tensor.__format__)
@@ -218,6 +224,17 @@ def _reshape_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DT
         for shard in shards_of(x):
             func(shard, *args[1:], **kwargs)
     x._layout = layout
+    return x
+
+
+@handles(Tensor.resize_, Tensor.resize_as_, torch.resize_as_)
+def _resize_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """To the size that it has: nothing happens, however it lies in memory."""
+    x, *sizes = args
+    wanted = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    wanted = wanted.shape if isinstance(wanted, Tensor) else wanted
+    if kwargs or not isinstance(x, DTensor) or x.requires_grad or tuple(wanted) != x.shape:
+        return NotImplemented
     return x
 
 
@@ -335,7 +352,20 @@ def _data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     out = wrap(shards[0] if len(shards) == 1 else ranked(shards), args[0]._layout)
     if isinstance(args[0], CopiedView):
         watch_view(out, args[0])
+    if func == _GET_DATA and args[0].requires_grad and not args[0].is_leaf:
+        args[0]._moved = _Unshared()
     return out
+
+
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class _Unshared(dict[Any, Any]):
+    """What was moved of a tensor within the graph whose `data` were handed out: nothing is kept, as nobody would hear
+    of a write. (What was moved of a leaf is forgotten with every such write.)"""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
 
 
 @handles(Tensor.data.__set__)  # type: ignore[attr-defined]
@@ -350,6 +380,7 @@ def _set_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
                 func(shard, new.new_empty(0, dtype=_another(new.dtype)))  # lets go of what accumulates old shards
             func(shard, new)
     x._layout = value._layout
+    x.__dict__.pop("_moved", None)
     if gradient is not None:
         x.grad = gradient if gradient.shape == x.shape else None
 

@@ -2,9 +2,9 @@
 `torch.compile` leaves DTensors to us.
 
 `torch.func` and forward-mode differentiation wrap tensors in C++, which knows only the shard, and collectives are not
-part of what they transform. `torch.jit.trace` and `make_fx` write down what happens to plain tensors. `torch.compile`
-runs what it does not trace as it is: with DTensors that is everything that touches them, which gives the right results,
-and compiles what does not.
+part of what they transform. `torch.export`, `torch.jit.trace` and `make_fx` write down what happens to plain tensors.
+`torch.compile` runs what it does not trace as it is: with DTensors that is everything that touches them, which gives
+the right results, and compiles what does not.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def _guard_traces(home: Any, name: str) -> None:
         held = [x for leaf in leaves if isinstance(leaf, nn.Module) for x in leaf.parameters()]
         if any(isinstance(x, DTensor) for x in (*leaves, *held)) and _enabled():
             raise TransformError(
-                "torch.jit.trace and make_fx write down what happens to plain tensors: of a DTensor they would see one "
-                "rank's shard. Trace the program on plain tensors"
+                "torch.export, torch.jit.trace and make_fx write down what happens to plain tensors: of a DTensor they "
+                "would see one rank's shard. Trace the program on plain tensors"
             )
         return original(*args, **kwargs)
 
@@ -90,6 +90,7 @@ _guard_traces(jit_trace, "_trace_impl")
 for _home in (jit_trace, torch.jit):
     _guard_traces(_home, "trace_module")
 _guard_traces(proxy_tensor._MakefxTracer, "trace")
+_guard_traces(torch.export, "export")
 
 
 @handles(torch._make_dual, torch._unpack_dual)

@@ -21,14 +21,17 @@ import torch
 from torch import Tensor
 
 from shardwise.dispatch.memory import copied, lies_plainly, on_one_device
+from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout
+from shardwise.redistribute import forget
 from shardwise.tensor import DTensor, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _on_shard = torch._C._disabled_torch_function_impl
 _stride = torch._C.TensorBase.stride
+_requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 
 WayBack = Callable[[DTensor, DTensor], Any]
 
@@ -126,24 +129,33 @@ class OfCopies:
         def as_usual(x: Tensor) -> Tensor:
             if not isinstance(x, CopiedView):
                 return x
-            made: Any = wrap(localise(x), x._layout)
-            if isinstance(x, Part):
-                made._strides = x._strides
+            made: Any = x if isinstance(x, Part) else wrap(localise(x), x._layout)
             given[id(made)] = x
             return made
 
         args, kwargs = map_tensors(args, as_usual), map_tensors(kwargs or {}, as_usual)
+        parts = [x for x in given.values() if isinstance(x, Part)]
+        for x in parts:  # to the function they are what they are on ranks that show their strides: uses share moves
+            x.__class__ = DTensor  # type: ignore[assignment]
+        try:
+            return self._run(args, kwargs, given)
+        finally:
+            for x in parts:
+                if x.__class__ is DTensor:
+                    x.__class__ = Part
+
+    def _run(self, args: tuple, kwargs: dict[str, Any], given: dict[int, CopiedView]) -> Any:
         if self.function in MAY_COPY and "_strides" in args[0].__dict__ and not is_view(self.function, args, kwargs):
             return self.function(_fresh(args[0]), *args[1:], **kwargs)
         out = self.function(*args, **kwargs)
         by_storage = {storage_of(x): x for x in given.values()}
         results = flat_tensors(out)
-        parts = []
+        parts: list[int] = []
         for at, x in enumerate(results):
             if x.__class__ is CopiedView:
                 _outdate_with(x, given)
             copy = by_storage.get(storage_of(x)) if x.__class__ in (DTensor, Part) and id(x) not in given else None
-            if isinstance(copy, Part):
+            if copy.__class__ is DTensor:  # a part
                 if x.__class__ is DTensor:
                     parts.append(at)
             elif copy is not None:
@@ -199,6 +211,8 @@ class Writes:
         self.plan, self.name, self.positions = plan, name, positions
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        if not _is_recorded(args, kwargs):
+            forget()
         if not _copies:
             return self.plan(args, kwargs)
         tensors = flat_tensors((args, kwargs or {}))
@@ -207,6 +221,15 @@ class Writes:
         out = self.plan(args, kwargs)
         carry_on(written)
         return out
+
+
+def _is_recorded(args: tuple, kwargs: dict[str, Any] | None) -> bool:
+    """Whether autograd takes note of a write. It does not hear of writes to `x.data`, and then whoever remembers what
+    was moved of `x` does not either."""
+    x = args[0] if args else None
+    if x.__class__ is list and x:
+        x = x[0]
+    return x.__class__ is DTensor and not (kwargs and "out" in kwargs) and _on_shard(_requires_grad, (), (x,))  # type: ignore[call-arg]
 
 
 # Views and copies on one device
@@ -259,7 +282,7 @@ def is_view(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
 def _is_view(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     if lies_plainly(args[0]):
         return True
-    return all(view is not None for view in _views_on_one_device(function, args, kwargs))
+    return all(view is not None for view in unseen(_views_on_one_device, function, args, kwargs))
 
 
 MOST = 4096
@@ -274,7 +297,7 @@ def _lying(x: DTensor) -> tuple:
 def _strides_of_views(
     function: Callable, args: tuple, kwargs: dict[str, Any], positions: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    views = _views_on_one_device(function, args, kwargs)
+    views = unseen(_views_on_one_device, function, args, kwargs)
     return [view.stride() for at in positions if (view := views[at]) is not None]
 
 
@@ -314,7 +337,7 @@ def _outdate_with(copy: CopiedView, given: dict[int, CopiedView]) -> None:
     """A copy of a copy is as old as that."""
     source, way_back = copy._source
     earlier = given.get(id(source))
-    if earlier is not None and not isinstance(earlier, Part):
+    if earlier.__class__ is CopiedView:
         copy._source = earlier, way_back
         _enter(_taken, _source_storage(earlier), copy)
 

@@ -82,7 +82,9 @@ class Layout:
                 case Replicate():
                     pass
                 case _:
-                    raise PlacementError(f"expected Replicate(), Shard(dim) or Partial(op), got {placement!r}")
+                    raise PlacementError(
+                        f"expected Replicate(), Shard(dim) or Partial(op), got {placement!r}{_other_home(placement)}"
+                    )
         _check_commute(pending, placements)
         return cls(mesh, shape, splits, pending)
 
@@ -263,6 +265,13 @@ def _check_commute(pending: Sequence[Partial | None], placements: Sequence[Place
             f"{_show(placements)} mixes reductions whose order matters, and placements do not say which comes first; "
             f"redistribute one of them before the other begins"
         )
+
+
+def _other_home(placement: object) -> str:
+    """Where something comes from that is only named like a placement."""
+    cls = type(placement)
+    is_named_alike = cls.__name__ in ("Replicate", "Shard", "Partial")
+    return f" of {cls.__module__}; import {cls.__name__} from shardwise" if is_named_alike else ""
 
 
 def _show(placements: Sequence[object]) -> str:

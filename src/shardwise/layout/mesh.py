@@ -8,7 +8,6 @@ from typing import Any
 
 from shardwise.errors import MeshError
 
-
 _entered: ContextVar[tuple[Mesh, ...]] = ContextVar("entered", default=())
 
 

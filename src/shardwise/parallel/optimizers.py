@@ -103,6 +103,7 @@ def _twin_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
     before = _shadows.get(optimizer, {})
     after = _shadows[optimizer] = {}
     groups, states = [], {}
+    plain: list[tuple[Tensor, dict[str, Any]]] = []
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             return None
@@ -113,7 +114,7 @@ def _twin_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
                 continue
             if param.__class__ is not DTensor:
                 params.append(param)
-                states[param] = optimizer.state[param]
+                plain.append((param, group))
                 continue
             state = optimizer.state.get(param, {})
             shadow = before.get(id(param))
@@ -129,6 +130,9 @@ def _twin_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
         groups.append({**group, "params": params})
     if not after:
         return None
+    for param, group in plain:
+        if not _is_stateless(group):
+            states[param] = optimizer.state[param]
     twin = optimizer.__class__.__new__(optimizer.__class__)
     twin.__dict__.update(optimizer.__dict__)
     twin.param_groups, twin.state = groups, states  # type: ignore[assignment]
@@ -138,10 +142,14 @@ def _twin_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
 def _is_elementwise(param: DTensor, state: dict[str, Any], group: dict[str, Any]) -> bool:
     """Whether a parameter's elements, gradients and state lie side by side on every rank, and the state is made."""
     layout = param._layout
-    stateless = "momentum" in group and not group["momentum"]  # plain SGD
-    if layout.has_pending or len(layout.mesh.held) > 1 or not (state or stateless):
+    if layout.has_pending or len(layout.mesh.held) > 1 or not (state or _is_stateless(group)):
         return False
     return all(value._layout is layout for value in state.values() if value.__class__ is DTensor)
+
+
+def _is_stateless(group: dict[str, Any]) -> bool:
+    """Whether nothing is kept from step to step: plain SGD."""
+    return "dampening" in group and not group["momentum"]
 
 
 torch_optimizer.register_optimizer_step_pre_hook(step_on_shards)

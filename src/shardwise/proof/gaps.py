@@ -51,7 +51,7 @@ REASONS: tuple[tuple[Test, str], ...] = (
     (_named("_embedding_bag", "_embedding_bag_forward_only"), "embedding_bag has a rule as a whole"),
     (_named("_unsafe_masked_index", "_chunk_cat"), "internal to torch: met only when called by name"),
     (_named("as_strided"), "it reads memory, not dims, and a shard's memory is not the whole's; stft has its own rule"),
-    (_is_histogram, "torch cannot trace it: it has no kernel for meta tensors, so it runs on the whole"),
+    (_is_histogram, "torch cannot trace it, for want of a kernel for meta tensors: it runs on shards without a rule"),
     (_is_unpooling, "true of distinct indices: where two windows share their maximum it would count twice"),
     (_named("fractional_max_pool2d", "fractional_max_pool3d"), TWO_WINDOWS),
     (_named("isin"), "true of this data: no element is found in another rank's part"),

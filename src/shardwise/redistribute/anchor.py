@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_size = torch._C.TensorBase.size
 _anchors: dict[torch.device, Tensor] = {}
 _trails: list[list[Tensor]] = []
 
@@ -89,7 +90,7 @@ class _Knot(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.kinds = [(x.shape, x.dtype, x.device) for x in tensors]
+        ctx.kinds = [(_size(x), x.dtype, x.device) for x in tensors]  # of shards, even if they are DTensors
         return torch.zeros((), device=tensors[0].device)
 
     @staticmethod

@@ -147,18 +147,23 @@ def second_order(nodes: Sequence[Any]) -> list[Tensor]:
         seen.add(node)
         dual = node.metadata.pop(SECOND_ORDER, None)
         if dual is not None:
-            node.register_prehook(_marking(dual))
+            node.register_prehook(_marking(dual, node._input_metadata[0]))
         if (leaf := getattr(node, "variable", None)) is not None:
             leaves.append(leaf)
         waiting += [following for following, _ in node.next_functions if following is not None]
     return leaves
 
 
-def _marking(dual: Move) -> Callable[[Any], Any]:
-    def mark(grads: tuple[Tensor, ...]) -> Any:
+def _marking(dual: Move, kind: Any) -> Callable[[Any], Any]:
+    """`kind` is that of the gradient, for ranks on which nothing came back."""
+
+    def mark(grads: tuple[Tensor | None, ...]) -> Any:
         if not _grad_enabled():
             return None
-        return tuple(recorded(dual, grads))
+        (grad,) = grads
+        if grad is None:
+            grad = torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device)
+        return tuple(recorded(dual, [grad]))
 
     return mark
 

@@ -13,6 +13,7 @@ from shardwise.layout import Layout, Partial
 from shardwise.rules.notation import Factor, Factors, factor_rule
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.reductions import (
+    PROGRAM_COST,
     extremum,
     is_split,
     program_ways,
@@ -100,14 +101,30 @@ def _norm_or_neutral(x: Tensor, order: float, dims: tuple[int, ...], keepdim: bo
 register("linalg_vector_norm", "norm", rule=Rule(_norm, _norm_local))
 
 
-def _renorm(call: Call) -> Factors:
-    """Each slice along the dim is scaled by its own norm."""
+def _renorm(call: Call) -> list[Strategy]:
+    """Each slice along the dim is scaled by its own norm, which ranks that have parts of it know together."""
+    (dim,), ndim = call.dims(), call.inputs[0].ndim
+    slices: list[Factor] = ["slice" if d == dim else None for d in range(ndim)]
+    parts = [d for d in range(ndim) if d != dim] if 1 <= call["p"] < math.inf else []
+    return [*Factors([slices], [slices]).strategies(), *(Strategy((d,), (d,), PROGRAM_COST) for d in parts)]
+
+
+def _renorm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     (dim,) = call.dims()
-    slices: list[Factor] = ["slice" if d == dim else None for d in range(call.inputs[0].ndim)]
-    return Factors([slices], [slices])
+    axes = tuple(axis for d, split in enumerate(ins[0].splits) for axis in split if d != dim)
+    args = [call.inputs[0], call["p"], dim, call["maxnorm"]]
+    return Local(_renorm_parts, args, groups=(axes,)) if axes else None
 
 
-register("renorm", rule=factor_rule(_renorm))
+def _renorm_parts(group: Collectives, x: Tensor, order: float, dim: int, largest: float) -> Tensor:
+    rest = [d for d in range(x.dim()) if d != dim]
+    total = group.psum(torch.linalg.vector_norm(wide(x), order, rest, keepdim=True).pow(order))
+    too_long = total.pow(1 / order) > largest
+    norm = torch.where(too_long, total, 1).pow(1 / order)  # of others, no gradient: that of a norm of zero is none
+    return x * group.vary(torch.where(too_long, largest / (norm + 1e-7), 1).to(x.dtype))
+
+
+register("renorm", rule=Rule(_renorm, _renorm_local))
 
 
 # Distances between two tensors, and between all rows of two matrices

@@ -85,6 +85,8 @@ def _rows(
 
 def _own_rows(table: Tensor, index: Tensor, start: int, num_rows: int, padding: int) -> Tensor:
     """The rows held here, zeros in place of others."""
+    if not index.numel() and len(table):  # torch's second derivative of `embedding` refuses to look nothing up
+        return table.index_select(0, index.reshape(-1)).view(*index.shape, table.shape[1])
     if len(table) == num_rows:
         return torch.embedding(table, index, padding)
     local, mine = _own(table, index, start)

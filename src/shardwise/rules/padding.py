@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from torch import Tensor
 from torch.nn.functional import pad
 
 from shardwise.layout import Layout, Partial
@@ -117,6 +119,18 @@ def _step(call: Call, dim: int, pair: tuple[int, int], have: Layout, give: Layou
 
 
 register(*OPS, rule=Rule(_strategies, _local))
+
+
+def _with_number(input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> tuple[tuple, dict]:
+    """A value may be a number of numpy's, which torch's own binding takes and ours of an op does not."""
+    if value is not None and not isinstance(value, (int, float, complex, Tensor)) and hasattr(value, "item"):
+        value = value.item()
+    return (input, pad, mode, value), {}
+
+
 register_function(
-    pad, "Tensor input, int[] pad, str mode='constant', Scalar? value=None", rule=Rule(_strategies, _local)
+    pad,
+    "Tensor input, int[] pad, str mode='constant', Scalar? value=None",
+    rule=Rule(_strategies, _local),
+    before=_with_number,
 )

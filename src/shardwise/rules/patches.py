@@ -45,7 +45,7 @@ def _unless_empty(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> 
 
 
 def _or_empty(op: Callable[..., Tensor], x: Tensor, shape: tuple[int, ...], args: Sequence[Any]) -> Tensor:
-    return op(x, *args) if x.numel() else x.new_zeros(shape) + x.sum()
+    return op(x, *args) if x.numel() else x.new_zeros(shape) + x.sum(dtype=x.dtype)
 
 
 # Patches as columns: channels lie outermost in a column, so their pieces stay whole

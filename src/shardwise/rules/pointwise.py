@@ -110,10 +110,10 @@ def _strategies(call: Call) -> list[Strategy]:
 def _averages(call: Call) -> list[Strategy]:
     """What is added to a pending average is averaged with it: a whole value, or a scalar, stays as it is. A scalar that
     is added to a pending sum counts once: see `_counted_once`."""
-    if call.name.rstrip("_") not in ADDING:
+    if call.name.rstrip("_") not in ADDING or has_infinity(call):
         return []
     if len(call.inputs) == 1:
-        return [] if has_infinity(call) else [Strategy((pending,), (pending,)) for pending in (SUM, AVG)]
+        return [Strategy((pending,), (pending,)) for pending in (SUM, AVG)]
     return [Strategy(ways_in, (AVG,)) for ways_in in ((AVG, None), (None, AVG))]
 
 

@@ -1,13 +1,18 @@
 """Recurrent layers and the loss that often follows them: the batch is free, time and features must be whole.
 
 Torch makes a layer of thousands of small ops, a few per step in time. Here it is one op, planned once, so that the
-shards run torch's own fused layer. Dropout between layers draws random numbers: such layers are traced through.
+shards run torch's own fused layer. Dropout between layers draws random numbers: such layers are one op each.
+
+Weights must be whole: a step needs all of the state before it, so ranks that had some of the hidden units each would
+gather the state in every step. That is more than the weights unless sequences are short and batches small, it is as
+many collectives as there are steps, and the fused layer is lost. Sequences of different lengths: `dispatch.packed`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.registry import register, register_function
+from shardwise.rules.registry import FUNCTIONS, register, register_function
 from shardwise.rules.spatial import connected_zeros, unless_empty
-from shardwise.rules.types import Call, HeldValues, Local, Rule, Strategy, flat_values, replicated
+from shardwise.rules.types import Call, HeldValues, Local, Rule, Strategy, Value, flat_values, replicated
 
 SCHEMA = (
     "Tensor input, {hx} hx, Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, "
@@ -31,7 +36,14 @@ def _layer(call: Call) -> list[Strategy]:
     batch = 0 if call["batch_first"] else 1
     states = len(flat_values(call["hx"]))
     params = [None] * len(call["params"])
-    return [replicated(call), Strategy((batch, *[1] * states, *params), (batch, *[1] * states))]
+    whole = replace(replicated(call), cost=sum(slicing_cost(state) for state in flat_values(call["hx"])))
+    return [whole, Strategy((batch, *[1] * states, *params), (batch, *[1] * states))]
+
+
+def slicing_cost(state: Value) -> float:
+    """At most what slicing a state is charged with, as a call that shards what was not. Modules make their first state
+    themselves, whole, and a batch that lies in parts must not be gathered for its sake."""
+    return 25_002.0 + 2.001 * state.numel
 
 
 def _layer_local(function: Callable) -> Callable[[Call, Sequence[Layout], Sequence[Layout]], Local]:
@@ -72,8 +84,31 @@ def _is_plain(x: Tensor, hx: Any, params: Any, *settings: Any, **named: Any) -> 
         raise NotImplementedError("a packed sequence, whose second argument are batch sizes: it must be whole")
     if named or len(settings) != 6:
         return False
-    _, _, dropout, train, _, _ = settings
-    return not (dropout and train)
+    _, num_layers, dropout, train, _, _ = settings
+    return not (dropout and train and num_layers > 1)
+
+
+def _one_by_one(function: Callable) -> Callable[..., tuple[Tensor, ...]]:
+    """Several layers with dropout between them: each is one op."""
+
+    def run(x: Tensor, hx: Any, params: Any, *settings: Any, **named: Any) -> tuple[Tensor, ...]:
+        if named or len(settings) != 6:
+            return function(x, hx, params, *settings, **named)
+        has_biases, num_layers, dropout, _, bidirectional, batch_first = settings
+        states, layer = hx if isinstance(hx, (list, tuple)) else [hx], FUNCTIONS[function]
+        split = [state.chunk(num_layers) for state in states]
+        each = len(params) // num_layers
+        found = []
+        for number in range(num_layers):
+            x = torch.dropout(x, dropout, True) if number else x
+            first = [parts[number] for parts in split]
+            own = params[number * each : (number + 1) * each]
+            state = first if isinstance(hx, (list, tuple)) else first[0]
+            x, *last = layer(x, state, own, has_biases, 1, 0.0, True, bidirectional, batch_first)
+            found.append(last)
+        return x, *(torch.cat(parts) for parts in zip(*found, strict=True))
+
+    return run
 
 
 for _function, _states in ((torch.lstm, 2), (torch.gru, 1), (torch.rnn_tanh, 1), (torch.rnn_relu, 1)):
@@ -84,6 +119,7 @@ for _function, _states in ((torch.lstm, 2), (torch.gru, 1), (torch.rnn_tanh, 1),
         rule=Rule(_layer, _layer_local(_function)),
         meta=_one_step(_function),
         traced_if=_is_plain,
+        otherwise=_one_by_one(_function),
     )
 
 

@@ -325,15 +325,16 @@ register(
 def _logsumexp_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     if not is_split(call, ins[0]):
         return None
-    return Local(_logsumexp, [call.inputs[0], reduced_dims(call), call["keepdim"]], groups=split_axes(call, ins[0]))
+    args = [call.inputs[0], reduced_dims(call), call["keepdim"], call.outputs[0].dtype]
+    return Local(_logsumexp, args, groups=split_axes(call, ins[0]))
 
 
-def _logsumexp(group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    dtype, x = x.dtype, wide(x)
+def _logsumexp(group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    x = wide(x.to(dtype))
     top = maximum(group, x.real if x.is_complex() else x, dims)
     top = torch.where(top.isinf(), 0, top)
     out = group.psum((x - top).exp().sum(dims, keepdim=True)).log() + top
-    out = out.to(dtype) if dtype.is_floating_point else out
+    out = out.to(dtype)
     return out if keepdim else out.squeeze(dims)
 
 

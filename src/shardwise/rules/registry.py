@@ -69,12 +69,14 @@ def register_function(
     returns: str = "Tensor",
     meta: Callable | None = None,
     traced_if: Callable[..., bool] | None = None,
+    otherwise: Callable | None = None,
 ) -> Rule:
     """Give a Python function a rule: in traces it is the op `shardwise::{its name}`, whose schema lists the function's
     own parameters. The op exists on meta tensors only, so the rule's `local` must always say what runs instead.
 
     `before` may do some of the function's work, in ops that are traced, and gives the arguments for the rest. `meta` is
-    another function that gives the same results on meta tensors; `traced_if` says which calls are that op.
+    another function that gives the same results on meta tensors; `traced_if` says which calls are that op, and
+    `otherwise` stands for the function in those that are not.
     """
     name = function.__name__
     _library.define(f"{name}({schema}) -> {returns}")
@@ -87,7 +89,7 @@ def register_function(
         if not any(isinstance(arg, Tensor) and arg.is_meta for arg in (*args, *kwargs.values())):
             return function(*args, **kwargs)  # gathered after all
         if traced_if is not None and not traced_if(*args, **kwargs):
-            return function(*args, **kwargs)
+            return (otherwise or function)(*args, **kwargs)
         if before is not None:
             args, kwargs = before(*args, **kwargs)
         return op(*args, **kwargs)

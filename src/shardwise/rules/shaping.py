@@ -252,7 +252,11 @@ def _unfold_split(
 
 
 def _unfold_or_empty(x: Tensor, dim: int, size: int, step: int) -> Tensor:
-    return x.unfold(dim, size, step) if x.shape[dim] else x.unsqueeze(-1).expand(*x.shape, size)
+    """On nothing, what lies as it does on ranks that have something: not expanded, which torch would refuse to write to."""
+    if x.shape[dim]:
+        return x.unfold(dim, size, step)
+    strides = [stride * step if d == dim else stride for d, stride in enumerate(x.stride())]
+    return x.as_strided((*x.shape, size), (*strides, x.stride(dim)))
 
 
 UNFOLD = register("unfold", rule=Rule(_unfold, _unfold_local))

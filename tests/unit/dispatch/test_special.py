@@ -11,6 +11,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
+from shardwise.debug import CommDebugMode
 
 MESH = sw.simulate((2, 2), ("dp", "tp"))
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -144,3 +145,22 @@ def test_converting_pending_values_to_ints_adds_them_up_first() -> None:
     assert d.to(torch.int64).tolist() == [1, 2]
     assert d.long().tolist() == [1, 2]
     assert d.bool().tolist() == [True, True]
+
+
+@pytest.mark.parametrize("placements", [(S0, R), (S0, S1), (R, S0)], ids=str)
+def test_resizing_to_the_same_size_does_nothing(placements: tuple) -> None:
+    x = data(5, 4)
+    d = sw.distribute_tensor(x, MESH, placements)
+    with CommDebugMode() as comm, sw.strict():
+        assert d.resize_(5, 4) is d and d.resize_((5, 4)) is d and d.resize_(d.shape) is d and d.resize_as_(d * 2) is d
+    assert comm.get_total_counts() == 0 and torch.equal(d.full_tensor(), x)
+    with pytest.raises(RuntimeError, match="cannot resize variables that require grad"):
+        d.clone().requires_grad_().resize_(5, 4)
+
+
+def test_names_are_listed_without_a_word_to_others() -> None:
+    """Tracebacks ask for them, on the one rank that raises."""
+    d = sw.distribute_tensor(data(5, 4), MESH, (S0, R))
+    with CommDebugMode() as comm, sw.strict():
+        assert {"full_tensor", "placements", "sum"} <= set(dir(d))
+    assert comm.get_total_counts() == 0

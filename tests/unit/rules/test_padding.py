@@ -1,5 +1,6 @@
 """Pads: a dim that grows, or shrinks, at its ends."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,11 @@ CONSTANTS = {
 def test_constant(pad):
     sweep(lambda a: F.pad(a, pad, value=2.5), normal(5, 3))
     sweep(lambda a: torch.constant_pad_nd(a, pad), normal(5, 3))
+
+
+@pytest.mark.parametrize("number", [np.float32(0.1), np.float64(2), np.int64(-3), np.float16(1), 2, None])
+def test_numbers_of_numpy(number):
+    sweep(lambda a: F.pad(a, (1, 0, 2, 1), value=number), normal(3, 2))
 
 
 @pytest.mark.parametrize("mode", MODES)

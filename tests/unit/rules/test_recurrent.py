@@ -11,8 +11,10 @@ from sweep import mesh_of, normal, place, sweep
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.dispatch import fallback
+from shardwise.dispatch.prices import kind_cost
 from shardwise.experimental import implicit_replication
+from shardwise.rules import Value
+from shardwise.rules.recurrent import slicing_cost
 
 R, S = sw.Replicate(), sw.Shard
 
@@ -106,20 +108,67 @@ def test_dropout_between_layers_is_drawn_alike_by_replicas():
     check_shards(out)
 
 
+def in_parts(module, mesh, dim):
+    """The module with all of its weights sharded, as FSDP (in dim 0) or a row-wise layer would."""
+    for name, param in list(module.named_parameters()):
+        where = [S(min(dim, param.dim() - 1))]
+        module.register_parameter(name, nn.Parameter(sw.distribute_tensor(param.detach(), mesh, where)))
+    return module
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_weights_in_parts_are_gathered_and_the_batch_is_not(make, dim):
+    """However short the sequences are, and though the module makes its first state whole."""
+    plain, x = make().double(), normal(1, 4, 3)
+    module, d = in_parts(copy.deepcopy(plain), mesh_of((2,)), dim), place(x, S(1))
+    with implicit_replication(), sw.strict(), CommDebugMode() as comm:
+        out, _ = module(d)
+    assert out.placements == (S(1),)
+    assert {c.kind for c in comm.comms} == {"all_gather"} and len(comm.comms) == len(list(plain.parameters()))
+    expected, _ = plain(x)
+    torch.testing.assert_close(out.full_tensor(), expected)
+    out.square().sum().backward(), expected.square().sum().backward()
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert ours.grad.placements == ours.placements
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_packed_sequences_are_gathered(kind, monkeypatch):
-    monkeypatch.setattr(fallback, "_told", set())
-    plain = kind(3, 4).double()
-    module = sw.distribute_module(copy.deepcopy(plain), mesh_of((2,)))
-    x, lengths = normal(5, 4, 3), torch.tensor([5, 4, 2, 1])
+def test_dropout_between_layers_takes_few_calls(kind):
+    """Whatever the number of steps: each layer is one op, and the batch stays in parts."""
+    torch.manual_seed(0)
+    plain = kind(3, 4, 3, dropout=0.5, bidirectional=True).double()
+    module = in_parts(copy.deepcopy(plain), mesh_of((2,)), 0)
+    x = place(normal(50, 4, 3), S(1))
+    with implicit_replication(), sw.strict(), CommDebugMode() as comm:
+        out, last = module(x)
+    assert out.placements == (S(1),) and len(comm.comms) == len(list(plain.parameters()))
+    last = last[0] if kind is nn.LSTM else last
+    assert torch.equal(out.full_tensor()[-1, :, :4], last.full_tensor()[4])
+    module.eval(), plain.eval()
+    with implicit_replication():
+        torch.testing.assert_close(module(x)[0].full_tensor(), plain(x.full_tensor())[0])
+    assert not torch.equal(module(x)[0].full_tensor(), out.full_tensor())
 
-    def run(module, x):
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths)
-        return nn.utils.rnn.pad_packed_sequence(module(packed)[0])[0]
 
-    with implicit_replication(), pytest.warns(sw.errors.FallbackWarning):
-        out = run(module, place(x, S(1)))
-    torch.testing.assert_close(out.full_tensor(), run(plain, x))
+def test_dropout_of_nothing_and_of_everything():
+    """Where nothing is left to chance, values and gradients are those of the layers themselves."""
+    inputs = (normal(5, 4, 2), normal(2, 4, 3), *params(4, 2, 3), *params(4, 3, 3))
+
+    def run(dropout):
+        return lambda x, h, *w: torch.lstm(x, (h, h + 1), list(w), True, 2, dropout, True, False, False)
+
+    for dropout in (1e-300, 1.0):
+        compare(run(dropout), inputs, mesh_of((2,)), [[S(1)], [R], *[[S(0)]] * 8])
+
+
+def test_the_price_of_gathering_a_batch_is_at_least_that_of_slicing_states():
+    for numel in (1, 1000, 10**7):
+        for ranks in (2, 8, 512):
+            assert slicing_cost(Value(0, (numel,), torch.float64)) >= kind_cost(
+                "slice", numel, ranks, has_gradient=True
+            )
 
 
 CELLS = {

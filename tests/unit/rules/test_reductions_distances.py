@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import as_tensors
 from sweep import normal, place, sweep
 
 import shardwise as sw
@@ -36,11 +35,32 @@ def test_norm(op, shape):
     sweep(op, normal(*shape))
 
 
-def test_renorm_in_place():
+RENORMS = {"2": (2, 0, 1.0), "1": (1, -1, 2), "3": (3.0, 1, 0.7), "a half": (0.5, 0, 1.0), "of zeros": (2, 0, 0)}
+
+
+@pytest.mark.parametrize("how", RENORMS.values(), ids=RENORMS)
+def test_renorm(how):
+    x = normal(4, 3, 2)
+    x[1] = 0
+    x[0, 1:] = 0
+    sweep(lambda a: (a.renorm(*how), torch.renorm(a.clone(), *how) * a), x, partial=how[0] != 0.5)
+    sweep(lambda a: a.clone().renorm_(*how), x, partial=False)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_renorm_in_place(dim):
     x = normal(5, 3)
-    d = place(x, S(0))
-    assert d.renorm_(2, 0, 1.0) is d
+    d = place(x, S(dim), mesh=(4,))
+    with CommDebugMode() as comm, sw.strict():
+        assert d.renorm_(2, 0, 1.0) is d
     torch.testing.assert_close(d.full_tensor(), x.renorm(2, 0, 1.0))
+    assert [(c.kind, c.bytes) for c in comm.comms[:1]] == [("all_reduce", 40)] * dim
+
+
+def test_renorm_of_halves_and_complex_numbers():
+    for dtype in (torch.bfloat16, torch.complex128):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=dtype)
+        torch.testing.assert_close(place(x, S(1)).renorm(2, 0, 1.0).full_tensor(), x.renorm(2, 0, 1.0))
 
 
 DISTANCES = {
@@ -152,26 +172,6 @@ def test_isin_does_not_gather_the_set():
     with CommDebugMode() as comm, sw.strict():
         assert torch.isin(x, tests).placements == (P("max"),)
     assert comm.get_total_counts() == 0
-
-
-# What depends on the data in its very shape, and has no way of its own to run on shards, is gathered, and says so
-
-GATHERED = {
-    "unique": lambda a: torch.ops.aten._unique2(a, True, True, True),
-    "unique dim": lambda a: torch.ops.aten.unique_dim(a, 0),
-    "histogramdd": lambda a: tuple(torch.histogramdd(a.double(), 3)),
-}
-
-
-@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
-@pytest.mark.parametrize("op", GATHERED.values(), ids=GATHERED)
-def test_gathered(op):
-    x = (normal(7, 3) * 2).long()
-    d, expected = place(x, S(0)), op(x)
-    with sw.strict(), pytest.raises(sw.errors.StrictModeError):
-        op(d)
-    for a, e in zip(as_tensors(op(d)), as_tensors(expected), strict=True):
-        assert torch.equal(a.full_tensor(), e)
 
 
 # Covariance: traced as sums and a product
