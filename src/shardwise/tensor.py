@@ -41,6 +41,12 @@ class DTensor(Tensor):
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
         raise TypeError("make a DTensor with shardwise.distribute_tensor, DTensor.from_local or a shardwise factory")
 
+    def __init_subclass__(cls) -> None:
+        if not cls.__module__.startswith("shardwise."):
+            raise TypeError(
+                "DTensor is not to be subclassed: results of calls are DTensors, whatever their arguments are"
+            )
+
     # The global view, as plain properties: they cost no dispatch.
 
     @property
@@ -261,7 +267,10 @@ class DTensor(Tensor):
         names = ", ".join(f"{name}: {p}" for name, p in zip(self._layout.mesh.names, self.placements, strict=True))
         with _disabled(), torch.no_grad():
             local = repr(_as_subclass(self.detach(), Tensor))
-        return f"DTensor({local}, shape={list(self._layout.shape)}, {{{names}}})"
+            node = self.grad_fn
+            history = f", grad_fn=<{node.name()}>" if node is not None else ", requires_grad=True"
+            told = history if self.requires_grad else ""
+        return f"DTensor({local}, shape={list(self._layout.shape)}, {{{names}}}{told})"
 
     def __hash__(self) -> int:
         return id(self)
@@ -444,8 +453,9 @@ def distribute_tensor(
     if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
         raise MeshError(f"src_data_rank={src_data_rank} is not on every axis of {mesh}")
     with torch.no_grad():
-        plain = tensor.detach().to(mesh.device_type).contiguous()  # what is sent between ranks arrives so
-        if src_data_rank is not None and mesh.device_type != "meta":
+        plain = tensor.detach() if tensor.is_meta else tensor.detach().to(mesh.device_type)
+        plain = plain.contiguous()  # what is sent between ranks arrives so
+        if src_data_rank is not None and not plain.is_meta:
             for axis in range(mesh.ndim):
                 plain = mesh.port.broadcast([plain] * len(mesh.held), mesh, (axis,), src_data_rank)[0]
         moved = run_path(spread(plain, mesh), plan_moves(Layout(mesh, tensor.shape), layout))

@@ -16,22 +16,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shardwise as sw
-from bodies import R, S, assert_close, doubles
+from bodies import R, S, assert_close, doubles, per_rank
 
 Program = Callable[..., Sequence[Tensor]]
+Laying = Sequence[sw.Placement] | Callable[[Tensor, Any], sw.DTensor]
 
 
 @dataclass(frozen=True)
 class Found:
-    """A program, the mesh it went wrong on, and its arguments with their placements there."""
+    """A program, the mesh it went wrong on, and its arguments with how they lie there."""
 
     function: Program
     shape: tuple[int, ...]
-    arguments: tuple[tuple[Tensor, Sequence[sw.Placement]], ...]
+    arguments: tuple[tuple[Tensor, Laying], ...]
 
     def __call__(self, mesh: Any) -> None:
         expected = self.function(*(x.clone().requires_grad_(x.is_floating_point()) for x, _ in self.arguments))
-        laid = [sw.distribute_tensor(x, mesh, where) for x, where in self.arguments]
+        laid = [lay(x, mesh) if callable(lay) else sw.distribute_tensor(x, mesh, lay) for x, lay in self.arguments]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", sw.errors.FallbackWarning)
             found = self.function(*(x.requires_grad_(x.is_floating_point()) for x in laid))
@@ -42,7 +43,7 @@ class Found:
 PROGRAMS: dict[str, Found] = {}
 
 
-def program(*shape: int, **arguments: tuple[Tensor, Sequence[sw.Placement]]) -> Callable[[Program], Program]:
+def program(*shape: int, **arguments: tuple[Tensor, Laying]) -> Callable[[Program], Program]:
     def add(function: Program) -> Program:
         PROGRAMS[function.__name__] = Found(function, shape, tuple(arguments.values()))
         return function
@@ -50,8 +51,18 @@ def program(*shape: int, **arguments: tuple[Tensor, Sequence[sw.Placement]]) -> 
     return add
 
 
+def one_and_the_rest(x: Tensor, mesh: Any) -> sw.DTensor:
+    """The first rank has one element, the second the others."""
+    local = per_rank(mesh, lambda at: x[:1] if at == (0,) else x[1:])
+    return sw.DTensor.from_local(local, mesh, [S(0)], run_check=True)
+
+
+def greatest_on_the_first(x: Tensor, mesh: Any) -> sw.DTensor:
+    local = per_rank(mesh, lambda at: x - sum(at))
+    return sw.DTensor.from_local(local, mesh, [sw.Partial("max")] * mesh.ndim)
+
+
 torch.manual_seed(0)
-MAX = sw.Partial("max")
 
 
 # First derivatives and none
@@ -85,7 +96,7 @@ def a_reshape_of_pieces_that_do_not_line_up(x: Tensor) -> list[Tensor]:
 def a_write_to_a_view_of_nothing(x: Tensor) -> list[Tensor]:
     """Nothing has strides without a meaning, and so has a view of it; it is not expanded."""
     y = x[..., None] + 0
-    y[0] = y[0].clone()
+    y[:, 0] = y[:, 0].clone()
     return [y]
 
 
@@ -100,45 +111,43 @@ def a_write_to_windows_of_nothing(x: Tensor) -> list[Tensor]:
 # Derivatives of derivatives
 
 
-@program(2, 2, x=(doubles(3, 3), [MAX, MAX]), w=(doubles(3), [R, S(0)]))
-def second_order_of_pending_extrema(x: Tensor, w: Tensor) -> list[Tensor]:
-    y = x.select(0, -1)
-    (grad,) = torch.autograd.grad((y * y.sum() * w).sum() + y[0], x, create_graph=True)
-    (again,) = torch.autograd.grad(grad.square().sum(), x)
+@program(2, 2, x=(doubles(3, 6), greatest_on_the_first), w=(doubles(6), [S(0), R]), v=(doubles(6), [R, S(0)]))
+def second_order_of_pending_extrema(x: Tensor, w: Tensor, v: Tensor) -> list[Tensor]:
+    """The gradient is the same constant on all ranks but for which of them it goes to."""
+    y = F.pad(x[-1:], (1, 1), mode="replicate")
+    (grad,) = torch.autograd.grad((y[:, 1:-1] * w.detach()).sum(), x, create_graph=True)
+    (again,) = torch.autograd.grad((grad.square() * v.detach()).sum(), x)
     return [grad, again]
 
 
-@program(2, x=(doubles(3), [S(0)]))
-def second_order_where_the_first_rank_needs_no_totals(x: Tensor) -> list[Tensor]:
-    (grad,) = torch.autograd.grad((x * 0.2 + 1).cumprod(0).sum(), x, create_graph=True)
-    (again,) = torch.autograd.grad(grad.square().sum(), x)
+@program(2, x=(doubles(3), one_and_the_rest), w=(doubles(3), [R]))
+def second_order_where_the_first_rank_needs_no_totals(x: Tensor, w: Tensor) -> list[Tensor]:
+    (grad,) = torch.autograd.grad(((x * 0.2 + 1).cumprod(0) * w).sum(), x, create_graph=True)
+    (again,) = torch.autograd.grad((grad.square() * w).sum(), x)
     return [grad, again]
 
 
 @program(4, x=(doubles(2, 4, 2), [S(0)]))
 def backward_passes_after_one_another_on_nothing(x: Tensor) -> list[Tensor]:
     """Every rank has gradients, those that hold nothing too."""
-    y = F.scaled_dot_product_attention(x, x, x)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True", UserWarning)
-        y.square().sum().backward(create_graph=True)
+        F.scaled_dot_product_attention(x, x, x).sum().backward(create_graph=True)
     first, x.grad = x.grad, None
     first.square().sum().backward()
     second, x.grad = x.grad, None
-    (third,) = torch.autograd.grad(x.softmax(1).square().sum(), x, create_graph=True)
+    (third,) = torch.autograd.grad((x * 0.2 + 1).cumprod(1).sum(), x, create_graph=True)
     third.square().sum().backward()
     return [first, second, third, x.grad]
 
 
 @program(2, 2, x=(doubles(3), [S(0), S(0)]))
-def derivatives_of_every_element(x: Tensor) -> list[Tensor]:
-    """Passes that begin at tensors of which each rank has another part."""
-    grad_of = torch.autograd.functional
-    x = x.detach()
-    return [
-        grad_of.jacobian(lambda x: x.softmax(0).cumsum(0), x),
-        grad_of.hessian(lambda x: (x.softmax(0) * x.cumsum(0)).sum(), x),
-    ]
+def second_order_of_every_element(x: Tensor) -> list[Tensor]:
+    """A pass that begins at a tensor of which each rank has another part, and one of them nothing."""
+    y = x.cumsum(0).exp()
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+    (again,) = torch.autograd.grad(grad.square().sum(), x)
+    return [grad, again]
 
 
 class Constant(torch.autograd.Function):
@@ -156,7 +165,7 @@ class Constant(torch.autograd.Function):
 
 @program(2, x=(doubles(3), [R]), w=(doubles(5), [S(0)]))
 def second_order_through_a_function_without_a_gradient(x: Tensor, w: Tensor) -> list[Tensor]:
-    y = Constant.apply(x, w.exp().sum() * 2)
+    y = Constant.apply(x, w.exp().sum().sqrt())
     grads = torch.autograd.grad(y.square().sum() + w.square().sum(), [x, w], create_graph=True)
     sum(grad.square().sum() for grad in grads).backward()
     return [*grads, x.grad, w.grad]
@@ -167,20 +176,3 @@ def second_order_of_looking_nothing_up(table: Tensor, index: Tensor) -> list[Ten
     (grad,) = torch.autograd.grad(F.embedding(index, table).exp().sum(), table, create_graph=True)
     (again,) = torch.autograd.grad(grad.square().sum(), table)
     return [grad, again]
-
-
-# What is made of these
-
-
-@program(2, 2, x=(doubles(3, 2), [S(0), S(1)]), b=(doubles(1), [S(0), S(0)]))
-def a_line_search(x: Tensor, b: Tensor) -> list[Tensor]:
-    optimizer = torch.optim.LBFGS([x, b], lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        value = ((x**2).sum() - b.sum()) ** 2 + x.exp().sum() + b.square().sum()
-        value.backward()
-        return value
-
-    losses = [optimizer.step(loss) for _ in range(2)]
-    return [*(value.detach() for value in losses), x, b]

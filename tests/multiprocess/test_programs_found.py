@@ -52,8 +52,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
             try:
                 run_ranks(run_all, size, folder, names, timeout=30)
             except AssertionError as error:
-                stopped = next(name for name in names if not (folder / name).exists())
-                problems[stopped] = str(error)
+                stopped = [name for name in names if not (folder / name).exists()] or names[-1:]
+                problems[stopped[0]] = str(error)
             names = [name for name in names if not (folder / name).exists() and name not in problems]
     return folder, problems
 

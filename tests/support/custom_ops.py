@@ -34,3 +34,12 @@ affine.register_autograd(
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]),
 )
 AFFINE = (normal(5, 4), normal(4, 3), normal(3))
+
+
+@torch.library.custom_op("registertest::positives", mutates_args=())
+def _positives(x: Tensor) -> Tensor:
+    return x[x > 0].clone()
+
+
+positives: Any = torch.ops.registertest.positives
+"""How many there are depends on the data, and nobody has said how it runs on shards."""

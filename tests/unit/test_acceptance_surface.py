@@ -101,7 +101,6 @@ def test_random_channels_are_pruned_as_on_one_device(dim: int, where: sw.Placeme
     torch.testing.assert_close(net.weight.detach().full_tensor(), plain.weight.detach())
 
 
-@pytest.mark.xfail(strict=True, raises=NotImplementedError, reason="distribute_tensor copies data that are not there")
 def test_a_model_is_made_without_data_and_filled_later() -> None:
     def make(device: str) -> nn.Module:
         with torch.device(device):

@@ -195,7 +195,6 @@ def test_repr() -> None:
     d = sw.distribute_tensor(torch.arange(4.0), MESH, [S0, R])
     text = "DTensor(tensor([0., 1.]), shape=[4], {dp: S(0), tp: R})"
     assert repr(d) == str(d) == f"{d}" == text
-    assert repr(d.requires_grad_()) == text
     assert f"{d.sum():.2f}" == "6.00"
 
 
@@ -283,3 +282,15 @@ def test_copies_keep_what_torchs_keep(parameter: bool) -> None:
         found.append([(getattr(y, "note", None), y.grad is None, type(y) is type(x)) for y in (copy, again)])
         assert copy.__dict__.get("note") is not x.note  # type: ignore[attr-defined]
     assert found[0] == found[1]
+
+
+def test_what_it_says_of_its_history() -> None:
+    x = sw.distribute_tensor(torch.ones(4), LINE, [S0])
+    assert repr(x).endswith("shape=[4], {tp: S(0)})")
+    assert repr(x.requires_grad_()).endswith("shape=[4], {tp: S(0)}, requires_grad=True)")
+    assert repr(x.exp()).endswith("shape=[4], {tp: S(0)}, grad_fn=<ExpBackward0>)")
+
+
+def test_subclasses_are_refused_in_words() -> None:
+    with pytest.raises(TypeError, match="DTensor is not to be subclassed"):
+        type("Mine", (DTensor,), {"__module__": "mine"})

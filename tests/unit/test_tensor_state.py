@@ -86,18 +86,25 @@ def test_state_dict_goes_into_other_placements(assign: bool) -> None:
     assert isinstance(other.weight, nn.Parameter)
 
 
+@pytest.mark.parametrize("parameter", [True, False])
 @pytest.mark.parametrize("placements", PAIRS, ids=str)
-def test_deepcopy(placements: tuple) -> None:
+def test_deepcopy(placements: tuple, parameter: bool) -> None:
+    """As in torch, a parameter's copy has no gradient; another leaf's has a copy of it."""
     x = data(6, 4)
-    p = nn.Parameter(sw.distribute_tensor(x, MESH, placements))
+    p = sw.distribute_tensor(x, MESH, placements).requires_grad_()
+    p = nn.Parameter(p) if parameter else p
     (p * p).sum().backward()
     twin, again = copy.deepcopy([p, p])
-    assert twin is again and isinstance(twin, nn.Parameter) and twin.placements == placements
+    assert twin is again and isinstance(twin, nn.Parameter) is parameter and twin.placements == placements
     check_shards(twin)
-    assert torch.equal(twin.grad.full_tensor(), p.grad.full_tensor())
+    if parameter:
+        assert twin.grad is None
+    else:
+        assert torch.equal(twin.grad.full_tensor(), p.grad.full_tensor())
     with torch.no_grad():
         twin.zero_()
-        twin.grad.zero_()
+        if not parameter:
+            twin.grad.zero_()
     torch.testing.assert_close(p.full_tensor(), x, atol=0, rtol=0)
     assert p.grad.full_tensor().any()
 

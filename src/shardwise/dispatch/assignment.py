@@ -148,10 +148,12 @@ def _put(view: Any, indices: Sequence[Tensor | None], value: Any) -> None:
 
 def _expanded_dims(view: DTensor) -> list[int]:
     """The dims along which all elements are one in memory. Torch fills such a part by indices, with a warning, and not
-    otherwise. On all ranks alike: a dim that is cut is not looked at."""
+    otherwise. On all ranks alike: a dim that is cut is not looked at, nor are strides that nothing has by chance."""
     layout = view._layout
     with _disabled():
-        steps = view.stride()
+        steps, base = view.stride(), view._base
+        if 0 in torch._C.TensorBase.size(view) and (base is None or not all(base.stride())):
+            return []
     return [d for d, step in enumerate(steps) if not step and layout.shape[d] > 1 and not layout.splits[d]]
 
 

@@ -252,7 +252,7 @@ def _unfold_split(
 
 
 def _unfold_or_empty(x: Tensor, dim: int, size: int, step: int) -> Tensor:
-    """On nothing, what lies as it does on ranks that have something: not expanded, which torch would refuse to write to."""
+    """On nothing, what lies as it does on ranks that have something: not expanded, which torch refuses to write to."""
     if x.shape[dim]:
         return x.unfold(dim, size, step)
     strides = [stride * step if d == dim else stride for d, stride in enumerate(x.stride())]
