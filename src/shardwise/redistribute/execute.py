@@ -147,23 +147,17 @@ def second_order(nodes: Sequence[Any]) -> list[Tensor]:
         seen.add(node)
         dual = node.metadata.pop(SECOND_ORDER, None)
         if dual is not None:
-            node.register_prehook(_marking(dual, node._input_metadata[0]))
+            node.register_prehook(_marking(dual))
         if (leaf := getattr(node, "variable", None)) is not None:
             leaves.append(leaf)
         waiting += [following for following, _ in node.next_functions if following is not None]
     return leaves
 
 
-def _marking(dual: Move, kind: Any) -> Callable[[Any], Any]:
-    """`kind` is that of the gradient, for ranks on which nothing came back."""
-
+def _marking(dual: Move) -> Callable[[Any], Any]:
     def mark(grads: tuple[Tensor | None, ...]) -> Any:
-        if not _grad_enabled():
-            return None
-        (grad,) = grads
-        if grad is None:
-            grad = torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device)
-        return tuple(recorded(dual, [grad]))
+        found = [grad for grad in grads if grad is not None]  # a function of users' may give none back, on all ranks
+        return tuple(recorded(dual, found)) if found and _grad_enabled() else None
 
     return mark
 
