@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ import torch
 from compare import check_shards
 from sweep import mesh_of
 from torch import Tensor, nn
-from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 import shardwise as sw
 from shardwise.parallel import distribute_module
+from shardwise.proof.samples import all_operators
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::shardwise.errors.FallbackWarning", "ignore::UserWarning", "ignore::FutureWarning"
@@ -24,6 +25,10 @@ pytestmark = pytest.mark.filterwarnings(
 MESHES = ((2,), (3,), (2, 2))
 MOST_INPUTS = 3
 RANDOM = ("Dropout", "RReLU", "FractionalMaxPool")
+all_operators()  # imports what torch's samples need, and leaves everything as it was
+with warnings.catch_warnings(action="ignore"):
+    from torch.testing._internal.common_modules import module_db
+
 MODULES = {info.name.removeprefix("nn."): info for info in module_db if "Lazy" not in info.name}
 
 

@@ -78,7 +78,7 @@ class _Tied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
         ctx.device = other.device
-        return x.view_as(x)
+        return x.detach()  # a view could not be written to, as users do to gradients
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -129,6 +129,7 @@ def _silencing(move: Move) -> Callable[[Tensor], Tensor]:
 
 
 SECOND_ORDER = "shardwise.second_order"
+_Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def second_order(nodes: Sequence[Any]) -> list[Tensor]:
@@ -148,8 +149,8 @@ def second_order(nodes: Sequence[Any]) -> list[Tensor]:
         dual = node.metadata.pop(SECOND_ORDER, None)
         if dual is not None:
             node.register_prehook(_marking(dual))
-        if (leaf := getattr(node, "variable", None)) is not None:
-            leaves.append(leaf)
+        if node.__class__ is _Leaf:
+            leaves.append(node.variable)
         waiting += [following for following, _ in node.next_functions if following is not None]
     return leaves
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -352,3 +353,31 @@ def test_a_plain_number_has_one_gradient(combine: Callable, placements: tuple) -
     combine(dist, other).sum().backward()
     torch.testing.assert_close(other.grad, number.grad)
     torch.testing.assert_close(dist.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.parametrize("extent", [1, 3])
+def test_gradients_with_a_history_can_be_written_to(extent: int) -> None:
+    """As users do to gradients: clipped, scaled, zeroed, added to."""
+    mesh = sw.simulate((extent,), ("tp",))
+    whole = torch.randn(4, dtype=torch.float64)
+
+    def run(x: Tensor) -> list[Tensor]:
+        with warnings.catch_warnings(action="ignore"):  # about cycles, which are cut below
+            (x**3).sum().backward(create_graph=True)
+        found = []
+        (again,) = torch.autograd.grad(x.grad.square().sum(), x, retain_graph=True)
+        torch.nn.utils.clip_grad_norm_([x], 0.5)
+        found += [again, x.grad.detach().clone()]
+        with torch.no_grad():
+            x.grad.mul_(2)
+        (x * 2).sum().backward()
+        found.append(x.grad.detach().clone())
+        torch.optim.SGD([x], 0.1).zero_grad(set_to_none=False)
+        found.append(x.grad.detach().clone())
+        x.grad = None
+        return found
+
+    expected = run(whole.clone().requires_grad_())
+    found = run(sw.distribute_tensor(whole, mesh, [sw.Shard(0)]).requires_grad_())
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.full_tensor(), b.detach())

@@ -13,19 +13,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 import shardwise as sw
+from shardwise.proof.samples import all_operators
 
 ALONE = sw.simulate((1,), ("tp",))
 NUM_PARTS = 4
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.float32)
 RANDOM = ("rand", "dropout", "empty", "rrelu", "fractional", "multi_head", "dot_product", "_like", "svd_lowrank", "pca")
 DRAWN = ("bernoulli", "multinomial", "normal", "uniform", "exponential", "cauchy", "geometric", "log_normal")
-OTHERS = ("as_strided", "sparse", "resize_")  # by memory, without shards, of other shapes
+OTHERS = ("as_strided", "sparse", "resize_", "_foreach")  # by memory, without shards, of other shapes, of lists
 
-OPERATORS = [op for op in op_db if not any(word in op.name for word in (*RANDOM, *OTHERS)) and op.name not in DRAWN]
+OPERATORS = [
+    op.info
+    for op in all_operators()
+    if not any(word in op.name for word in (*RANDOM, *OTHERS)) and op.name not in DRAWN
+]
 
 Call = tuple[Callable, tuple, dict[str, Any]]
 
