@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -106,6 +107,43 @@ def a_write_to_windows_of_nothing(x: Tensor) -> list[Tensor]:
     y = x.detach().clone()
     y[:2].unfold(0, 2, 1).tanh_()
     return [y]
+
+
+def refused_where_memory_is_shared(write: Callable[[Tensor], Any], x: Tensor) -> None:
+    """Torch fills elements that share memory one by one, with a warning; what we write at once it refuses, but of
+    nothing. So do ranks that hold nothing."""
+    if isinstance(x, sw.DTensor):
+        with pytest.raises(RuntimeError, match="single memory location"):
+            write(x.expand(3, *x.shape))
+
+
+@program(2, x=(doubles(4, 1), [S(1)]), index=(torch.tensor([2]), [R]))
+def a_recorded_fill_of_elements_that_share_memory(x: Tensor, index: Tensor) -> list[Tensor]:
+    refused_where_memory_is_shared(lambda y: y.index_fill_(1, index, 0.5), x * 1)
+    return [x.sum()]
+
+
+@program(2, 2, x=(doubles(4, 1), [sw.Partial(), S(1)]), mask=(torch.tensor([[True]]), [R, R]))
+def a_fill_of_pending_elements_that_share_memory(x: Tensor, mask: Tensor) -> list[Tensor]:
+    refused_where_memory_is_shared(lambda y: y.masked_fill_(mask, 0.5), x.detach())
+    return [x.sum()]
+
+
+@program(2, x=(doubles(3, 2), [S(0)]), y=(doubles(4), [R]), s=(torch.tensor(1.5).double(), [R]))
+def a_number_that_elements_of_a_list_share(x: Tensor, y: Tensor, s: Tensor) -> list[Tensor]:
+    """Nothing moves forward, but every rank has a part of the gradient of the number."""
+    outs = torch._foreach_mul_([x.clone(), y.clone()], s)
+    return [*outs, *torch.autograd.grad(sum(out.square().sum() for out in outs), [x, y, s])]
+
+
+@program(2, x=(doubles(4, 1), [S(1)]))
+def a_gradient_of_elements_that_share_memory(x: Tensor) -> list[Tensor]:
+    """Torch lets them be zeroed, and refuses the backward pass. Ranks that hold nothing do so too, or would wait."""
+    y = (x * 1).expand(3, 4, 1)
+    y.zero_()
+    with pytest.raises(RuntimeError, match="single memory location"):
+        y.sum().backward()
+    return [x.sum()]
 
 
 # Derivatives of derivatives

@@ -105,3 +105,21 @@ def test_uses_of_a_part_share_a_move() -> None:
     with pytest.raises(RuntimeError, match="size of tensor"):
         y + torch.ones_like(x)
     assert type(y).__name__ == "Part"
+
+
+# Functions of floats, given integers
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    "function", [torch.var, torch.std, torch.var_mean, torch.softmax, torch.log_softmax, torch.logcumsumexp]
+)
+def test_integers_are_refused_as_torch_does(function: Callable, dim: int) -> None:
+    """Also over a sharded dim, where no kernel of torch's looks at the dtype; before anything moves."""
+    whole = torch.arange(12).reshape(4, 3)
+    dist = place(whole, S(dim), mesh=(2,))
+    with pytest.raises((RuntimeError, NotImplementedError)) as torchs:
+        function(whole, dim)
+    with sw.debug.CommDebugMode() as comm, pytest.raises(torchs.type, match=r"only support|not implemented for 'Long'"):
+        function(dist, dim)
+    assert not comm.get_total_counts()

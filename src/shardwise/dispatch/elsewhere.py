@@ -23,6 +23,7 @@ from shardwise.dispatch.views import Writes, refuse_lost_writes, storage_of, wat
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout
 from shardwise.rules.foreach import FUSED, is_list_op, list_name
+from shardwise.rules.registry import refuse_shared_memory
 from shardwise.tensor import DTensor, as_layout, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -51,9 +52,11 @@ def overwrite(target: Any, result: Any) -> None:
 
 def _copy_shards(args: tuple, kwargs: dict[str, Any] | None) -> None:
     target, moved = args
-    moved = localise(moved)
+    some_hold_nothing, moved = target._layout.has_empty, localise(moved)
     with _disabled():
         for shard, part in zip(shards_of(target), shards_of(moved), strict=True):
+            if some_hold_nothing:
+                refuse_shared_memory(shard)
             shard.copy_(part)
 
 

@@ -45,9 +45,13 @@ def plan_list_call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     if name in REDUCING:
         return _Reduced(func, movers, wanted)
     mesh = wanted[0].mesh
+    plan: Plan
     if not any(movers) and runs_in_cpp(mesh):
-        return _direct_in_place(func) if in_place else direct_list(func, wanted)
-    plan: Plan = _InPlace(func, movers, mesh) if in_place else Whole(func, movers, wanted, [None] * len(wanted), mesh)
+        plan = _direct_in_place(func) if in_place else direct_list(func, wanted)
+    elif in_place:
+        plan = _InPlace(func, movers, mesh)
+    else:
+        plan = Whole(func, movers, wanted, [None] * len(wanted), mesh)
     shared = any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values()))
     return _UnlessShared(plan, func) if shared and name not in FUSED else plan
 

@@ -168,11 +168,13 @@ class OnNothing:
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         tensors = flat_tensors((args, kwargs or {}))
-        for position in self.positions:
-            x = tensors[position]
-            if _is_empty_expanded(x):
-                self._try(args, kwargs or {})
-        return self.plan(args, kwargs)
+        expanded = [x for x in (tensors[position] for position in self.positions) if _is_empty_expanded(x)]
+        if expanded:
+            self._try(args, kwargs or {})
+        out = self.plan(args, kwargs)
+        for x in expanded:
+            _refuse_gradients(x)
+        return out
 
     def _try(self, args: tuple, kwargs: dict[str, Any]) -> None:
         try:
@@ -182,6 +184,19 @@ class OnNothing:
                 raise
         except Exception:  # it has something against small ones, which says nothing
             return
+
+
+def _refuse_gradients(x: Tensor) -> None:
+    """A backward pass through a write to elements that share memory is such a write itself, which torch refuses, even
+    where it only warned of the first."""
+    with _disabled():
+        node = x._base.grad_fn if x._base is not None else None
+        if node is not None:
+            node.register_prehook(_refuse)
+
+
+def _refuse(grads: Any) -> None:
+    torch.zeros(()).expand(2).copy_(torch.zeros(2))
 
 
 def _is_empty_expanded(x: Tensor) -> bool:

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from shardwise.layout import Layout
 from shardwise.rules.notation import Factor, Factors, dims_of
-from shardwise.rules.reductions import PROGRAM_COST, maximum, wide
+from shardwise.rules.reductions import PROGRAM_COST, is_inexact, maximum, wide
 from shardwise.rules.registry import register
 from shardwise.rules.types import Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
 
 
 def _softmax(call: Call) -> list[Strategy]:
     (dim,) = call.dims()
+    if not is_inexact(call.inputs[0].dtype):
+        torch.softmax(torch.zeros(1, dtype=call.inputs[0].dtype), 0)  # torch refuses
     names = dims_of(call.inputs[0].ndim)
     free = [None if d == dim else name for d, name in enumerate(names)]
     sharded = [Strategy((dim,), (dim,), 2 * PROGRAM_COST)] if call.inputs[0].ndim else []

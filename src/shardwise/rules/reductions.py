@@ -33,6 +33,11 @@ def _count(call: Call) -> int:
     return math.prod(call.inputs[0].shape[d] for d in reduced_dims(call))
 
 
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Whether numbers are rounded. Kernels for meta tensors let others pass that torch refuses."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def wide(x: Tensor) -> Tensor:
     """Half precision as torch's own kernels accumulate it."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -274,6 +279,8 @@ def _correction(call: Call) -> float:
 
 
 def _variance_strategies(call: Call) -> list[Strategy]:
+    if not is_inexact(call.inputs[0].dtype):
+        torch.var(torch.zeros(2, dtype=call.inputs[0].dtype))  # torch refuses
     if _count(call) <= _correction(call):  # no degrees of freedom: torch has its own answers, infinite or NaN
         return reduction_ways(call, None)
     return program_ways(call, 2 * PROGRAM_COST)

@@ -16,6 +16,8 @@ from shardwise.layout import Layout
 from shardwise.rules.refusals import PYTHON
 from shardwise.rules.types import Call, Local, Rule, Strategy
 
+_disabled = torch._C.DisableTorchFunctionSubclass
+_size = torch._C.TensorBase.size
 _rules: dict[str, Rule] = {}
 _homes: dict[str, str] = {}
 _found: dict[Any, Rule | None] = {}
@@ -153,7 +155,8 @@ def _in_place(rule: Rule) -> Rule:
         found = base(call, ins, outs)
         if found is None or found.function is call.op or len(call.outputs) != 1:
             return found
-        return replace(found, function=_Overwrite(found.function), args=[*found.args, call.outputs[0]])
+        write = _Overwrite(found.function, outs[0].has_empty)
+        return replace(found, function=write, args=[*found.args, call.outputs[0]])
 
     return Rule(rule.strategies, local)
 
@@ -161,17 +164,34 @@ def _in_place(rule: Rule) -> Rule:
 class _Overwrite:
     """A function whose result is written to its last argument, of which it may need the old values for gradients."""
 
-    __slots__ = ("function",)
+    __slots__ = ("function", "some_hold_nothing")
 
-    def __init__(self, function: Callable) -> None:
-        self.function = function
+    def __init__(self, function: Callable, some_hold_nothing: bool) -> None:
+        self.function, self.some_hold_nothing = function, some_hold_nothing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         *rest, target = args
         if torch.is_grad_enabled() and target.requires_grad:
             rest = [target.clone() if arg is target else arg for arg in rest]
         result = self.function(*rest, **kwargs)
-        return target if result is target else target.copy_(result)
+        if result is target:
+            return target
+        if self.some_hold_nothing:
+            refuse_shared_memory(target)
+        return target.copy_(result)
+
+
+def refuse_shared_memory(x: Tensor) -> None:
+    """Refuse to write to a shard with nothing in it if torch refuses that to ranks that hold something, as their
+    elements share memory (those of `expand`). Of what is not a view, the strides of nothing mean nothing; nor do they
+    if it already had such."""
+    with _disabled():
+        if 0 in _size(x) and x._is_view() and _repeats(x) and not _repeats(x._base):  # type: ignore[arg-type]
+            torch.zeros(()).expand(2).copy_(torch.zeros(2))
+
+
+def _repeats(x: Tensor) -> bool:
+    return any(n > 1 and not step for n, step in zip(_size(x), x.stride(), strict=True))
 
 
 # `out=`: the base rule, and the results written to tensors that lie as they do

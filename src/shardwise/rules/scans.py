@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.layout import Layout, Partial
 from shardwise.rules.notation import Factor, Factors, dims_of
-from shardwise.rules.reductions import PROGRAM_COST, converted, is_linear, wide
+from shardwise.rules.reductions import PROGRAM_COST, converted, is_inexact, is_linear, wide
 from shardwise.rules.registry import register
 from shardwise.rules.runs import joined
 from shardwise.rules.types import Call, Collectives, Local, Rule, Strategy
@@ -30,6 +30,8 @@ SCANS: dict[str, Callable[..., Any]] = {
 
 def _scan(call: Call) -> list[Strategy]:
     value, (dim,) = call.inputs[0], call.dims()
+    if call.name.startswith("logcumsumexp") and not is_inexact(value.dtype):
+        torch.logcumsumexp(torch.zeros(1, dtype=value.dtype), 0)  # torch refuses
     free: list[Factor] = [None if d == dim else name for d, name in enumerate(dims_of(value.ndim))]
     found = Factors([free], [free] * len(call.outputs)).strategies()
     logs = call.name.startswith("logcumsumexp") and value.dtype.is_complex  # their branches depend on all before them
