@@ -188,6 +188,12 @@ def second_order_of_every_element(x: Tensor) -> list[Tensor]:
     return [grad, again]
 
 
+@program(2, x=(doubles(1).to(torch.complex128), [S(0)]), n=(torch.ones(1, dtype=torch.int16), [S(0)]))
+def a_column_of_one_element(*tensors: Tensor) -> list[Tensor]:
+    """One rank has it, with a stride of its own, and the other nothing."""
+    return [torch.stack([x, x], -1)[..., 0] for x in tensors]
+
+
 class Constant(torch.autograd.Function):
     """A function that has no gradient to give for one of its inputs."""
 
