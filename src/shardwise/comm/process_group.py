@@ -311,7 +311,7 @@ def _lent(out: Tensor) -> Tensor:
 
 
 def _movable(flat: Tensor) -> Tensor:
-    """A contiguous flat tensor as any backend moves it: as bytes where the dtype may be unknown there. One with a single
+    """A contiguous flat tensor as any backend moves it: as bytes where the dtype may be unknown there. One of a single
     element is contiguous whatever its stride is, but has no bytes to be seen through that."""
     return flat if flat.dtype in _KNOWN else flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
