@@ -233,6 +233,19 @@ def quantile_table(costs: Costs) -> Table:
     return Table("Time to plan a call", ("measure", "calls", "median", "90%", "99%", "max", "target", ""), rows)
 
 
+def over_limit(costs: Costs) -> Table:
+    """The calls of one aten op that take longer than the limit of their mesh, and how long without tracing."""
+    rows: list[Row] = []
+    for num_axes, found in costs.items():
+        limit = FIRST_CALL_TARGETS[num_axes].limit * 1e-3
+        single = sorted(found.values(), key=lambda cost: cost.traced - cost.planned)
+        for cost in single:
+            if cost.num_ops == 1 and cost.planned - cost.traced > limit:
+                took = seconds(cost.planned - cost.traced)
+                rows.append((cost.operator, str(num_axes), took, seconds(limit), shortened(cost.call)))
+    return Table("Over the limit", ("op", "axes", "tracing left out", "limit", "call"), rows)
+
+
 def judged(times: Sequence[float], goal: float) -> Row:
     cuts = statistics.quantiles(times, n=100, method="inclusive")
     missed = sum(t > goal for t in times)
@@ -271,6 +284,7 @@ def tables_of(costs: Costs) -> list[Table]:
     common = [name for name in order if name in COMMON]
     return [
         quantile_table(costs),
+        *(table for table in [over_limit(costs)] if table.rows),
         Table("The dearest", COLUMNS, operator_rows(costs, order[:NUM_SHOWN])),
         Table("Everyday ones", COLUMNS, operator_rows(costs, common)),
     ]

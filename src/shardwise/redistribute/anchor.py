@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 _size = torch._C.TensorBase.size
 _anchors: dict[torch.device, Tensor] = {}
-_trails: list[list[Tensor]] = []
+_trails: list[tuple[int, list[Tensor]]] = []  # of whose passes, by thread, the newest last
 
 
 def anchors() -> tuple[Tensor, ...]:
@@ -42,18 +43,21 @@ def anchored(grads: Sequence[Tensor]) -> Sequence[Tensor]:
 def left_behind(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Results of a recorded collective, noted for those who ask for the gradients of this pass."""
     if _trails:
-        _trails[-1].extend(x for x in outputs if x.requires_grad)
+        me = get_ident()  # or a device's own thread, which works for whoever came last
+        own = next((noted for thread, noted in reversed(_trails) if thread == me), _trails[-1][1])
+        own.extend(x for x in outputs if x.requires_grad)
     return outputs
 
 
 @contextmanager
 def trail() -> Iterator[list[Tensor]]:
     """What is recorded inside."""
-    _trails.append([])
+    entry: tuple[int, list[Tensor]] = (get_ident(), [])
+    _trails.append(entry)
     try:
-        yield _trails[-1]
+        yield entry[1]
     finally:
-        _trails.pop()
+        _trails[:] = [other for other in _trails if other is not entry]
 
 
 def tied(grads: Sequence[Tensor], recorded: Sequence[Tensor]) -> Sequence[Tensor]:
