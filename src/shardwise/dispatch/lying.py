@@ -23,6 +23,7 @@ from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.dispatch.views import MOST, Part, storage_of
 from shardwise.layout import Layout
 from shardwise.rules import Call
+from shardwise.rules.registry import is_empty_expanded
 from shardwise.tensor import DTensor, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -168,7 +169,7 @@ class OnNothing:
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         tensors = flat_tensors((args, kwargs or {}))
-        expanded = [x for x in (tensors[position] for position in self.positions) if _is_empty_expanded(x)]
+        expanded = [x for x in (tensors[position] for position in self.positions) if is_empty_expanded(x)]
         if expanded:
             self._try(args, kwargs or {})
         out = self.plan(args, kwargs)
@@ -197,16 +198,6 @@ def _refuse_gradients(x: Tensor) -> None:
 
 def _refuse(grads: Any) -> None:
     torch.zeros(()).expand(2).copy_(torch.zeros(2))
-
-
-def _is_empty_expanded(x: Tensor) -> bool:
-    """Of what is not a view, the strides of nothing mean nothing; nor do they if it already had such."""
-    with _disabled():
-        return 0 in _size(x) and x._is_view() and _repeats(x) and not _repeats(x._base)  # type: ignore[arg-type]
-
-
-def _repeats(x: Tensor) -> bool:
-    return any(n > 1 and not step for n, step in zip(_size(x), x.stride(), strict=True))
 
 
 def _small(x: Tensor) -> Tensor:

@@ -183,11 +183,16 @@ class _Overwrite:
 
 def refuse_shared_memory(x: Tensor) -> None:
     """Refuse to write to a shard with nothing in it if torch refuses that to ranks that hold something, as their
-    elements share memory (those of `expand`). Of what is not a view, the strides of nothing mean nothing; nor do they
-    if it already had such."""
+    elements share memory."""
+    if is_empty_expanded(x):
+        torch.zeros(()).expand(2).copy_(torch.zeros(2))
+
+
+def is_empty_expanded(x: Tensor) -> bool:
+    """Whether a shard has nothing in it, and its elements would share memory if it had (those of `expand`). Of what is
+    not a view, the strides of nothing mean nothing; nor do they if it already had such."""
     with _disabled():
-        if 0 in _size(x) and x._is_view() and _repeats(x) and not _repeats(x._base):  # type: ignore[arg-type]
-            torch.zeros(()).expand(2).copy_(torch.zeros(2))
+        return 0 in _size(x) and x._is_view() and _repeats(x) and not _repeats(x._base)  # type: ignore[arg-type]
 
 
 def _repeats(x: Tensor) -> bool:
