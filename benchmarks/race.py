@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -41,23 +42,24 @@ class Timing:
 def race(
     calls: dict[str, Call], *, num_rounds: int, enter: Callable[[str], object] = lambda name: None
 ) -> dict[str, Timing]:
-    """Times the calls in turns, each for an equal slice; every round starts with another one.
+    """Times the calls in turns, each for an equal slice. Every round has another order, so that each comes after each of
+    the others: what one leaves behind in caches and heaps is to slow down all alike.
 
     `enter` is told, before each slice, which one comes.
     """
     sizes = {name: slice_size(call) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
+    order, chance = list(calls), random.Random(0)
     gc.collect()
     gc.freeze()  # collections then cost what the calls leave behind, not what torch's import did
     try:
         for _ in range(num_rounds):
+            chance.shuffle(order)
             for name in order:
                 enter(name)
                 for _ in range(WARM_UP_CALLS):
                     calls[name]()
                 samples[name].append(time_per_call(calls[name], sizes[name]))
-            order.append(order.pop(0))
     finally:
         gc.unfreeze()
     return {name: Timing(tuple(s)) for name, s in samples.items()}

@@ -139,7 +139,7 @@ class DTensor(Tensor):
                 return gradient_tensor((grad, *others), self._layout)
             if not isinstance(grad, DTensor):
                 grad.__class__ = DTensor
-                grad._layout = self._layout.gradient
+                grad.__dict__["_layout"] = self._layout.gradient
             if peers:
                 grad._peers = others
             return grad
@@ -296,7 +296,7 @@ def wrap(local: Tensor, layout: Layout) -> DTensor:
     if layout.mesh.device_type not in _devices:
         arrive(layout.mesh.device_type)
     made.__class__ = DTensor
-    made._layout = layout
+    made.__dict__["_layout"] = layout
     return made
 
 

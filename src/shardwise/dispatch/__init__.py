@@ -13,6 +13,7 @@ from shardwise.dispatch import (
     numbers,
     packed,
     ragged,
+    straight,
     transforms,
 )
 from shardwise.dispatch.call import CacheInfo, cache_info, clear_cache, dispatch, make_plan
@@ -37,6 +38,7 @@ __all__ = [
     "numbers",
     "packed",
     "ragged",
+    "straight",
     "strict",
     "transforms",
 ]

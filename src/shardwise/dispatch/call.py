@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Number
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.dispatch.autocasting import AUTOCAST, Autocast, autocast_dtype
 from shardwise.dispatch.build import Steps, build, runs_in_cpp
@@ -43,6 +41,8 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 # (function, types, args, kwargs): the same as a call inside `_disabled`, at less than half the price
 _on_shard = torch._C._disabled_torch_function_impl
 _plans: dict[tuple, Plan] = {}
+_planned = _plans.get
+_special = SPECIAL.get
 _calls = itertools.count()
 _call = _calls.__next__
 
@@ -76,7 +76,7 @@ def dispatch(
     cls: type, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     """Run a torch function on DTensors."""
-    special = SPECIAL.get(func)
+    special = _special(func)
     if special is not None:
         out = special(func, args, kwargs or {})
         if out is not NotImplemented:
@@ -115,12 +115,12 @@ def dispatch(
     except Uncacheable:
         return unseen(make_plan, func, args, kwargs or {})(args, kwargs)
     _call()
-    plan = _plans.get(key)
+    plan = _planned(key)
     if plan.__class__ is Direct:
         out = _on_shard(plan.function, (), args, kwargs) if kwargs else _on_shard(plan.function, (), args)
         if out.__class__ is Tensor:
             out.__class__ = DTensor
-            out._layout = plan.layout
+            out.__dict__["_layout"] = plan.layout
             return out
         return wrap_fresh(out, plan.layout)
     if plan is None:
@@ -131,6 +131,8 @@ def dispatch(
 def _remember(key: tuple, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     _counted["misses"] += 1
     plan = unseen(make_plan, func, args, kwargs)
+    if not isinstance(plan, (Direct, FunctionType)):
+        plan = plan.__call__  # bound: a call of an object that is not a function takes a detour
     while len(_plans) >= MAX_PLANS:
         del _plans[next(iter(_plans))]
     _plans[key] = plan
@@ -394,77 +396,3 @@ class Reported:
 
 
 DTensor.__torch_function__ = MethodType(dispatch, DTensor)  # type: ignore[method-assign]  # bound once, not per look-up
-
-
-# The most common methods go to `dispatch` straight from Python: torch's argument parser would only send them back.
-
-_enabled = torch._C._is_torch_function_enabled
-_in_a_mode = torch._C._is_torch_function_mode_enabled
-_OPERATORS: dict[str, Any] = {
-    "__add__": Tensor.add,
-    "__sub__": Tensor.sub,
-    "__mul__": Tensor.mul,
-    "__truediv__": Tensor.div,
-    "__matmul__": Tensor.matmul,
-    "__neg__": Tensor.neg,
-}
-_METHODS = (
-    *("add", "sub", "mul", "div", "matmul", "neg", "square", "sum", "mean", "view", "reshape", "transpose", "permute"),
-    *("softmax", "exp", "sigmoid", "tanh", "relu", "unsqueeze", "expand"),
-)
-
-
-def _straight(function: Callable) -> Callable:
-    """A method that dispatches at once, and is torch's own where a DTensor is only its shard, or a mode looks on."""
-
-    @functools.wraps(function)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        if _enabled() and not _in_a_mode():
-            return dispatch(DTensor, function, (), args, kwargs)
-        return function(*args, **kwargs)
-
-    return method
-
-
-def _operator(function: Callable) -> Callable:
-    """Likewise an operator, which leaves what it does not know to the other operand."""
-
-    @functools.wraps(function)
-    def method(*args: Any) -> Any:
-        try:
-            if _enabled() and not _in_a_mode():
-                return dispatch(DTensor, function, (), args)
-            return function(*args)
-        except TypeError:
-            if isinstance(args[-1], (Tensor, Number)):
-                raise
-            return NotImplemented
-
-    return method
-
-
-for _name, _function in _OPERATORS.items():
-    setattr(DTensor, _name, _operator(_function))
-for _name in _METHODS:
-    setattr(DTensor, _name, _straight(getattr(Tensor, _name)))
-
-
-# So do torch's functions that are written in Python: their own way here looks at each argument once more.
-
-_ask: Any = torch.overrides.handle_torch_function
-_ORDINARY = frozenset({DTensor, Tensor, nn.Parameter, type(None)})
-
-
-@functools.wraps(_ask)
-def _asked(function: Callable, relevant: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    if not _in_a_mode():
-        for x in relevant:
-            if x.__class__ not in _ORDINARY:
-                break
-        else:  # some are DTensors, or nobody would ask
-            return dispatch(DTensor, function, (), args, kwargs)
-    return _ask(function, relevant, *args, **kwargs)
-
-
-for _module in (nn.functional, torch.functional, torch._tensor):
-    vars(_module)["handle_torch_function"] = _asked

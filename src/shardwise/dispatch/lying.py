@@ -47,24 +47,33 @@ def may_hide(calls: Sequence[Call], results: Sequence[Layout]) -> bool:
 class Lying:
     """A plan whose results on thin shards lie as the whole does, or know how it does."""
 
-    __slots__ = ("function", "known", "of_plain", "plan")
+    __slots__ = ("function", "known", "of_plain", "plan", "shown")
 
     def __init__(self, plan: Callable, function: Callable, of_plain: list[_Whole]) -> None:
         """`of_plain` is what the function gives for whole tensors that lie plainly, as those of a trace do."""
         self.plan, self.function, self.of_plain = plan, function, of_plain
         self.known: dict[tuple, list[_Hidden]] = {}
+        self.shown: set[tuple[int, ...]] = set()  # strides of an only argument of which the result shows all there is
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        shown = self.shown
+        if shown and _on_shard(_stride, (), args[:1]) in shown and "_strides" not in args[0].__dict__:  # type: ignore[call-arg]
+            plan: Any = self.plan
+            out: Any = _on_shard(plan.function, (), args, kwargs or {})
+            if out.__class__ is Tensor:
+                out.__class__ = DTensor
+                out.__dict__["_layout"] = plan.layout
+                return out
+            return wrap_fresh(out, plan.layout)
         key = _lying_of((*args, *kwargs.values()) if kwargs else args)
-        if self.plan.__class__ is Direct:
-            out = wrap_fresh(_on_shard(self.plan.function, (), args, kwargs or {}), self.plan.layout)
-        else:
-            out = self.plan(args, kwargs)
+        out = self.plan(args, kwargs)
         hidden = self.known.get(key)
         if hidden is None:
             hidden = self._hidden(args, kwargs or {}, flat_tensors(out))
             if len(self.known) < MOST:
                 self.known[key] = hidden
+                if not hidden and self.plan.__class__ is Direct and _is_only_tensor(args, kwargs):
+                    self.shown.add(key[0])
         if not hidden:
             return out
         results = flat_tensors(out)
@@ -136,6 +145,11 @@ def _shows(shard: Tensor, shape: Sequence[int], strides: Sequence[int]) -> bool:
     with _disabled():
         shown = strides_shown(shape, _size(shard), shard.stride())
     return all(a == b or size == 1 for a, b, size in zip(shown, strides, shape, strict=True))
+
+
+def _is_only_tensor(args: tuple, kwargs: dict[str, Any] | None) -> bool:
+    """Whether a call takes one tensor, its first argument."""
+    return bool(args) and args[0].__class__ is DTensor and len(flat_tensors((args, kwargs))) == 1
 
 
 def _lying_of(args: Sequence[Any]) -> tuple:

@@ -88,7 +88,7 @@ def copied(x: DTensor, memory_format: torch.memory_format = torch.contiguous_for
     if "_peers" not in x.__dict__:
         made: Any = _on_shard(_clone, (), (x,), {"memory_format": memory_format})
         made.__class__ = DTensor
-        made._layout = x._layout
+        made.__dict__["_layout"] = x._layout
         return made
     with _disabled():
         shards = [shard.clone(memory_format=memory_format) for shard in shards_of(x)]

@@ -179,7 +179,8 @@ class ViewOrCopy:
         self.known: dict[Any, bool] = {}
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        lying = _lying(args[0])
+        x = args[0]
+        lying: tuple = _on_shard(_stride, (), (x,)) if "_strides" not in x.__dict__ else _lying(x)  # type: ignore[call-arg]
         view = self.known.get(lying)
         if view is None:
             view = is_view(self.function, args, kwargs or {})
@@ -189,9 +190,9 @@ class ViewOrCopy:
             return self.plan(args, kwargs)
         if self.layout is None:
             return copied(self.plan(args, kwargs))
-        out: Any = _on_shard(torch.view_copy, (), (args[0], self.sizes))  # type: ignore[call-arg]
+        out: Any = _on_shard(torch.view_copy, (), (x, self.sizes))  # type: ignore[call-arg]
         out.__class__ = DTensor
-        out._layout = self.layout
+        out.__dict__["_layout"] = self.layout
         return out
 
 
