@@ -19,8 +19,9 @@ from shardwise.dispatch.fallback import Gathered, describe, report
 from shardwise.dispatch.key import Uncacheable, key_of, variant_key
 from shardwise.dispatch.lists import plan_list_call
 from shardwise.dispatch.lower import LostWriteError, Lowered, lower
-from shardwise.dispatch.lying import Lying, OnNothing, may_hide
+from shardwise.dispatch.lying import Lying, may_hide
 from shardwise.dispatch.modes import unseen
+from shardwise.dispatch.nothing import OnNothing
 from shardwise.dispatch.outs import plan_out
 from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
 from shardwise.dispatch.special import SPECIAL

@@ -23,7 +23,6 @@ from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.dispatch.views import MOST, Part, storage_of
 from shardwise.layout import Layout
 from shardwise.rules import Call
-from shardwise.rules.registry import is_empty_expanded
 from shardwise.tensor import DTensor, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -170,53 +169,3 @@ def _lying(x: Tensor) -> tuple:
     if "_strides" not in facts and "_peers" not in facts:
         return own
     return own, facts.get("_strides"), *(_stride(peer) for peer in facts.get("_peers", ()))
-
-
-class OnNothing:
-    """A plan that writes to shards of which some ranks hold nothing. Torch refuses to write to elements that share
-    memory, as those of `expand` do, but not to write nothing there: such a rank asks it what it says to the others."""
-
-    __slots__ = ("function", "plan", "positions")
-
-    def __init__(self, plan: Callable, function: Callable, positions: Sequence[int]) -> None:
-        self.plan, self.function, self.positions = plan, function, positions
-
-    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        tensors = flat_tensors((args, kwargs or {}))
-        expanded = [x for x in (tensors[position] for position in self.positions) if is_empty_expanded(x)]
-        if expanded:
-            self._try(args, kwargs or {})
-        out = self.plan(args, kwargs)
-        for x in expanded:
-            _refuse_gradients(x)
-        return out
-
-    def _try(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        try:
-            self.function(*map_tensors(args, _small), **map_tensors(kwargs, _small))
-        except RuntimeError as error:
-            if "single memory location" in str(error):
-                raise
-        except Exception:  # it has something against small ones, which says nothing
-            return
-
-
-def _refuse_gradients(x: Tensor) -> None:
-    """A backward pass through a write to elements that share memory is such a write itself, which torch refuses, even
-    where it only warned of the first."""
-    with _disabled():
-        node = x._base.grad_fn if x._base is not None else None
-        if node is not None:
-            node.register_prehook(_refuse)
-
-
-def _refuse(grads: Any) -> None:
-    torch.zeros(()).expand(2).copy_(torch.zeros(2))
-
-
-def _small(x: Tensor) -> Tensor:
-    """A plain tensor with at most two indices of each dim, some of which share their memory where those of `x` do."""
-    with _disabled():
-        shape = x._layout.shape if isinstance(x, DTensor) else tuple(x.shape)
-        own = [min(size, 2 if step else 1) for size, step in zip(shape, x.stride(), strict=True)]
-        return torch.zeros(own, dtype=x.dtype).expand([min(size, 2) for size in shape])
