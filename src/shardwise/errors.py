@@ -36,7 +36,7 @@ class StrideError(ShardwiseError, RuntimeError):
 
 
 class HookError(ShardwiseError, RuntimeError):
-    """A gradient hook would see only a part of its gradient."""
+    """A gradient hook would see only a part of its gradient, or one rank's shard of it."""
 
 
 class TransformError(ShardwiseError, NotImplementedError):

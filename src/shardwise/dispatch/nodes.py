@@ -7,14 +7,17 @@ each, with that rank's shards.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from shardwise.dispatch.special import handles, shards_of
+from shardwise.dispatch.trace import flat_tensors
+from shardwise.errors import HookError
 from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -123,3 +126,22 @@ def _node_of_shard(t: Tensor | GradientEdge) -> Node:
 
 
 torch.autograd.graph._get_grad_fn_or_grad_acc = _node_of_shard
+
+
+# Hooks of old on modules, which torch puts on the last node of a module: what arrives there are shards
+
+
+_warn: Any = nn.Module._maybe_warn_non_full_backward_hook
+
+
+@functools.wraps(_warn)
+def _refuse_shards(self: nn.Module, inputs: Any, result: Any, grad_fn: Any) -> None:
+    if any(isinstance(x, DTensor) for x in flat_tensors(result)):
+        raise HookError(
+            "a hook of register_backward_hook would see one rank's shards of gradients inside the module; "
+            "use register_full_backward_hook, whose hooks see DTensors"
+        )
+    _warn(self, inputs, result, grad_fn)
+
+
+nn.Module._maybe_warn_non_full_backward_hook = _refuse_shards  # type: ignore[method-assign]
