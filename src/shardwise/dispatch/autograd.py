@@ -164,7 +164,7 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
             results.append(torch.zeros_like(x) if materialize else None)
         else:
             kept = tied(grads, recorded) if create else grads
-            results.append(gradient_tensor(kept, x._layout) if isinstance(x, DTensor) else kept[0])
+            results.append(gradient_tensor(kept, x._layout, ours=bool(create)) if isinstance(x, DTensor) else kept[0])
     return tuple(results)
 
 

@@ -202,6 +202,17 @@ def test_hooks_over_steps_and_removal() -> None:
     assert len(calls) == 5
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_can_be_detached_in_place(create_graph: bool) -> None:
+    a, d = twins(data(6, 4), (S0, R))
+    found = [torch.autograd.grad((t**3).sum(), t, create_graph=create_graph)[0] for t in (a, d)]
+    for g in found:
+        assert g.requires_grad is create_graph
+        assert g.detach_() is g and not g.requires_grad
+        g.mul_(2)
+    torch.testing.assert_close(found[1].full_tensor(), found[0])  # type: ignore[attr-defined]
+
+
 def test_a_hook_on_the_root_and_under_autograd_grad() -> None:
     a, d = twins(data(6, 4), (S0, R))
     calls: list[Tensor] = []
