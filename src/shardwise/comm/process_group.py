@@ -175,12 +175,14 @@ class ProcessGroupPort:
         return [_restored(wire, out.dtype)]
 
     def reducer(self, mesh: Mesh, axes: Axes, op: str) -> Callable[[Tensor], None]:
-        """`all_reduce` of contiguous tensors of our own, in place, with everything looked up beforehand."""
+        """`all_reduce` of contiguous tensors of our own, in place and unknown to autograd, with everything looked up
+        beforehand."""
         known, key, options = self._reductions, (mesh, axes, op), _ALL_REDUCE[op]
 
         def reduce(x: Tensor) -> None:
             if not _is_reducible(x.dtype, op):
-                x.copy_(self.all_reduce((x,), mesh, axes, op)[0])
+                alias = x.detach()
+                alias.copy_(self.all_reduce((alias,), mesh, axes, op)[0])
                 return
             all_reduce = known.get(key)
             if all_reduce is None:  # groups are made by the first collective that needs them

@@ -108,7 +108,7 @@ def _settling(move: Move) -> Callable[[Tensor], Tensor]:
 
     def settle(x: Tensor) -> Tensor:
         out = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-        reduce(out.detach())
+        reduce(out)  # behind autograd's back
         out.grad_fn.metadata[SECOND_ORDER] = dual  # type: ignore[union-attr, index]
         return out
 
