@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.dispatch.copies import CopiedView
 from shardwise.dispatch.special import handles
-from shardwise.dispatch.views import CopiedView, OfCopies
+from shardwise.dispatch.views import OfCopies
 from shardwise.tensor import DTensor, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass

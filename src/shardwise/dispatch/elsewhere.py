@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import shards_of
+from shardwise.dispatch.copies import refuse_lost_writes, storage_of, watch_copy
 from shardwise.dispatch.fallback import report
 from shardwise.dispatch.plan import Plan
 from shardwise.dispatch.stand_ins import meta, refused
 from shardwise.dispatch.trace import Trace, flat_tensors, map_tensors, written_families
-from shardwise.dispatch.views import Writes, refuse_lost_writes, storage_of, watch_copy
+from shardwise.dispatch.views import Writes
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout
 from shardwise.rules.foreach import FUSED, is_list_op, list_name

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.record import note_fallback
+from shardwise.dispatch.copies import storage_of, watch_copy
 from shardwise.dispatch.modes import is_strict
 from shardwise.dispatch.plan import Mover, wrap_fresh
 from shardwise.dispatch.trace import flat_tensors, map_tensors
-from shardwise.dispatch.views import storage_of, watch_copy
 from shardwise.errors import FallbackWarning, InPlaceError, StrictModeError
 from shardwise.layout import Layout, Mesh
 from shardwise.local import check_strided

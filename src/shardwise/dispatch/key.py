@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.dispatch.copies import CopiedView, StaleView, stale
 from shardwise.dispatch.modes import replicates_implicitly
-from shardwise.dispatch.views import CopiedView, StaleView, stale
 from shardwise.errors import MixedTensorError
 from shardwise.tensor import DTensor
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import ranked, shards_of
+from shardwise.dispatch.copies import Part, storage_of
 from shardwise.dispatch.memory import on_one_device, strides_shown, whole_lies_plainly
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.plan import Direct, wrap_fresh
 from shardwise.dispatch.trace import flat_tensors, map_tensors
-from shardwise.dispatch.views import MOST, Part, storage_of
+from shardwise.dispatch.views import MOST
 from shardwise.layout import Layout
 from shardwise.rules import Call
 from shardwise.tensor import DTensor, wrap

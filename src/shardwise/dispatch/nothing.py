@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.dispatch.copies import storage_of
 from shardwise.dispatch.trace import flat_tensors, map_tensors
-from shardwise.dispatch.views import storage_of
 from shardwise.rules.registry import is_empty_expanded
 from shardwise.tensor import DTensor
 

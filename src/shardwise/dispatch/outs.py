@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import shards_of
+from shardwise.dispatch.copies import is_copied_view
 from shardwise.dispatch.elsewhere import can_be_made, overwrite
 from shardwise.dispatch.fallback import _user_level
 from shardwise.dispatch.plan import Plan
 from shardwise.dispatch.randomness import check_in_step
 from shardwise.dispatch.stand_ins import filled, meta
 from shardwise.dispatch.trace import flat_tensors, map_tensors, trace_call
-from shardwise.dispatch.views import is_copied_view
 from shardwise.errors import InPlaceError, PlacementError
 from shardwise.layout import Layout
 from shardwise.rules import flat_values

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from shardwise.comm import ranked
 from shardwise.dispatch.build import Whole
+from shardwise.dispatch.copies import CopiedView, watch_view
 from shardwise.dispatch.fallback import describe
 from shardwise.dispatch.memory import copied, lies_plainly, on_one_device
-from shardwise.dispatch.views import CopiedView, OfCopies, watch_view
+from shardwise.dispatch.views import OfCopies
 from shardwise.errors import InPlaceError, MixedTensorError
 from shardwise.tensor import DTensor, arrive, as_layout, wrap
 

@@ -21,9 +21,9 @@ from torch.fx.experimental import proxy_tensor
 from torch.jit import _trace as jit_trace
 from torch.utils._pytree import tree_leaves
 
+from shardwise.dispatch.copies import CopiedView, Part, StaleView
 from shardwise.dispatch.entries import WATCHED, rebind
 from shardwise.dispatch.special import handles
-from shardwise.dispatch.views import CopiedView, Part, StaleView
 from shardwise.errors import TransformError
 from shardwise.tensor import DTensor
 

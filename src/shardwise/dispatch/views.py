@@ -1,10 +1,4 @@
-"""Views that could not stay views.
-
-What torch makes a view may here need data from other ranks: a reshape across a sharded dim, one row of a sharded dim.
-Such a result is a copy, and the program may tell the difference only by writing to it or to its source. So writes are
-watched: a write to a copy is carried on to its source where that is possible, and refused before it happens where not;
-after a write to the source its copies are stale, and whoever uses one is told so. Nothing is watched while there are no
-such copies.
+"""Plans of views that may have to be copies, and of writes, which may go to such copies (`dispatch.copies`).
 
 Whether torch makes a view or a copy may depend on how the whole lies in memory (`reshape`, `contiguous`). The shards
 show that (`dispatch.memory`), except where a part was cut out of a sharded dim within others: `Part`s remember it.
@@ -12,18 +6,28 @@ show that (`dispatch.memory`), except where a part was cut out of a sharded dim 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.dispatch.copies import (
+    CopiedView,
+    Part,
+    WayBack,
+    carry_on,
+    copies,
+    outdate_with,
+    refuse_lost_writes,
+    storage_of,
+    watch_copy,
+    watch_view,
+)
 from shardwise.dispatch.memory import copied, lies_plainly, on_one_device
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.trace import flat_tensors, map_tensors
-from shardwise.errors import InPlaceError
 from shardwise.layout import Layout
 from shardwise.redistribute import forget
 from shardwise.tensor import DTensor, localise, wrap
@@ -32,54 +36,6 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 _on_shard = torch._C._disabled_torch_function_impl
 _stride = torch._C.TensorBase.stride
 _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
-
-WayBack = Callable[[DTensor, DTensor], Any]
-
-
-class CopiedView(DTensor):
-    """A copy that torch would make a view, or a view of one."""
-
-    _source: tuple[DTensor, WayBack | None]  # what it was taken from, and how a write gets back there
-    _whole: CopiedView  # of a view of a copy: the copy
-
-
-class Part(CopiedView):
-    """A true view: a part of a sharded dim that lies within other dims. Some ranks hold all of their piece, others none
-    of it, and their strides do not show how the whole lies. Like copies, it is recognised wherever it is used."""
-
-    _strides: tuple[int, ...]  # of the whole
-
-
-class StaleView(DTensor):
-    """A copy whose source was written to after it was taken."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise stale()
-
-    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
-        raise stale()
-
-    def to_local(self, **kwargs: Any) -> Any:
-        raise stale()
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"StaleView(shape={list(self._layout.shape)})"
-
-
-def stale() -> InPlaceError:
-    return InPlaceError(
-        "this view of a DTensor had to be a copy, because its data came from other ranks, and the tensor it was taken "
-        "from has been written to since, which a view would show; take the view again"
-    )
-
-
-Register = dict[int, list[weakref.ref[CopiedView]]]
-_copies: Register = {}  # by their own storage
-_taken: Register = {}  # copies and views of them, by the storage of their source
-
-
-# Plans
 
 
 class Copies:
@@ -153,7 +109,7 @@ class OfCopies:
         parts: list[int] = []
         for at, x in enumerate(results):
             if x.__class__ is CopiedView:
-                _outdate_with(x, given)
+                outdate_with(x, given)
             copy = by_storage.get(storage_of(x)) if x.__class__ in (DTensor, Part) and id(x) not in given else None
             if copy.__class__ is DTensor:  # a part
                 if x.__class__ is DTensor:
@@ -214,7 +170,7 @@ class Writes:
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         if not _is_recorded(args, kwargs):
             forget()
-        if not _copies:
+        if not copies:
             return self.plan(args, kwargs)
         tensors = flat_tensors((args, kwargs or {}))
         written = args[0] if self.positions is None else [tensors[position] for position in self.positions]
@@ -310,112 +266,6 @@ def _remember_strides(part: Any, strides: tuple[int, ...]) -> None:
             part.__class__ = Part
             part._strides = strides
             return
-
-
-# Watching
-
-
-def watch_copy(copy: Any, source: DTensor, way_back: WayBack | None = None) -> None:
-    """A copy keeps what it was taken from; without a way back there, writes to it are refused."""
-    storage = storage_of(copy)
-    copy.__class__ = CopiedView
-    copy._source = source, way_back  # as long as the copy lives, so does what it was taken from
-    _enter(_copies, storage, copy)
-    _enter(_taken, storage_of(source), copy)
-
-
-def watch_view(view: Any, copy: CopiedView) -> None:
-    """A view of a copy keeps it, and ages with it. One of a part lies as the part does."""
-    if isinstance(copy, Part):
-        view.__class__, view._strides = Part, copy._strides
-        return
-    view.__class__ = CopiedView
-    view._whole = _whole(copy)
-    _enter(_taken, _source_storage(view), view)
-
-
-def _outdate_with(copy: CopiedView, given: dict[int, CopiedView]) -> None:
-    """A copy of a copy is as old as that."""
-    source, way_back = copy._source
-    earlier = given.get(id(source))
-    if earlier.__class__ is CopiedView:
-        copy._source = earlier, way_back
-        _enter(_taken, _source_storage(earlier), copy)
-
-
-def _whole(copy: CopiedView) -> CopiedView:
-    return copy.__dict__.get("_whole", copy)
-
-
-def _enter(register: Register, storage: int, copy: CopiedView) -> None:
-    def gone(reference: weakref.ref[CopiedView]) -> None:
-        left = [other for other in register.pop(storage, ()) if other is not reference]
-        if left:
-            register[storage] = left
-
-    register.setdefault(storage, []).append(weakref.ref(copy, gone))
-
-
-def storage_of(x: Tensor) -> int:
-    with _disabled():
-        return x.untyped_storage()._cdata
-
-
-def _source_storage(copy: CopiedView) -> int:
-    return storage_of(_whole(copy)._source[0])
-
-
-def _copy_in(x: Tensor) -> CopiedView | None:
-    """The copy that a tensor is, or is a view of."""
-    found = _copies.get(storage_of(x))
-    return None if found is None else found[0]()
-
-
-def is_copied_view(x: Tensor) -> bool:
-    """Whether a tensor is, or stands for, a copy that torch would make a view, or a part of a sharded dim."""
-    return "_strides" in x.__dict__ or _copy_in(x) is not None
-
-
-def refuse_lost_writes(written: Iterable[Tensor], name: str) -> None:
-    """Before a write: refuse it if it would go to a copy from which there is no way back."""
-    for x in written:
-        copy = _copy_in(x)
-        while copy is not None and _takes_writes(copy):
-            copy = _copy_in(copy._source[0])
-        if copy is not None:
-            raise InPlaceError(
-                f"{name} would write to a view of a DTensor that had to be a copy, because its data came from other "
-                f"ranks, and the write would be lost. Nothing was changed; write to the tensor itself, or redistribute "
-                f"it first so that the view needs no data of other ranks"
-            )
-
-
-def _takes_writes(copy: CopiedView) -> bool:
-    """Whether a write gets back to where the copy was taken from: a pending extremum or norm cannot be written to."""
-    source, way_back = copy._source
-    return way_back is not None and all(p is None or p.reduce_op in ("sum", "avg") for p in source._layout.pending)
-
-
-def carry_on(written: Iterable[Tensor]) -> None:
-    """After a write: what was written to a copy goes on to its source; copies of what was written to are stale."""
-    if not _copies:
-        return
-    for x in written:
-        for reference in _taken.pop(storage_of(x), ()):
-            outdated = reference()
-            if outdated is not None:
-                outdated.__class__ = StaleView  # type: ignore[assignment]
-        copy = _copy_in(x)
-        if copy is not None:
-            source, way_back = copy._source
-            storage = storage_of(source)
-            kin = [view for reference in _taken.pop(storage, ()) if (view := reference()) is not None]
-            way_back(source, wrap(localise(copy), copy._layout))  # type: ignore[misc]
-            for view in kin:
-                if _whole(view) is copy or (view.__class__ is CopiedView and _source_storage(view) == storage_of(copy)):
-                    _enter(_taken, storage, view)
-                else:
-                    view.__class__ = StaleView  # type: ignore[assignment]
 
 
 # The ways back that there are: of reshapes, and of parts that an assignment can name

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.dispatch.views import carry_on
+from shardwise.dispatch.copies import carry_on
 from shardwise.redistribute import check_paid
 from shardwise.tensor import DTensor
 

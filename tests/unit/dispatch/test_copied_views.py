@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.dispatch import views
+from shardwise.dispatch import copies
 
 MESH = sw.simulate((2,), ("tp",))
 S0, S1, R = sw.Shard(0), sw.Shard(1), sw.Replicate()
@@ -158,8 +158,8 @@ def test_gradients_of_writes_through_copies() -> None:
 def test_nothing_is_watched_when_no_copies_are_left() -> None:
     x = sw.distribute_tensor(whole(), MESH, [S1])
     kept = x.view(24)
-    assert views._copies
+    assert copies.copies
     del kept
     gc.collect()
-    assert not views._copies
-    assert not views._taken
+    assert not copies.copies
+    assert not copies._taken

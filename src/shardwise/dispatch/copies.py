@@ -1,0 +1,173 @@
+"""Copies where torch makes views, and what becomes of writes.
+
+What torch makes a view may here need data from other ranks: a reshape across a sharded dim, one row of a sharded dim.
+Such a result is a copy, and the program may tell the difference only by writing to it or to its source. So writes are
+watched: a write to a copy is carried on to its source where that is possible, and refused before it happens where not;
+after a write to the source its copies are stale, and whoever uses one is told so. Nothing is watched while there are no
+such copies.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import InPlaceError
+from shardwise.tensor import DTensor, localise, wrap
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+WayBack = Callable[[DTensor, DTensor], Any]
+
+
+class CopiedView(DTensor):
+    """A copy that torch would make a view, or a view of one."""
+
+    _source: tuple[DTensor, WayBack | None]  # what it was taken from, and how a write gets back there
+    _whole: CopiedView  # of a view of a copy: the copy
+
+
+class Part(CopiedView):
+    """A true view: a part of a sharded dim that lies within other dims. Some ranks hold all of their piece, others none
+    of it, and their strides do not show how the whole lies. Like copies, it is recognised wherever it is used."""
+
+    _strides: tuple[int, ...]  # of the whole
+
+
+class StaleView(DTensor):
+    """A copy whose source was written to after it was taken."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise stale()
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
+        raise stale()
+
+    def to_local(self, **kwargs: Any) -> Any:
+        raise stale()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"StaleView(shape={list(self._layout.shape)})"
+
+
+def stale() -> InPlaceError:
+    return InPlaceError(
+        "this view of a DTensor had to be a copy, because its data came from other ranks, and the tensor it was taken "
+        "from has been written to since, which a view would show; take the view again"
+    )
+
+
+Register = dict[int, list[weakref.ref[CopiedView]]]
+copies: Register = {}  # by their own storage
+_taken: Register = {}  # copies and views of them, by the storage of their source
+
+
+# Watching
+
+
+def watch_copy(copy: Any, source: DTensor, way_back: WayBack | None = None) -> None:
+    """A copy keeps what it was taken from; without a way back there, writes to it are refused."""
+    storage = storage_of(copy)
+    copy.__class__ = CopiedView
+    copy._source = source, way_back  # as long as the copy lives, so does what it was taken from
+    _enter(copies, storage, copy)
+    _enter(_taken, storage_of(source), copy)
+
+
+def watch_view(view: Any, copy: CopiedView) -> None:
+    """A view of a copy keeps it, and ages with it. One of a part lies as the part does."""
+    if isinstance(copy, Part):
+        view.__class__, view._strides = Part, copy._strides
+        return
+    view.__class__ = CopiedView
+    view._whole = _whole(copy)
+    _enter(_taken, _source_storage(view), view)
+
+
+def outdate_with(copy: CopiedView, given: dict[int, CopiedView]) -> None:
+    """A copy of a copy is as old as that."""
+    source, way_back = copy._source
+    earlier = given.get(id(source))
+    if earlier.__class__ is CopiedView:
+        copy._source = earlier, way_back
+        _enter(_taken, _source_storage(earlier), copy)
+
+
+def _whole(copy: CopiedView) -> CopiedView:
+    return copy.__dict__.get("_whole", copy)
+
+
+def _enter(register: Register, storage: int, copy: CopiedView) -> None:
+    def gone(reference: weakref.ref[CopiedView]) -> None:
+        left = [other for other in register.pop(storage, ()) if other is not reference]
+        if left:
+            register[storage] = left
+
+    register.setdefault(storage, []).append(weakref.ref(copy, gone))
+
+
+def storage_of(x: Tensor) -> int:
+    with _disabled():
+        return x.untyped_storage()._cdata
+
+
+def _source_storage(copy: CopiedView) -> int:
+    return storage_of(_whole(copy)._source[0])
+
+
+def _copy_in(x: Tensor) -> CopiedView | None:
+    """The copy that a tensor is, or is a view of."""
+    found = copies.get(storage_of(x))
+    return None if found is None else found[0]()
+
+
+def is_copied_view(x: Tensor) -> bool:
+    """Whether a tensor is, or stands for, a copy that torch would make a view, or a part of a sharded dim."""
+    return "_strides" in x.__dict__ or _copy_in(x) is not None
+
+
+def refuse_lost_writes(written: Iterable[Tensor], name: str) -> None:
+    """Before a write: refuse it if it would go to a copy from which there is no way back."""
+    for x in written:
+        copy = _copy_in(x)
+        while copy is not None and _takes_writes(copy):
+            copy = _copy_in(copy._source[0])
+        if copy is not None:
+            raise InPlaceError(
+                f"{name} would write to a view of a DTensor that had to be a copy, because its data came from other "
+                f"ranks, and the write would be lost. Nothing was changed; write to the tensor itself, or redistribute "
+                f"it first so that the view needs no data of other ranks"
+            )
+
+
+def _takes_writes(copy: CopiedView) -> bool:
+    """Whether a write gets back to where the copy was taken from: a pending extremum or norm cannot be written to."""
+    source, way_back = copy._source
+    return way_back is not None and all(p is None or p.reduce_op in ("sum", "avg") for p in source._layout.pending)
+
+
+def carry_on(written: Iterable[Tensor]) -> None:
+    """After a write: what was written to a copy goes on to its source; copies of what was written to are stale."""
+    if not copies:
+        return
+    for x in written:
+        for reference in _taken.pop(storage_of(x), ()):
+            outdated = reference()
+            if outdated is not None:
+                outdated.__class__ = StaleView  # type: ignore[assignment]
+        copy = _copy_in(x)
+        if copy is not None:
+            source, way_back = copy._source
+            storage = storage_of(source)
+            kin = [view for reference in _taken.pop(storage, ()) if (view := reference()) is not None]
+            way_back(source, wrap(localise(copy), copy._layout))  # type: ignore[misc]
+            for view in kin:
+                if _whole(view) is copy or (view.__class__ is CopiedView and _source_storage(view) == storage_of(copy)):
+                    _enter(_taken, storage, view)
+                else:
+                    view.__class__ = StaleView  # type: ignore[assignment]
