@@ -14,7 +14,17 @@ from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardS
 from shardwise.from_local import check_strides, gradient_layout, laid_out, layout_of_shards
 from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
 from shardwise.local import check_strided, on_shards, single, spread
-from shardwise.redistribute import Move, Typed, drop, owing, plan_moves, recorded, run_path, second_order, transition
+from shardwise.redistribute import (
+    CastBackward,
+    Move,
+    MoveGradient,
+    Typed,
+    drop,
+    owing,
+    plan_moves,
+    run_path,
+    transition,
+)
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 # (function, types, args, kwargs): run it where a DTensor is its shard
@@ -181,7 +191,7 @@ class DTensor(Tensor):
         local = aliases[0] if len(aliases) == 1 else ranked(aliases)
         if grad_placements is not None:
             back = plan_moves(layout.gradient, gradient_layout(layout, grad_placements))
-            local = on_shards(local, lambda shards: _MoveGradient.apply(back, *shards))
+            local = on_shards(local, lambda shards: MoveGradient.apply(back, *shards))
         made = wrap(local, layout)
         if stride is not None:
             check_strides(layout, made.stride(), stride)
@@ -199,7 +209,7 @@ class DTensor(Tensor):
         leaves_the_graph = len(layout.mesh.held) == 1 and local.requires_grad and not self.is_leaf
         if not back and not (leaves_the_graph and torch.is_grad_enabled()):
             return local
-        return on_shards(local, lambda shards: _MoveGradient.apply(back, *shards))
+        return on_shards(local, lambda shards: MoveGradient.apply(back, *shards))
 
     def redistribute(
         self,
@@ -231,7 +241,7 @@ class DTensor(Tensor):
             if any(move.kind == "mask" for move in moves):  # some ranks would share storage with the source, others not
                 moved = moved.clone()
             return wrap(moved, target)
-        return wrap(on_shards(local, lambda shards: _CastBackward.apply(moves, backward_dtype, *shards)), target)
+        return wrap(on_shards(local, lambda shards: CastBackward.apply(moves, backward_dtype, *shards)), target)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
         """The whole tensor, plain, on every rank."""
@@ -359,49 +369,6 @@ def gradient_shards(gradient: Tensor, layout: Layout, name: str) -> tuple[Tensor
 
 def _summed_axes(layout: Layout) -> tuple[int, ...]:
     return tuple(axis for axis, p in enumerate(layout.pending) if p is not None and p.reduce_op == "sum")
-
-
-class _MoveGradient(torch.autograd.Function):
-    """The same shards; their gradient is moved on its way back.
-
-    Here a backward pass that began with plain tensors enters the graph of DTensors, which must be told if the pass will
-    itself be differentiated.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, moves: Sequence[Move], *shards: Tensor) -> Any:
-        ctx.moves = moves
-        return tuple(x.view_as(x) for x in shards)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        again = torch.is_grad_enabled()
-        if again:
-            second_order([node for node, _ in ctx.next_functions])
-        move_on = recorded if again else transition
-        shards: Sequence[Tensor] = grads
-        for move in ctx.moves:
-            shards = move_on(move, shards)
-        return None, *shards
-
-
-class _CastBackward(torch.autograd.Function):
-    """Moves whose backward communicates in another dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, moves: Sequence[Move], dtype: torch.dtype, *shards: Tensor) -> Any:
-        ctx.moves, ctx.dtype, ctx.original = moves, dtype, shards[0].dtype
-        for move in moves:
-            shards = tuple(transition(move, shards))
-        return tuple(x.view_as(x) for x in shards)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        shards: Sequence[Tensor] = [grad.to(ctx.dtype) for grad in grads]
-        move_on = recorded if torch.is_grad_enabled() else transition
-        for move in reversed(ctx.moves):
-            shards = move_on(move.dual, shards)
-        return None, None, *(shard.to(ctx.original) for shard in shards)
 
 
 OURS = frozenset({"_layout", "_peers", "_is_param", "_hooks", "_moved", "_strides", "_copied", "_source", "_whole"})

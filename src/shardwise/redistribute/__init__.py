@@ -2,6 +2,7 @@
 
 from shardwise.redistribute.anchor import anchors, let_go, tied, trail
 from shardwise.redistribute.aside import alone, check_paid, drop, no_sync, owing, pay
+from shardwise.redistribute.borders import CastBackward, MoveGradient
 from shardwise.redistribute.collectives import Group
 from shardwise.redistribute.cost import LATENCY, LOCAL, transition_cost
 from shardwise.redistribute.execute import differentiable, recorded, run_path, second_order, transition
@@ -13,8 +14,10 @@ __all__ = [
     "LATENCY",
     "LOCAL",
     "TABLE",
+    "CastBackward",
     "Group",
     "Move",
+    "MoveGradient",
     "Typed",
     "alone",
     "anchors",

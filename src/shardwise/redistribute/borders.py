@@ -1,0 +1,55 @@
+"""Where the graph of DTensors borders on that of plain tensors, or on one in another dtype: moves of gradients only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.redistribute.execute import recorded, second_order, transition
+from shardwise.redistribute.transitions import Move
+
+
+class MoveGradient(torch.autograd.Function):
+    """The same shards; their gradient is moved on its way back.
+
+    Here a backward pass that began with plain tensors enters the graph of DTensors, which must be told if the pass will
+    itself be differentiated.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, moves: Sequence[Move], *shards: Tensor) -> Any:
+        ctx.moves = moves
+        return tuple(x.view_as(x) for x in shards)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        again = torch.is_grad_enabled()
+        if again:
+            second_order([node for node, _ in ctx.next_functions])
+        move_on = recorded if again else transition
+        shards: Sequence[Tensor] = grads
+        for move in ctx.moves:
+            shards = move_on(move, shards)
+        return None, *shards
+
+
+class CastBackward(torch.autograd.Function):
+    """Moves whose backward communicates in another dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, moves: Sequence[Move], dtype: torch.dtype, *shards: Tensor) -> Any:
+        ctx.moves, ctx.dtype, ctx.original = moves, dtype, shards[0].dtype
+        for move in moves:
+            shards = tuple(transition(move, shards))
+        return tuple(x.view_as(x) for x in shards)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        shards: Sequence[Tensor] = [grad.to(ctx.dtype) for grad in grads]
+        move_on = recorded if torch.is_grad_enabled() else transition
+        for move in reversed(ctx.moves):
+            shards = move_on(move.dual, shards)
+        return None, None, *(shard.to(ctx.original) for shard in shards)
