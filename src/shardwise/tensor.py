@@ -340,20 +340,15 @@ def as_layout(value: Tensor, layout: Layout, name: str) -> DTensor:
 
 
 def gradient_tensor(grads: Sequence[Tensor], layout: Layout, *, ours: bool = False) -> DTensor:
-    """The gradient of a tensor that lies as `layout`, from the held ranks' plain gradients: as aliases, unless they are
-    `ours` and nobody else has them."""
+    """The gradient of a tensor that lies as `layout`, from the held ranks' plain gradients. Unless they are `ours`, and
+    nobody else has them, it is a view: autograd then sees that they are in use."""
     with _disabled():
         if not ours:
-            grads = [_alias(grads[0]), *grads[1:]]
+            grads = [grads[0].view_as(grads[0]), *grads[1:]]
         if (axes := _summed_axes(layout)) and torch.is_grad_enabled():
             varying = Typed(layout.gradient, frozenset(axes))
             grads = transition(Move(varying, Typed(layout.gradient), axes), grads)
         return wrap(grads[0] if len(grads) == 1 else ranked(grads), layout.gradient)
-
-
-def _alias(grad: Tensor) -> Tensor:
-    """The same tensor as another object; no view if it can be helped, which users could not `detach_`."""
-    return grad.view_as(grad) if grad.requires_grad else grad.detach()
 
 
 def gradient_shards(gradient: Tensor, layout: Layout, name: str) -> tuple[Tensor, ...]:

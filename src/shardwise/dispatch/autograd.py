@@ -164,7 +164,11 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
             results.append(torch.zeros_like(x) if materialize else None)
         else:
             kept = tied(grads, recorded) if create else grads
-            results.append(gradient_tensor(kept, x._layout, ours=bool(create)) if isinstance(x, DTensor) else kept[0])
+            if isinstance(x, DTensor):
+                own = kept if create else [grad.detach() for grad in kept]
+                results.append(gradient_tensor(own, x._layout, ours=True))
+            else:
+                results.append(kept[0])
     return tuple(results)
 
 
