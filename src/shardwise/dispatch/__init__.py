@@ -15,6 +15,7 @@ from shardwise.dispatch import (
     ragged,
     straight,
     transforms,
+    zeroing,
 )
 from shardwise.dispatch.call import CacheInfo, cache_info, clear_cache, dispatch, make_plan
 from shardwise.dispatch.modes import implicit_replication, strict
@@ -41,4 +42,5 @@ __all__ = [
     "straight",
     "strict",
     "transforms",
+    "zeroing",
 ]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwise.dispatch.autocasting import AUTOCAST, Autocast, autocast_dtype
 from shardwise.dispatch.build import Steps, build, runs_in_cpp
+from shardwise.dispatch.copies import CopiedView
 from shardwise.dispatch.elsewhere import written_arguments, written_elsewhere
 from shardwise.dispatch.entries import is_collective, refuse_collective
 from shardwise.dispatch.fallback import Gathered, describe, report
@@ -25,9 +26,9 @@ from shardwise.dispatch.nothing import OnNothing
 from shardwise.dispatch.outs import plan_out
 from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
-from shardwise.dispatch.stand_ins import refused, torchs_own
+from shardwise.dispatch.stand_ins import refused, refused_dtypes, torchs_own
 from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call
-from shardwise.dispatch.views import MAY_COPY, ONLY_VIEWS, CopiedView, Copies, OfCopies, ViewOrCopy, Writes, only_views
+from shardwise.dispatch.views import MAY_COPY, ONLY_VIEWS, Copies, OfCopies, ViewOrCopy, Writes, only_views
 from shardwise.errors import InPlaceError, MeshError, StrideError
 from shardwise.layout import Layout
 from shardwise.rules import Value, flat_values, rule_for
@@ -242,10 +243,12 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
         if isinstance(error, NotImplementedError) or (isinstance(error, RuntimeError) and _knows_no_meta(str(error))):
             return _gathered(func, args, kwargs, layouts), False
         raise torchs_own(error, func, args, kwargs) or error from None
-    if any(call.name.rstrip("_") in UNCHECKED_ON_META for call in trace.calls):
-        refusal = torchs_own(None, func, args, kwargs)
-        if refusal is not None:
-            raise refusal
+    if all(call.op.namespace in ("aten", "shardwise") for call in trace.calls):  # users' own are not to be tried out
+        unchecked = any(call.name.rstrip("_") in UNCHECKED_ON_META for call in trace.calls)
+        if unchecked or not all(call.is_view for call in trace.calls):
+            refusal = (refused if unchecked else refused_dtypes)(asked, args, kwargs)
+            if refusal is not None:
+                raise refusal
     if any(call.name.startswith("as_strided") for call in trace.calls) and not all(x.replicated for x in layouts):
         return ContiguousOnly(_gathered(func, args, kwargs, layouts)), False
     if trace.output is NotImplemented:
@@ -380,6 +383,8 @@ def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, A
         return False  # the rule looked at a float (element-wise ones see to that themselves)
     if call.local is not None and not call.local.resized:  # its arguments may have been read off dtypes and floats
         return False
+    if any(layout.has_empty for layout in call.layouts.ins):
+        return False  # ranks that hold nothing would not say what torch has against a dtype
     return not any(p and p.reduce_op == "norm" for layout in call.layouts.outs for p in layout.pending)
 
 

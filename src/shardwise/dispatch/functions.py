@@ -251,11 +251,13 @@ Function.apply = classmethod(_apply_anything)  # type: ignore[assignment, method
 
 
 # Whoever listens for saved tensors (a checkpoint, offloading) sees shards. C++ would hand a DTensor on as it is: with
-# the data of a shard, and in Python the shape of the whole.
+# the data of a shard, and in Python the shape of the whole. So it would a result that its own gradient needs and that
+# has none itself (the indices of a sort): plain when it is saved, a DTensor once the call returns, so an alias of it is
+# handed on.
 
 
 def _as_saved(x: Any) -> Any:
-    if not isinstance(x, DTensor):
+    if not isinstance(x, DTensor) and (_enabled() or x.__class__ is not Tensor or x.requires_grad):
         return x
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         shard: Any = torch._C.TensorBase.as_subclass(x, Tensor)

@@ -51,7 +51,7 @@ def key_of(value: Any) -> Any:
     if isinstance(value, float):
         return key_of(float(value))  # numpy's are Python's as well
     if isinstance(value, complex):
-        return complex if isfinite(value) else str(value)
+        return cls if isfinite(value) else (cls, str(value))  # torch takes numpy's, but not as it takes Python's
     try:
         hash(value)
     except TypeError:

@@ -120,8 +120,8 @@ def _local_attention(
 
 def _nothing(shape: tuple[int, ...], query: Tensor, *others: Tensor | None) -> Tensor:
     """Where there is nothing to attend, some releases of torch crash and others leave the mask out of the graph, in
-    which every rank must take part."""
-    connected = [x.sum() * 0 for x in (query, *others) if x is not None and x.is_floating_point()]
+    which every rank must take part. Autograd saves something here too (see `connected_zeros`)."""
+    connected = [x.sum() * x.new_zeros(()) for x in (query, *others) if x is not None and x.is_floating_point()]
     return query.new_zeros(shape) + sum(connected)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
+from shardwise.rules.norms import stats_dtype
 from shardwise.rules.reductions import PROGRAM_COST, wide
 from shardwise.rules.registry import register
 from shardwise.rules.spatial import connected_zeros
@@ -99,6 +100,7 @@ def _train(
     scale = batch.vary(invstd) if weight is None else batch.vary(invstd) * weight
     out = away * scale.reshape(shape)
     out = out if bias is None else out + bias.reshape(shape)
+    dtype = stats_dtype(dtype, x, weight, bias, running_mean, running_var)
     stats = [mean.detach(), var.detach(), invstd.detach()]
     if sizes is not None:
         stats = [channels.gather(stat, 0, sizes) for stat in stats]
@@ -119,7 +121,7 @@ def _evaluate(op: Any, num_channels: int, dtype: torch.dtype, x: Tensor, *args: 
         out, _, _, *rest = op(x, *args, **kwargs)
     else:
         out, rest = connected_zeros(x, x.shape, *args[:2]), [x.new_empty(0, dtype=torch.uint8)]
-    stats = x.new_zeros(num_channels, dtype=dtype)
+    stats = x.new_zeros(num_channels, dtype=stats_dtype(dtype, x, *args[:4]))
     return (out, stats, stats.clone(), *rest)[: len(op._schema.returns)]
 
 

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.layout import Layout
+from shardwise.rules.indexing import looked_up
 from shardwise.rules.indices import Bound, axes_of, has_empty
 from shardwise.rules.notation import Factor, Factors, dims_of
 from shardwise.rules.reductions import LAST, PROGRAM_COST
 from shardwise.rules.registry import register, register_function
+from shardwise.rules.spatial import remembered
 from shardwise.rules.types import SUM, Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
 
 
@@ -59,7 +61,7 @@ def _row_starts(layout: Layout) -> HeldValues:
 def _embedding(call: Call) -> list[Strategy]:
     rows: Sequence[Factor] = dims_of(call.inputs[1].ndim, "index")
     free = Factors([[None, "column"], rows], [[*rows, "column"]]).strategies()
-    return [*free, Strategy((0, None), (SUM,))]
+    return [*free, Strategy((0, None), (looked_up(call.inputs[0].dtype),))]
 
 
 def _embedding_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
@@ -91,9 +93,9 @@ def _own_rows(table: Tensor, index: Tensor, start: int, num_rows: int, padding: 
         return torch.embedding(table, index, padding)
     local, mine = _own(table, index, start)
     if not len(table):  # no rows here: zeros that are still part of the graph
-        return table.new_zeros((*index.shape, table.shape[1])) + table.sum()
+        return table.new_zeros((*index.shape, table.shape[1])) + remembered(table).sum(dtype=table.dtype)
     padding = padding - start if start <= padding < start + len(table) else -1
-    return torch.where(mine.unsqueeze(-1), torch.embedding(table, local, padding), 0)
+    return torch.where(mine.unsqueeze(-1), torch.embedding(table, local, padding), table.new_zeros(()))
 
 
 def _own(table: Tensor, index: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -316,8 +318,8 @@ def _sum_in_bags(
     """The items of our own rows, summed by torch; a mean is divided by the size of the whole bag."""
     mine, bag, sizes = _own_items(index, table, offsets, row_start, item_start, bags)
     if not len(sizes) or not table.numel():
-        nothing = table.new_zeros(len(sizes), table.shape[1]) + table.sum() * 0
-        return nothing if weights is None else nothing + weights.sum() * 0
+        nothing = table.new_zeros(len(sizes), table.shape[1]) + table.sum() * table.new_zeros(())
+        return nothing if weights is None else nothing + weights.sum() * weights.new_zeros(())
     begins = torch.zeros_like(sizes).index_add(0, bag, mine.to(sizes.dtype)).cumsum(0)
     begins = torch.cat([begins.new_zeros(1), begins[:-1]]).to(index.dtype)
     items = index.reshape(-1)[mine] - row_start

@@ -16,6 +16,7 @@ from shardwise.rules.indices import Bound
 from shardwise.rules.losses import MEAN, NONE, TOTAL, reduction_of
 from shardwise.rules.reductions import PROGRAM_COST, maximum, wide
 from shardwise.rules.registry import register, register_function
+from shardwise.rules.spatial import remembered
 from shardwise.rules.types import SUM, AxisPlacement, Call, Collectives, Local, Rule, Strategy, replicated
 
 
@@ -54,7 +55,7 @@ def _look_up(x: Tensor, dim: int, target: Tensor, offset: int) -> tuple[Tensor, 
     index = target - offset
     mine = (index >= 0) & (index < x.shape[dim])
     if not x.shape[dim]:
-        return x.sum(dim), mine
+        return remembered(x).sum(dim), mine
     picked = x.gather(dim, index.clamp(0, x.shape[dim] - 1).unsqueeze(dim)).squeeze(dim)
     return torch.where(mine, picked, 0), mine
 

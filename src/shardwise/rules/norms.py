@@ -13,6 +13,7 @@ from shardwise.layout import Layout
 from shardwise.rules.notation import Factor, Factors, dims_of
 from shardwise.rules.reductions import PROGRAM_COST, is_inexact, maximum, wide
 from shardwise.rules.registry import register
+from shardwise.rules.spatial import remembered
 from shardwise.rules.types import Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
 
 
@@ -64,6 +65,13 @@ _PROGRAMS = {
 register(*_PROGRAMS, rule=Rule(_softmax, _softmax_local))
 
 
+def stats_dtype(elsewhere: torch.dtype, x: Tensor, *params: Tensor | None) -> torch.dtype:
+    """The dtype of statistics: on the CPU that of the input, or single precision where parameters have another."""
+    if x.device.type != "cpu":
+        return elsewhere
+    return torch.float32 if any(p.dtype != x.dtype for p in params if p is not None) else x.dtype
+
+
 # Layer norm
 
 
@@ -101,7 +109,7 @@ def _sharded_layer_norm(
     count: int,
     stats: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, x = x.dtype, wide(x)
+    dtype, stats, x = x.dtype, stats_dtype(stats, x, weight, bias), wide(x)
     mean = group.psum(x.sum(dims, keepdim=True)) / count
     away = x - group.vary(mean)
     rstd = (group.psum((away * away).sum(dims, keepdim=True)) / count + eps).rsqrt()
@@ -173,7 +181,7 @@ def _sharded_group_norm(
     num_groups: Any,
     start: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, x = x.dtype, wide(x)
+    dtype, stats, x = x.dtype, stats_dtype(x.dtype, x, weight, bias), wide(x)
     mean = group.psum(group.map(_sum_by_group, x, channels, num_groups, start)) / count
     away = x - group.map(_by_channel, group.vary(mean), x, channels, start)
     squares = group.psum(group.map(_sum_by_group, away * away, channels, num_groups, start))
@@ -181,7 +189,7 @@ def _sharded_group_norm(
     out = away * group.map(_by_channel, group.vary(rstd), x, channels, start)
     shape = [-1, *[1] * (x.dim() - 2)]
     weight, bias = (None if param is None else param.reshape(shape) for param in (weight, bias))
-    return _affine(out, weight, bias).to(dtype), mean.to(dtype), rstd.to(dtype)
+    return _affine(out, weight, bias).to(dtype), mean.to(stats), rstd.to(stats)
 
 
 def _group_of(x: Tensor, channels: int, start: int) -> Tensor:
@@ -203,10 +211,11 @@ def _by_channel(stats: Tensor, x: Tensor, channels: int, start: int) -> Tensor:
 def _group_norm_or_empty(x: Tensor, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float) -> Any:
     if x.numel():
         return torch.native_group_norm(x.contiguous(), weight, bias, n, c, hxw, group, eps)
-    out = x * 1
+    out = remembered(x)
     for param in (weight, bias):  # nothing to normalise, but every rank takes part in backward
-        out = out if param is None else out + param.sum() * 0
+        out = out if param is None else out + param.sum() * param.new_zeros(())
     stats = x.sum(dim=tuple(range(1, x.ndim))).reshape(n, 1).expand(n, group if c else 0)
+    stats = stats.to(stats_dtype(x.dtype, x, weight, bias))
     return out, stats, stats
 
 

@@ -122,9 +122,10 @@ register(*OPS, rule=Rule(_strategies, _local))
 
 
 def _with_number(input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> tuple[tuple, dict]:
-    """A value may be a number of numpy's, which torch's own binding takes and ours of an op does not."""
-    if value is not None and not isinstance(value, (int, float, complex, Tensor)) and hasattr(value, "item"):
-        value = value.item()
+    """A value may be a number of numpy's, which torch's own binding takes and ours of an op does not. Of a complex one
+    torch takes the real part, and numpy warns of that."""
+    if not isinstance(value, Tensor) and hasattr(value, "item"):
+        value = float(value) if isinstance(value.item(), complex) else value.item()
     return (input, pad, mode, value), {}
 
 

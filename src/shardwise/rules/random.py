@@ -14,6 +14,7 @@ from shardwise.layout import Layout
 from shardwise.rules.notation import Factor, Factors
 from shardwise.rules.pointwise import pointwise_factors
 from shardwise.rules.registry import FUNCTIONS, register
+from shardwise.rules.spatial import remembered
 from shardwise.rules.types import Call, Local, Rule, Strategy
 
 
@@ -45,7 +46,7 @@ def _dropout_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
 def _dropout_or_empty(x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if x.numel():
         return torch.native_dropout(x, *args, **kwargs)
-    return x * 1, x.new_empty(x.shape, dtype=torch.bool)
+    return remembered(x), x.new_empty(x.shape, dtype=torch.bool)
 
 
 register("native_dropout", rule=Rule(_element_wise, _dropout_local))

@@ -33,7 +33,7 @@ def _by_channels(call: Call) -> list[Strategy]:
 
 
 def _not_empty(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    return unless_empty(call, outs)
+    return unless_empty(call, outs, saves=False)
 
 
 register(
@@ -59,7 +59,7 @@ def _nearest_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
     """Along a sharded dim, each rank fetches the neighbours of its outputs and picks from them."""
     x, out = ins[0], outs[0]
     if not any(x.splits[2:]):
-        return unless_empty(call, outs)
+        return unless_empty(call, outs, saves=False)
     exact = call.name.startswith("_")
     scales = [value for name, value in call.bound.items() if name.startswith("scales")]
     fetches, picks = [], []
@@ -71,7 +71,7 @@ def _nearest_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
         fetches.append(Fetch(dim, have, want if x.splits[dim] else have))
         starts = [piece[0] if piece and x.splits[dim] else 0 for piece in pieces]  # of what is fetched
         shifted = [tuple(at - start for at in piece) for piece, start in zip(pieces, starts, strict=True)]
-        picks.append(held(out, dim, shifted))
+        picks.append(held(out, dim, shifted if source != tuple(range(x.shape[dim])) else [None] * len(shifted)))
     return with_halo(_pick, fetches, x, [call["self"], by_rank(picks), HeldValues(out.held_shapes)])
 
 
@@ -85,11 +85,12 @@ def _neighbours(size_in: int, size_out: int, scale: float | None, exact: bool) -
         return tuple(int(at) for at in function(places, [size_out], scale).flatten().tolist())
 
 
-def _pick(x: Tensor, picks: Sequence[tuple[int, ...]], shape: Sequence[int]) -> Tensor:
+def _pick(x: Tensor, picks: Sequence[tuple[int, ...] | None], shape: Sequence[int]) -> Tensor:
+    """Of what was fetched, for each dim, the elements picked; None are all of it, on all ranks."""
     if not math.prod(shape):
-        return connected_zeros(x, shape)
+        return connected_zeros(x, shape, saves=any(pick is not None for pick in picks))
     for dim, pick in enumerate(picks, 2):
-        if pick != tuple(range(x.shape[dim])):
+        if pick is not None:
             x = x.index_select(dim, torch.tensor(pick, device=x.device))
     return x
 
@@ -120,7 +121,7 @@ def _affine_grid(call: Call) -> list[Strategy]:
 def _affine_grid_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     sizes = [(shape[0], *call["size"][1:]) for shape in ins[0].held_shapes]
     args, kwargs = call.replace(size=HeldValues(sizes))
-    return unless_empty(call, outs, Local(call.op, args, kwargs, resized=True))
+    return unless_empty(call, outs, Local(call.op, args, kwargs, resized=True), saves=False)
 
 
 register("affine_grid_generator", rule=Rule(_affine_grid, _affine_grid_local))

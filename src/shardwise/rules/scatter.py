@@ -160,9 +160,9 @@ def _write_along(
     size = x.shape[dim]
     mine, local = owned(wrapped(index, split), starts[dim], size)
     if mask and rows:
-        source = torch.where(along(mine, dim, x.ndim), source, 0)
+        source = torch.where(along(mine, dim, x.ndim), source, source.new_zeros(()))
     elif mask:
-        source = torch.where(mine, source[tuple(map(slice, index.shape))], 0)
+        source = torch.where(mine, source[tuple(map(slice, index.shape))], source.new_zeros(()))
     result = op(padded(x, [dim]), dim, torch.where(mine, local, size), source, *rest)
     return _written(x, result, in_place)
 

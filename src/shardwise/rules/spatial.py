@@ -113,32 +113,45 @@ class _WithHalo:
 # Shards of size zero, which torch's kernels often refuse
 
 
-def connected_zeros(like: Tensor, shape: Sequence[int], *others: Tensor | None) -> Tensor:
-    """Zeros that depend on tensors without reading them: every rank takes part in a backward pass."""
+def connected_zeros(like: Tensor, shape: Sequence[int], *others: Tensor | None, saves: bool = True) -> Tensor:
+    """Zeros that depend on tensors without reading them: every rank takes part in a backward pass.
+
+    An op that `saves` something for its gradient does so here as well. A checkpoint begins to recompute when the first
+    saved tensor is asked for and stops at the last one: all ranks must do that between the same collectives.
+    """
     out = like.new_zeros(shape)
     for x in (like, *others):
         if x is not None and x.requires_grad:
-            out = out + (x.narrow(0, 0, 0) if x.dim() else x[None][:0]).sum().to(out.dtype)
+            nothing = x.narrow(0, 0, 0) if x.dim() else x[None][:0]
+            out = out + (remembered(nothing) if saves else nothing).sum().to(out.dtype)
     return out
 
 
-def unless_empty(call: Call, outs: Sequence[Layout], local: Local | None = None) -> Local | None:
-    """A local call, by default the op itself, that is not made where its outputs are empty."""
+def remembered(x: Tensor) -> Tensor:
+    """Something empty, or zero, of which autograd saves a tensor."""
+    return x * x.detach()
+
+
+def unless_empty(call: Call, outs: Sequence[Layout], local: Local | None = None, *, saves: bool = True) -> Local | None:
+    """A local call, by default the op itself, that is not made where its outputs are empty; `saves` says whether
+    autograd saves tensors where it is made."""
     if all(math.prod(shape) for out in outs for shape in out.held_shapes):
         return local
     local = local or Local(call.op, call.args, call.kwargs)
     assert not local.groups, "a program looks after empty shards itself"
     shapes = HeldValues([tuple(out.held_shapes[rank] for out in outs) for rank in range(len(outs[0].mesh.held))])
     dtypes = tuple(value.dtype for value in call.outputs)
-    return Local(_unless_empty, [local.function, shapes, dtypes, *local.args], local.kwargs)
+    return Local(_unless_empty, [local.function, shapes, dtypes, saves, *local.args], local.kwargs)
 
 
-def _unless_empty(function: Callable, shapes: Sequence[tuple[int, ...]], dtypes: Any, *args: Any, **kwargs: Any) -> Any:
+def _unless_empty(
+    function: Callable, shapes: Sequence[tuple[int, ...]], dtypes: Any, saves: bool, *args: Any, **kwargs: Any
+) -> Any:
     if all(map(math.prod, shapes)):
         return function(*args, **kwargs)
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     results = tuple(
-        connected_zeros(tensors[0], shape, *tensors[1:])
+        connected_zeros(tensors[0], shape, *tensors[1:], saves=saves)
         if dtype.is_floating_point or dtype.is_complex
         else _zeros(tensors[0], shape, dtype)
         for shape, dtype in zip(shapes, dtypes, strict=True)
