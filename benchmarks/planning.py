@@ -42,7 +42,7 @@ from overhead import FIRST_CALL_MESHES, FIRST_CALL_TARGETS, fake_world, versions
 from race import Row, Table, seconds
 from shardwise.dispatch import call as dispatch_call
 from shardwise.proof.samples import Sample, all_operators, operators, replaced
-from shardwise.redistribute import forget as forget_moves
+from shardwise.redistribute import windows
 from shardwise.tensor import DTensor
 
 LIMIT_ANY = 0.1
@@ -163,7 +163,7 @@ def cost_of(name: str, words: str, call: Callable[[], object]) -> Cost | None:
 
 
 def timed(call: Callable[[], object]) -> float:
-    forget_moves()  # or the next call would share those of the first
+    windows.clear()  # or the next call would share the moves of the first
     start = time.thread_time()
     call()
     return time.thread_time() - start

@@ -42,8 +42,8 @@ class Timing:
 def race(
     calls: dict[str, Call], *, num_rounds: int, enter: Callable[[str], object] = lambda name: None
 ) -> dict[str, Timing]:
-    """Times the calls in turns, each for an equal slice. Every round has another order, so that each comes after each of
-    the others: what one leaves behind in caches and heaps is to slow down all alike.
+    """Times the calls in turns, each for an equal slice. Every round has another order, so that each comes after all
+    of the others: what one leaves behind in caches and heaps is to slow down all alike.
 
     `enter` is told, before each slice, which one comes.
     """

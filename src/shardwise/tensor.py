@@ -116,10 +116,10 @@ class DTensor(Tensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        if owing:
+            drop(self)
         if value is None:
             _on_shard(_set_grad, (), (self, None))  # type: ignore[call-arg]
-            if owing:
-                drop(self)
             if "_peers" in self.__dict__:
                 for peer in self._peers:
                     peer.grad = None

@@ -109,6 +109,7 @@ def gradients_zeroed_in_place_while_some_are_kept_aside(x: Tensor, w: Tensor) ->
         lambda: optimizer.zero_grad(set_to_none=False),
         lambda: layer.zero_grad(set_to_none=False),
         lambda: layer.weight.grad.zero_(),  # type: ignore[union-attr]
+        lambda: setattr(layer.weight, "grad", torch.ones_like(layer.weight)),
     ):
         with sw.parallel.no_sync():
             layer(x).sin().sum().backward()

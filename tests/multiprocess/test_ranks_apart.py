@@ -16,6 +16,7 @@ from bodies import R, S, assert_close, doubles, everywhere, held
 from launch import run_ranks
 from shardwise.comm import as_mesh
 from shardwise.errors import MeshError, ReplicaError, ShardwiseError
+from shardwise.redistribute.shared import WINDOW
 
 pytestmark = pytest.mark.multiprocess
 
@@ -148,3 +149,62 @@ def ranks_with_one_seed(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("body", [ranks_with_other_seeds, ranks_with_one_seed])
 def test_random_numbers_need_one_seed(body: Any) -> None:
     run_ranks(body, 2, timeout=15)
+
+
+# Ranks of one submesh do what the others do not
+
+
+def on_one_submesh(rank: int, world_size: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for aside in (a_backward_pass, a_move_without_gradients, a_step, more_moves_than_are_remembered):
+        torch.manual_seed(0)
+        weight, data = doubles(4, 3).requires_grad_(), doubles(6, 4)
+        w = sw.distribute_tensor(weight.detach(), mesh, [R, R]).requires_grad_()
+        x = sw.distribute_tensor(data, mesh, [S(0), R])
+        first = x @ w
+        if mesh.get_local_rank("dp") == 0:
+            kept = aside(mesh["tp"])
+        second = (2 * x) @ w  # shares the move of `w` with the first, or on no rank
+        (first.sin().sum() + second.cos().sum()).backward()
+        ((data @ weight).sin().sum() + (2 * data @ weight).cos().sum()).backward()
+        assert_close(w.grad, weight.grad)
+        kept = None  # noqa: F841
+
+
+def a_backward_pass(mesh: DeviceMesh) -> Any:
+    sw.distribute_tensor(doubles(4), mesh, [S(0)]).requires_grad_().square().sum().backward()
+
+
+def a_move_without_gradients(mesh: DeviceMesh) -> Any:
+    with torch.no_grad():
+        return sw.distribute_tensor(doubles(4, 4), mesh, [S(0)]).sum(0) + sw.distribute_tensor(doubles(4), mesh, [S(0)])
+
+
+def a_step(mesh: DeviceMesh) -> Any:
+    parameter = torch.nn.Parameter(sw.distribute_tensor(doubles(4), mesh, [S(0)]))
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW([parameter], 0.1).step()
+
+
+def more_moves_than_are_remembered(mesh: DeviceMesh) -> Any:
+    shards = sw.distribute_tensor(doubles(4), mesh, [S(0)])
+    return [sw.distribute_tensor(doubles(4), mesh, [R]).requires_grad_() * shards for _ in range(WINDOW + 1)]
+
+
+def owing_more_than_a_submesh_can_pay(rank: int, world_size: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    weight, data = doubles(4, 3).requires_grad_(), doubles(6, 4)
+    w = torch.nn.Parameter(sw.distribute_tensor(weight.detach(), mesh, [R, R]))
+    x = sw.distribute_tensor(data, mesh, [S(0), R])
+    with sw.parallel.no_sync():
+        (x @ w).sin().sum().backward()
+    if mesh.get_local_rank("dp") == 0:
+        a_backward_pass(mesh["tp"])
+    (x @ w).cos().sum().backward()
+    ((data @ weight).sin() + (data @ weight).cos()).sum().backward()
+    assert_close(w.grad, weight.grad)
+
+
+@pytest.mark.parametrize("body", [on_one_submesh, owing_more_than_a_submesh_can_pay], ids=lambda f: f.__name__)
+def test_ranks_of_one_submesh(body: Any) -> None:
+    run_ranks(body, 4)

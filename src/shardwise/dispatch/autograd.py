@@ -51,14 +51,14 @@ def _backward(
     facts = self.__dict__
     simple = gradient is None and inputs is None and not create_graph and len(facts) == 1  # nothing but a layout
     if simple and _enabled() and not _anomaly() and self._layout.numel == 1 and not self._layout.has_pending:
-        forget()
+        forget(self._layout.mesh)
         with _disabled():
             seed = torch.ones_like(self)
         _engine_run_backward(
             (self,), (seed,), bool(retain_graph), False, (), allow_unreachable=True, accumulate_grad=True
         )
         if owing:
-            pay()
+            pay((self._layout.mesh,))
     else:
         Tensor.backward(self, gradient, retain_graph, create_graph, inputs)
 
@@ -76,7 +76,9 @@ def _autograd_backward(func: Callable, args: tuple, kwargs: dict[str, Any]) -> N
 
 
 def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: dict[str, Any]) -> None:
-    forget()
+    meshes = _meshes(tensors)
+    for mesh in meshes:
+        forget(mesh)
     roots, seeds = _roots(tensors, gradients)
     inputs = given.get("inputs")
     if inputs is not None and not isinstance(inputs, Tensor) and not len(inputs):
@@ -85,21 +87,21 @@ def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: 
     to_reach = () if inputs is None else (*_flat(_as_list(inputs)), *anchors())
     options = {"allow_unreachable": True, "accumulate_grad": True}
     if not create:
-        run_backward(_meshes(tensors), roots, seeds, bool(retain), False, to_reach, **options)
+        run_backward(meshes, roots, seeds, bool(retain), False, to_reach, **options)
     else:
         below = second_order(nodes_of(roots))
         let_go()
         leaves = below if inputs is None else _flat(_as_list(inputs))
         before = [_raw_grad(leaf) for leaf in leaves]
         with trail() as recorded:
-            run_backward(_meshes(tensors), roots, seeds, retain is not False, True, to_reach, **options)
+            run_backward(meshes, roots, seeds, retain is not False, True, to_reach, **options)
         let_go()
         recorded += _next_reached(roots, below, retain)
         for leaf, old in zip(leaves, before, strict=True):
             if (grad := _raw_grad(leaf)) is not old and grad is not None:
                 _set_raw_grad(leaf, tied([grad], recorded)[0])
     if owing:
-        pay()
+        pay(meshes)
 
 
 def _meshes(tensors: Sequence[Any]) -> list[Any]:
@@ -130,7 +132,8 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
     gradients = given.get("grad_outputs")
     if given.get("is_grads_batched"):
         raise NotImplementedError("torch.autograd.grad(is_grads_batched=True) is not available for DTensors")
-    forget()
+    for mesh in _meshes([*outputs, *inputs]):
+        forget(mesh)
     roots, seeds = _roots(outputs, [None] * len(outputs) if gradients is None else _as_list(gradients))
     create, retain, unused = (given.get(name) for name in ("create_graph", "retain_graph", "allow_unused"))
     below = second_order(nodes_of(roots)) if create else []

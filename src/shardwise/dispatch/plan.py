@@ -27,10 +27,11 @@ class Mover:
     and backward (see `redistribute.shared`).
     """
 
-    __slots__ = ("key", "moves", "only", "only_gradient")
+    __slots__ = ("key", "mesh", "moves", "only", "only_gradient")
 
     def __init__(self, moves: tuple[Move, ...]) -> None:
         self.moves = moves
+        self.mesh = moves[0].source.layout.mesh
         self.key = id(moves)  # the planner gives equal paths as one object
         self.only_gradient = all(move.keeps_value for move in moves)
         self.only = differentiable(moves[0]) if len(moves) == 1 and moves[0].is_linear else None
@@ -39,7 +40,7 @@ class Mover:
         """`x` in the new layout. It is a DTensor, or a plain tensor taken as replicated; under `_disabled`."""
         facts = x.__dict__
         if not _grad_enabled():
-            forget()
+            forget(self.mesh)
             return x if self.only_gradient else self._moved(x, facts)
         if not x.requires_grad:
             return x if self.only_gradient else self._moved(x, facts)
@@ -50,14 +51,14 @@ class Mover:
         elif (found := kept.get(self.key)) is not None and found[1] == version:
             moved = found[0]
             if moved.__class__ is int:
-                moved = recall(moved)
+                moved = recall(moved, self.mesh)
             if moved is not None:
                 return moved
         if self.only is not None and x.__class__ is DTensor and "_peers" not in facts:
             moved = self.only(x)
         else:
             moved = self._moved(x, facts)
-        kept[self.key] = remember(moved) if x.is_leaf else moved, version, self.moves
+        kept[self.key] = remember(moved, self.mesh) if x.is_leaf else moved, version, self.moves
         return moved
 
     def _moved(self, x: Tensor, facts: dict[str, Any]) -> Tensor:

@@ -29,7 +29,7 @@ from shardwise.dispatch.memory import copied, lies_plainly, on_one_device
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.layout import Layout
-from shardwise.redistribute import forget
+from shardwise.redistribute import forget, windows
 from shardwise.tensor import DTensor, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -168,8 +168,9 @@ class Writes:
         self.plan, self.name, self.positions = plan, name, positions
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        if not _is_recorded(args, kwargs):
-            forget()
+        if windows and not _is_recorded(args, kwargs):
+            for mesh in {x._layout.mesh for x in flat_tensors((args, kwargs or {})) if isinstance(x, DTensor)}:
+                forget(mesh)
         if not copies:
             return self.plan(args, kwargs)
         tensors = flat_tensors((args, kwargs or {}))

@@ -113,6 +113,10 @@ class Mesh:
             )
         return self._submeshes[wanted]
 
+    def is_within(self, other: Mesh) -> bool:
+        """Whether the ranks that a rank shares this mesh with all share the other one with it too."""
+        return self.port is other.port and set(self.root_axes) <= set(other.root_axes)
+
     def __enter__(self) -> Mesh:
         """Inside, this is the mesh of calls that are given none."""
         _entered.set((*_entered.get(), self))

@@ -7,7 +7,7 @@ from shardwise.redistribute.collectives import Group
 from shardwise.redistribute.cost import LATENCY, LOCAL, transition_cost
 from shardwise.redistribute.execute import differentiable, recorded, run_path, second_order, transition
 from shardwise.redistribute.planner import path_cost, plan_moves
-from shardwise.redistribute.shared import forget, recall, remember
+from shardwise.redistribute.shared import forget, recall, remember, windows
 from shardwise.redistribute.transitions import TABLE, Move, Typed
 
 __all__ = [
@@ -40,4 +40,5 @@ __all__ = [
     "trail",
     "transition",
     "transition_cost",
+    "windows",
 ]

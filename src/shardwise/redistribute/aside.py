@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UnreducedGradientError
+from shardwise.layout import Mesh
 from shardwise.redistribute.kernels import run_move
 from shardwise.redistribute.transitions import Move
 
@@ -111,18 +112,25 @@ def _held(parameter: Tensor) -> Sequence[Tensor]:
     return (parameter, *parameter.__dict__.get("_peers", ()))
 
 
-def pay() -> None:
-    """After a backward pass: move what is kept for parameters that it did not reach."""
+def pay(meshes: Sequence[Mesh]) -> None:
+    """After a backward pass on some meshes: move what is kept for parameters on them that it did not reach. Other ranks
+    made no such pass, so what is to be moved between them and these waits."""
     if blocks and blocks[-1] != "reduced":
         return
-    parameters = [parameter for found in owing.values() if (parameter := found()) is not None]
-    owing.clear()
+    parameters: list[Any] = [parameter for found in owing.values() if (parameter := found()) is not None]
+    parameters = [x for x in parameters if all(any(m.is_within(mesh) for mesh in meshes) for m in _meshes_of(x))]
+    for parameter in parameters:
+        del owing[id(parameter)]
     with _disabled(), torch.no_grad():
         for parameter in parameters:
             for move, grads in parameter.__dict__.pop("_aside").values():
                 for x, grad in zip(_held(parameter), run_move(move, grads), strict=True):
                     sum_so_far = _get_grad(x)
                     _set_grad(x, grad) if sum_so_far is None else sum_so_far.add_(grad)
+
+
+def _meshes_of(parameter: Any) -> list[Mesh]:
+    return [move.source.layout.mesh for move, _ in parameter._aside.values()]
 
 
 def drop(parameter: Tensor) -> None:

@@ -180,8 +180,8 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        forget()
         dual = ctx.move.dual
+        forget(dual.source.layout.mesh)
         if not _grad_enabled():
             if dual.keeps_value:
                 return None, *grads
@@ -209,7 +209,7 @@ def _alias(move: Move) -> Callable[[Tensor], Tensor]:
         return shard.detach()
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        forget()
+        forget(mesh)
         if _grad_enabled():
             return tuple(recorded(dual, grads))
         if blocks or owing:
