@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import Replicate, Shard
+from shardwise.comm import as_mesh
 from shardwise.redistribute import shared
 
 
@@ -73,7 +74,7 @@ def test_a_deleted_model_is_freed(mesh: Any, foreach: bool) -> None:
 def test_what_was_moved_for_a_leaf_lives_until_the_backward_pass(mesh: Any) -> None:
     net = model(mesh)
     loss = net(batch(mesh)).sum()
-    found = [weakref.ref(moved) for moved in shared._window.values()]
+    found = [weakref.ref(moved) for moved in shared.windows[as_mesh(mesh)].values()]
     assert found
     loss.backward()
     del loss
@@ -99,9 +100,9 @@ def test_few_moves_for_leaves_are_kept(mesh: Any) -> None:
     for _ in range(2 * shared.WINDOW):
         weight = sw.distribute_tensor(torch.randn(8, 8), mesh).requires_grad_()
         _ = batch(mesh) @ weight
-    assert len(shared._window) == shared.WINDOW
+    assert len(shared.windows[as_mesh(mesh)]) == shared.WINDOW
     end_of_forward(mesh)
-    assert not shared._window
+    assert as_mesh(mesh) not in shared.windows
 
 
 def uses(mesh: Any) -> dict[str, Callable[[nn.Parameter], Tensor]]:

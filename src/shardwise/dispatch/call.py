@@ -26,7 +26,7 @@ from shardwise.dispatch.nothing import OnNothing
 from shardwise.dispatch.outs import plan_out
 from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
-from shardwise.dispatch.stand_ins import refused, refused_dtypes, torchs_own
+from shardwise.dispatch.stand_ins import can_be_tried, refused, refused_dtypes, torchs_own
 from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call
 from shardwise.dispatch.views import MAY_COPY, ONLY_VIEWS, Copies, OfCopies, ViewOrCopy, Writes, only_views
 from shardwise.errors import InPlaceError, MeshError, StrideError
@@ -243,7 +243,7 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
         if isinstance(error, NotImplementedError) or (isinstance(error, RuntimeError) and _knows_no_meta(str(error))):
             return _gathered(func, args, kwargs, layouts), False
         raise torchs_own(error, func, args, kwargs) or error from None
-    if all(call.op.namespace in ("aten", "shardwise") for call in trace.calls):  # users' own are not to be tried out
+    if all(map(can_be_tried, trace.calls)):
         unchecked = any(call.name.rstrip("_") in UNCHECKED_ON_META for call in trace.calls)
         if unchecked or not all(call.is_view for call in trace.calls):
             refusal = (refused if unchecked else refused_dtypes)(asked, args, kwargs)

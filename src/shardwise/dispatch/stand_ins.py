@@ -14,6 +14,7 @@ from torch import Tensor
 from shardwise.dispatch.memory import whole_strides
 from shardwise.dispatch.trace import flat_tensors
 from shardwise.errors import ShardwiseError
+from shardwise.rules import Call
 from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -26,6 +27,9 @@ FEW = 4
 
 EVERYWHERE = frozenset({torch.float32, torch.float64})
 """Dtypes that all kernels take whose counterparts for meta tensors do."""
+
+INDICES = frozenset({torch.int64})
+"""What those take beside their data."""
 
 Fill = Callable[..., Tensor]
 
@@ -46,6 +50,15 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 # Asking
 
 
+def can_be_tried(call: Call) -> bool:
+    """Whether an op can be run on zeros: not those of users, which may do more than compute, and not those that swap
+    the rows that pivots name without looking at them."""
+    return call.op.namespace in ("aten", "shardwise") and not any(a.name in PIVOTS for a in call.op._schema.arguments)
+
+
+PIVOTS = frozenset({"pivots", "LU_pivots"})
+
+
 def torchs_own(error: Exception | None, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
     """What torch says to such arguments on one device: kernels for meta tensors have words, and types, of their own."""
     if isinstance(error, ShardwiseError) or _numel((args, kwargs)) > MANY:
@@ -63,7 +76,8 @@ def refused_dtypes(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Excep
     whatever the sizes. Other devices have other kernels, and a bad index ends some of them: they are not asked."""
     tensors = flat_tensors((args, kwargs))
     with _disabled():
-        if all(x.dtype in EVERYWHERE for x in tensors) or _elsewhere(tensors):
+        dtypes = {x.dtype for x in tensors}
+        if not dtypes - EVERYWHERE or (dtypes - EVERYWHERE == INDICES and dtypes != INDICES) or _elsewhere(tensors):
             return None
         kinds = repr(_stand_ins((args, kwargs), lambda x: (x.dtype, _sizes(x, FEW)), FEW))
     call = func, torch.is_autocast_enabled("cpu"), kinds

@@ -246,3 +246,16 @@ def test_ops_of_users_are_not_tried_out() -> None:
     noted.register_fake(torch.empty_like)
     noted(sw.distribute_tensor(numbers((5, 3), LONG), mesh_of((2,)), [R]))
     assert seen == [(5, 3)] * len(seen) and len(seen) in (1, 2)  # once for all ranks, or once for each
+
+
+@pytest.mark.parametrize("solve", [torch.linalg.lu_solve, torch.linalg.ldl_solve], ids=["lu", "ldl"])
+def test_pivots_are_not_made_up(solve: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that they name are swapped, wherever those are."""
+    tried: list[Any] = []
+    monkeypatch.setattr(stand_ins, "_said", lambda *args, **kwargs: tried.append(args))
+    whole = torch.randn(4, 3, 3, dtype=torch.float64)
+    factor = torch.linalg.lu_factor if solve is torch.linalg.lu_solve else torch.linalg.ldl_factor
+    parts = *factor(whole @ whole.mT), whole
+    found = solve(*(sw.distribute_tensor(x, mesh_of((2,)), [S(0)]) for x in parts))
+    torch.testing.assert_close(found.full_tensor(), solve(*parts))  # type: ignore[attr-defined]
+    assert not tried
