@@ -315,6 +315,7 @@ class _Extremum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        forget(ctx.move.source.layout.mesh)
         with _disabled():
             move, saved = ctx.move, ctx.saved_tensors
             shards, out = saved[: ctx.num_ranks], saved[ctx.num_ranks :]

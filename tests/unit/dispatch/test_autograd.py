@@ -213,6 +213,21 @@ def test_gradients_can_be_detached_in_place(create_graph: bool) -> None:
     torch.testing.assert_close(found[1].full_tensor(), found[0])  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+def test_a_pending_leaf_is_used_again_after_a_backward_pass_of_a_plain_tensor(op: str) -> None:
+    """What was moved of it belongs to the graph of the first pass, which is gone."""
+    mesh = sw.simulate((2,), ("a",))
+    local = torch.tensor([0.5, -0.25], dtype=torch.float64)
+    leaf = sw.DTensor.from_local(local, mesh, [sw.Partial(op)], run_check=False).detach().requires_grad_()
+    grads = []
+    for _ in range(2):
+        (leaf * leaf).exp().to_local().sum().backward()
+        grads.append(leaf.grad.full_tensor())  # type: ignore[union-attr]
+        leaf.grad = None
+    torch.testing.assert_close(grads[1], grads[0])
+    assert grads[0].abs().sum()
+
+
 def test_a_hook_on_the_root_and_under_autograd_grad() -> None:
     a, d = twins(data(6, 4), (S0, R))
     calls: list[Tensor] = []
