@@ -160,6 +160,11 @@ def join(results: Sequence[Any], func: Callable | None = None) -> Any:
     first = results[0]
     if isinstance(first, Tensor):
         if type(first) is not Ranked:
+            whole = first.__dict__.get("_all")
+            if whole is not None and all(
+                result is peer for result, peer in zip(results[1:], whole._peers, strict=True)
+            ):
+                return whole  # the function returned its own argument, of which it was given an alias
             return ranked(results)
         if all(result is peer for result, peer in zip(results[1:], first._peers, strict=True)):
             return first  # the function returned its own argument
@@ -219,7 +224,9 @@ def _first(value: Ranked) -> Tensor:
     compare it later, and then it must be one rank's tensor and not speak for all."""
     if value.requires_grad or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return value
-    return value.as_subclass(Tensor)
+    alias: Any = value.as_subclass(Tensor)
+    alias._all = value
+    return alias
 
 
 def _num_ranks(values: Sequence[Any]) -> int:

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm import Ranked
+from shardwise.dispatch.modes import replicates_implicitly
 from shardwise.dispatch.ragged import with_chosen
 from shardwise.dispatch.special import handles
 from shardwise.dispatch.stand_ins import torchs_own
 from shardwise.dispatch.subscripts import everywhere, in_full, is_mask, items_of, num_dims, numbered
+from shardwise.dispatch.trace import map_tensors
 from shardwise.errors import MixedTensorError
 from shardwise.tensor import DTensor
 
@@ -23,7 +26,12 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 def _set_item(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     x, index, value = args
     if not isinstance(x, DTensor):
-        raise MixedTensorError("a part of a plain tensor cannot be set to a DTensor; use full_tensor()")
+        if isinstance(x, Ranked) or not replicates_implicitly():
+            raise MixedTensorError(
+                "a part of a plain tensor cannot be set to a DTensor, nor named by one; use full_tensor() or, if every "
+                "rank holds the same values, shardwise.experimental.implicit_replication()"
+            )
+        return func(x, map_tensors(index, _whole), map_tensors(value, _whole))
     known: Any = index
     try:
         items = in_full(x, items_of(index, x._layout.mesh))
@@ -37,6 +45,10 @@ def _set_item(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         raise
     except Exception as error:
         raise torchs_own(error, func, (x, known, value), {}) or error from None
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def _assign(x: DTensor, items: Sequence[Any], value: Any, *, fills: bool) -> None:

@@ -21,6 +21,7 @@ from shardwise.dispatch.key import Uncacheable, key_of, variant_key
 from shardwise.dispatch.lists import plan_list_call
 from shardwise.dispatch.lower import LostWriteError, Lowered, lower
 from shardwise.dispatch.lying import Lying, may_hide
+from shardwise.dispatch.memory import lies_plainly, whole_lies_plainly, whole_strides
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.nothing import OnNothing
 from shardwise.dispatch.outs import plan_out
@@ -28,7 +29,7 @@ from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
 from shardwise.dispatch.stand_ins import can_be_tried, refused, refused_dtypes, torchs_own
 from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call
-from shardwise.dispatch.views import MAY_COPY, ONLY_VIEWS, Copies, OfCopies, ViewOrCopy, Writes, only_views
+from shardwise.dispatch.views import MAY_COPY, ONLY_VIEWS, Copies, OfAllRanks, OfCopies, ViewOrCopy, Writes, only_views
 from shardwise.errors import InPlaceError, MeshError, StrideError
 from shardwise.layout import Layout
 from shardwise.rules import Value, flat_values, rule_for
@@ -276,7 +277,10 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
     if written:
         if any(0 in layouts[i].pieces(dim) for i in written for dim in range(len(layouts[i].shape))):
             plan = OnNothing(plan, func, written)
-        return Writes(plan, getattr(func, "__name__", str(func)), written), invariant
+        plan = Writes(plan, getattr(func, "__name__", str(func)), written)
+        tensors = flat_tensors((args, kwargs))
+        shared = len(lowered.mesh.held) > 1 and not all(isinstance(tensors[i], DTensor) for i in written)
+        return (OfAllRanks(plan, func, written, lowered.mesh) if shared else plan), invariant
     results = flat_values(trace.output)
     copies = [i for i, value in enumerate(results) if value.index in lowered.copies]
     if copies:
@@ -360,11 +364,23 @@ class ContiguousOnly:
         with _disabled():
             plain = all(x.is_contiguous() for x in flat_tensors((args, kwargs or {})))
         if not plain:
+            if (inside := _in_order_of_memory(args[0] if args else None)) is not None:
+                return torch.as_strided(inside, *args[1:], **(kwargs or {}))
             raise StrideError(
                 f"{describe('as_strided', args, kwargs or {})}: how the whole of a sharded tensor that is not "
                 f"contiguous lies in memory is not defined; call contiguous() first"
             )
         return self.plan(args, kwargs)
+
+
+def _in_order_of_memory(x: Any) -> DTensor | None:
+    """The tensor with its dims in the order in which they lie, if that makes it contiguous: it lies where `x` does."""
+    if not isinstance(x, DTensor) or "_strides" in x.__dict__:
+        return None
+    strides = whole_strides(x)
+    order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
+    inside: Any = x.permute(order) if order != list(range(x.ndim)) else None
+    return inside if inside is not None and lies_plainly(inside) and whole_lies_plainly(inside) else None
 
 
 def _lost_constants(trace: Trace, device: torch.device) -> bool:

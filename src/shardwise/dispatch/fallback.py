@@ -122,6 +122,8 @@ class Gathered:
                 given = {"x" if key in _FIRST else key: value for key, value in kwargs.items()}
                 if (out := SHARDED[self.function](*args, **given)) is not NotImplemented:
                     return out
+            if (out := _with_sizes(self.function, args, kwargs)) is not NotImplemented:
+                return out
             report(name, (self.function, *(x._layout for x in originals)), args, kwargs)
             if _writes(name):
                 raise InPlaceError(
@@ -160,6 +162,33 @@ class Gathered:
         with _disabled():
             whole = Mover(moves)(x) if moves else x
         return localise(whole) if whole.__class__ is DTensor else whole
+
+
+def _with_sizes(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The call with its sizes and dims read out of 0-d tensors of integers, from which a trace cannot read them
+    (`x.view(-1, torch.tensor(4))`); NotImplemented where there are none, or where tensors are wanted."""
+    module = getattr(function, "__module__", None) or "torch"
+    if module.split(".")[0] != "torch" or isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return NotImplemented  # what users wrote, or named by its schema, is given what they gave
+    first = next(iter(flat_tensors((args, kwargs))), None)
+    numbers = [x for x in flat_tensors((args, kwargs)) if x is not first and _is_size(x)]
+    if not numbers:
+        return NotImplemented
+
+    def read(x: Tensor) -> Any:
+        return x.item() if any(x is number for number in numbers) else x
+
+    try:
+        return function(*map_tensors(args, read), **map_tensors(kwargs, read))
+    except TypeError:
+        return NotImplemented
+
+
+def _is_size(x: Tensor) -> bool:
+    """Whether a tensor may stand for a size or the number of a dim."""
+    with _disabled():
+        counts = not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
+    return counts and not x.shape
 
 
 def _writes(name: str) -> bool:

@@ -24,6 +24,10 @@ def run_on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         shape = SHAPES[func](*args) if not kwargs and args[0].is_meta else None
         if shape is not None:
             return args[0].new_empty(shape)
+    elif func is aten._grouped_mm.default:
+        shape = _grouped(*args, **kwargs)
+        if shape is not None:
+            return args[0].new_empty(shape)
     elif _is_elementwise(func):
         out = _elementwise(func, args, kwargs)
         if out is not None:
@@ -43,6 +47,27 @@ def _sampled(x: Tensor, grid: Tensor, interpolation: int, padding: int, *_: Any)
     good = x.dim() == grid.dim() == 4 and x.shape[0] == grid.shape[0] and grid.shape[-1] == 2 and x.dtype == grid.dtype
     good = good and x.is_floating_point() and min(*x.shape[2:]) > 0 and 0 <= interpolation <= 2 and 0 <= padding <= 2
     return (*x.shape[:2], *grid.shape[1:3]) if good else None
+
+
+# Grouped products
+
+
+def _grouped(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Shape | None:
+    """The kernel for meta tensors takes one dtype only, and looks at strides, which are not those of the data."""
+    good = a.is_meta and a.dtype == b.dtype and a.dtype in GROUPED and bias is None and out_dtype is None
+    good = good and a.dim() in (2, 3) and b.dim() in (2, 3) and a.shape[-1] == b.shape[-2]
+    if not good or (a.dim() == b.dim() == 3) != (offs is None):
+        return None
+    if offs is None:
+        return (*a.shape[:2], b.shape[2]) if a.shape[0] == b.shape[0] else None
+    if offs.dim() != 1 or offs.dtype != torch.int32 or any(x.dim() == 3 and len(x) != len(offs) for x in (a, b)):
+        return None
+    return (len(offs), len(a), b.shape[1]) if a.dim() == b.dim() else (a.shape[-2], b.shape[-1])
+
+
+GROUPED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 # Masks

@@ -19,6 +19,7 @@ from shardwise.dispatch.build import Whole
 from shardwise.dispatch.copies import CopiedView, watch_view
 from shardwise.dispatch.fallback import describe
 from shardwise.dispatch.memory import copied, lies_plainly, on_one_device
+from shardwise.dispatch.trace import map_tensors
 from shardwise.dispatch.views import OfCopies
 from shardwise.errors import InPlaceError, MixedTensorError
 from shardwise.tensor import DTensor, arrive, as_layout, wrap
@@ -264,10 +265,10 @@ def _squeeze_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DT
     *(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type_as, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
     *(Tensor.int, Tensor.long, Tensor.short, Tensor.char, Tensor.byte, Tensor.bool),
 )
-def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
+def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     x = args[0]
-    if not isinstance(x, DTensor):
-        raise MixedTensorError("a plain tensor cannot be converted to be like a DTensor; convert it to its dtype")
+    if not isinstance(x, DTensor):  # `plain.type_as(x)`: of x only the dtype and the device are asked for
+        return func(*map_tensors(args, _of_its_kind), **map_tensors(kwargs, _of_its_kind))
     if isinstance(x, CopiedView):
         return OfCopies(func)(args, kwargs)
     if x._layout.has_pending:
@@ -281,6 +282,14 @@ def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     out = plan((x, *args[1:]), kwargs)
     arrive(out.device.type)
     return x if shards_of(out)[-1] is shards_of(x)[-1] else out  # nothing to change
+
+
+def _of_its_kind(x: Tensor) -> Tensor:
+    """In place of a DTensor, a plain tensor of its dtype, where it is."""
+    if not isinstance(x, DTensor):
+        return x
+    with _disabled():
+        return torch.empty(0, dtype=x.dtype, device=x.device)
 
 
 # Initialisation: these functions switch gradients off inside, where a plan would not know of it

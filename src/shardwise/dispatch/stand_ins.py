@@ -217,10 +217,20 @@ def filled(
             strides = whole_strides(x)
             order.sort(key=lambda dim: -strides[dim])
         made = fill(shape, dtype=dtypes.get(x.dtype, x.dtype), device=device)
+        if most is None and device != "meta" and _may_be_size(x):
+            made.fill_(x.item())
         if order != sorted(order):
             made = torch.empty_permuted(shape, order, dtype=made.dtype, device=device).copy_(made)
         made.requires_grad_(x.requires_grad and (made.is_floating_point() or made.is_complex()))
         return made if x.is_leaf else made.clone()
+
+
+def _may_be_size(x: Tensor) -> bool:
+    """Whether a tensor is a whole number that all ranks know, which torch may read out and take for a size or a dim:
+    of such a number, any other would be a lie."""
+    if x.shape or x.is_meta or (isinstance(x, DTensor) and not x._layout.replicated):
+        return False
+    return not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
 
 
 def _unlike(shape: Sequence[int], *, dtype: torch.dtype, device: str) -> Tensor:

@@ -28,7 +28,8 @@ from shardwise.dispatch.copies import (
 from shardwise.dispatch.memory import copied, lies_plainly, on_one_device
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.trace import flat_tensors, map_tensors
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Mesh
+from shardwise.local import spread
 from shardwise.redistribute import forget, windows
 from shardwise.tensor import DTensor, localise, wrap
 
@@ -179,6 +180,35 @@ class Writes:
         out = self.plan(args, kwargs)
         carry_on(written)
         return out
+
+
+class OfAllRanks:
+    """A plan of the simulator's that writes to plain tensors at `positions`. They are taken as replicated, and there is
+    only one of each for all ranks: so ranks write to replicas, and what they agree on is written to the tensor, which
+    then has the history of all of them."""
+
+    __slots__ = ("function", "mesh", "plan", "positions")
+
+    def __init__(self, plan: Callable, function: Callable, positions: Sequence[int], mesh: Mesh) -> None:
+        self.plan, self.function, self.positions, self.mesh = plan, function, positions, mesh
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        if not torch.is_grad_enabled():
+            return self.plan(args, kwargs)
+        tensors = flat_tensors((args, kwargs or {}))
+        plain = [x for x in (tensors[position] for position in self.positions) if not isinstance(x, DTensor)]
+        replicas = {id(x): self._replica(x) for x in plain}
+
+        def swapped(x: Tensor) -> Tensor:
+            return replicas.get(id(x), x)
+
+        out = self.function(*map_tensors(args, swapped), **map_tensors(kwargs or {}, swapped))
+        for x in plain:
+            x.copy_(replicas[id(x)].full_tensor())
+        return next((x for x in plain if out is replicas[id(x)]), out)
+
+    def _replica(self, x: Tensor) -> DTensor:
+        return wrap(spread(x, self.mesh).clone(), Layout(self.mesh, tuple(x.shape)))
 
 
 def _is_recorded(args: tuple, kwargs: dict[str, Any] | None) -> bool:
