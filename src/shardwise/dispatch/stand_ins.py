@@ -28,8 +28,8 @@ FEW = 4
 EVERYWHERE = frozenset({torch.float32, torch.float64})
 """Dtypes that all kernels take whose counterparts for meta tensors do."""
 
-INDICES = frozenset({torch.int64})
-"""What those take beside their data."""
+BESIDE = EVERYWHERE | {torch.int64, torch.bool}
+"""What may stand behind such data, indices and masks included."""
 
 Fill = Callable[..., Tensor]
 
@@ -76,8 +76,8 @@ def refused_dtypes(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Excep
     whatever the sizes. Other devices have other kernels, and a bad index ends some of them: they are not asked."""
     tensors = flat_tensors((args, kwargs))
     with _disabled():
-        dtypes = {x.dtype for x in tensors}
-        if not dtypes - EVERYWHERE or (dtypes - EVERYWHERE == INDICES and dtypes != INDICES) or _elsewhere(tensors):
+        first, *others = [x.dtype for x in tensors]
+        if (first in EVERYWHERE and BESIDE.issuperset(others)) or _elsewhere(tensors):
             return None
         kinds = repr(_stand_ins((args, kwargs), lambda x: (x.dtype, _sizes(x, FEW)), FEW))
     call = func, torch.is_autocast_enabled("cpu"), kinds
