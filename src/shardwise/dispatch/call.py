@@ -21,7 +21,7 @@ from shardwise.dispatch.key import Uncacheable, key_of, variant_key
 from shardwise.dispatch.lists import plan_list_call
 from shardwise.dispatch.lower import LostWriteError, Lowered, lower
 from shardwise.dispatch.lying import Lying, may_hide
-from shardwise.dispatch.memory import lies_plainly, whole_lies_plainly, whole_strides
+from shardwise.dispatch.memory import whole_lies_plainly, whole_strides
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.nothing import OnNothing
 from shardwise.dispatch.outs import plan_out
@@ -353,7 +353,7 @@ UNCHECKED_ON_META = frozenset(
 
 
 class ContiguousOnly:
-    """A plan of a function that reads memory by strides: those of shards say nothing, unless they are plain."""
+    """A plan of a function that reads memory by strides: it is gathered, so the whole must lie as gathered ones do."""
 
     __slots__ = ("plan",)
 
@@ -361,9 +361,7 @@ class ContiguousOnly:
         self.plan = plan
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        with _disabled():
-            plain = all(x.is_contiguous() for x in flat_tensors((args, kwargs or {})))
-        if not plain:
+        if not all(map(whole_lies_plainly, flat_tensors((args, kwargs or {})))):
             if (inside := _in_order_of_memory(args[0] if args else None)) is not None:
                 return torch.as_strided(inside, *args[1:], **(kwargs or {}))
             raise StrideError(
@@ -375,12 +373,12 @@ class ContiguousOnly:
 
 def _in_order_of_memory(x: Any) -> DTensor | None:
     """The tensor with its dims in the order in which they lie, if that makes it contiguous: it lies where `x` does."""
-    if not isinstance(x, DTensor) or "_strides" in x.__dict__:
+    if not isinstance(x, DTensor):
         return None
     strides = whole_strides(x)
     order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
     inside: Any = x.permute(order) if order != list(range(x.ndim)) else None
-    return inside if inside is not None and lies_plainly(inside) and whole_lies_plainly(inside) else None
+    return inside if inside is not None and whole_lies_plainly(inside) else None
 
 
 def _lost_constants(trace: Trace, device: torch.device) -> bool:
