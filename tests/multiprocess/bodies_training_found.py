@@ -17,17 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from bodies import R, S, doubles
-from bodies_programs_found import Found, Laying, Program
-
-PROGRAMS: dict[str, Found] = {}
-
-
-def program(*shape: int, **arguments: tuple[Tensor, Laying]) -> Callable[[Program], Program]:
-    def add(function: Program) -> Program:
-        PROGRAMS[function.__name__] = Found(function, shape, tuple(arguments.values()))
-        return function
-
-    return add
+from bodies_programs_found import PROGRAMS, Found, Program, program
 
 
 def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
 from bodies import AXES
-from bodies_programs_found import PROGRAMS
+from bodies_training_found import PROGRAMS  # with those of bodies_programs_found
 from launch import run_ranks
 from shardwise.debug import CommDebugMode
 
@@ -50,7 +50,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         names = [name for name, found in PROGRAMS.items() if math.prod(found.shape) == size]
         while names:
             try:
-                run_ranks(run_all, size, folder, names, timeout=30)
+                run_ranks(run_all, size, folder, names, timeout=120)
             except AssertionError as error:
                 stopped = [name for name in names if not (folder / name).exists()] or names[-1:]
                 problems[stopped[0]] = str(error)
@@ -65,7 +65,7 @@ def test_on_the_simulator(name: str) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(300)  # the first of these runs them all
+@pytest.mark.timeout(500)  # the first of these runs them all
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_on_processes(name: str, outcomes: tuple[Path, dict[str, str]]) -> None:
     folder, problems = outcomes
