@@ -31,7 +31,9 @@ _on_shard = torch._C._disabled_torch_function_impl
 _size = torch._C.TensorBase.size
 _stride = torch._C.TensorBase.stride
 
-FRESH = frozenset({"mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "dot", "linear", "matmul", "embedding"})
+FRESH = frozenset(
+    {"mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "dot", "linear", "matmul", "embedding", "_grouped_mm"}
+)
 """Ops that calls are often made of and whose results are laid out anew, however their arguments lie."""
 
 

@@ -34,6 +34,10 @@ def _at(*places: int) -> Tensor:
     return torch.tensor(places)
 
 
+def _ends(*places: int) -> Tensor:
+    return torch.tensor(places, dtype=torch.int32)
+
+
 def _elementwise_gradients() -> dict[str, list[Callable[[], Any]]]:
     """Gradients of activations: of the one that comes in, and the argument, and numbers."""
     g, x = _x(5, 4), _x(4, 5).t()
@@ -92,6 +96,12 @@ _ALL: dict[str, Sequence[Callable[[], Any]]] = {
     "aten::_euclidean_dist": [lambda: aten._euclidean_dist(_x(5, 4), _x(3, 4))],
     "aten::_grid_sampler_2d_cpu_fallback": [
         lambda: aten._grid_sampler_2d_cpu_fallback(_f(3, 2, 4, 5), _f(3, 5, 4, 2) / 2, 0, 0, False)
+    ],
+    "aten::_grouped_mm": [
+        lambda: torch._grouped_mm(_f(9, 16), _f(3, 16, 8), offs=_ends(2, 2, 9)),
+        lambda: torch._grouped_mm(_f(3, 5, 16), _f(16, 8), offs=_ends(0, 5, 8)),
+        lambda: torch._grouped_mm(_f(5, 8), _f(8, 12), offs=_ends(3, 6, 8)),
+        lambda: torch._grouped_mm(_f(3, 5, 16), _f(3, 16, 8)),
     ],
     "aten::_index_put_impl": [
         lambda: aten._index_put_impl(_x(5, 4), [_at(4, 0, 3)], _x(3, 4)),
