@@ -4,6 +4,7 @@ NCCL. Skipped where there is no such device."""
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here"),
 ]
 
-R, P = sw.Replicate(), sw.Partial()
+R, S, P = sw.Replicate(), sw.Shard, sw.Partial()
 PLACEMENTS = [[R], [sw.Shard(0)], [sw.Shard(1)], [P]]
 
 
@@ -63,6 +64,28 @@ def test_on_simulated_ranks(name: str) -> None:
     x = torch.randn(4, 6, dtype=torch.float64, device="cuda")
     for placements in PLACEMENTS:
         compare(FUNCTIONS[name], [x], mesh, [placements])
+
+
+EXPERTS = {
+    "rows": ((50, 32), (3, 32, 48), (7, 7, 50)),
+    "columns": ((3, 24, 32), (32, 48), (8, 32, 48)),
+    "contracted": ((24, 48), (48, 40), (8, 32, 48)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("a", "b", "ends"), EXPERTS.values(), ids=EXPERTS)
+def test_experts(a: tuple[int, ...], b: tuple[int, ...], ends: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of shards whose rows and groups do not begin where the kernel wants them; only its whole rows do."""
+    mesh, offs = sw.simulate((2, 3), ("dp", "tp"), device="cuda"), torch.tensor(ends, dtype=torch.int32, device="cuda")
+    x, w = (torch.randint(-3, 4, shape, device="cuda").to(dtype) for shape in (a, b))
+    ways = [[R, R], [S(0), R], [R, S(0)], [S(1), S(0)], [R, S(1)], [S(0), S(1)], [S(0), S(0)], [P, R]]
+    for left, right in itertools.product(ways, [*ways, *([[S(2), S(0)]] if len(b) == 3 else [])]):
+        compare(
+            lambda x, w: F.grouped_mm(x, w, offs=replicated(offs, x)) * 1,
+            *([x, w], mesh, [left, right]),
+            **({"atol": 2.0, "rtol": 0.05} if dtype == torch.bfloat16 else {"atol": 1e-3, "rtol": 1e-5}),
+        )
 
 
 def test_dropout_agrees_on_replicas_and_differs_on_shards() -> None:

@@ -34,6 +34,10 @@ WAYS = {
 }
 
 
+Piece = tuple[int, int]
+"""Start and size."""
+
+
 def _ndims(call: Call) -> tuple[int, int]:
     return call["self"].ndim, call["mat2"].ndim
 
@@ -52,11 +56,11 @@ def _local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local |
     return Local(_own_product, [own, call["self"], call["mat2"], call["offs"], call["out_dtype"]])
 
 
-def _pieces(form: str, letter: str, ins: Sequence[Layout]) -> list[tuple[int, int] | None]:
-    """Start and size, on every held rank, of the dim that a letter names."""
+def _pieces(form: str, letter: str, ins: Sequence[Layout]) -> list[Piece | None]:
+    """Start and size, on every held rank, of the dim that a letter names, where it is sharded."""
     for layout, term in zip(ins, form.split("->")[0].split(","), strict=False):
         dim = term.find(letter)
-        if dim >= 0:
+        if dim >= 0 and layout.splits[dim]:
             return [(starts[dim], sizes[dim]) for starts, sizes in map(layout.box, layout.mesh.held)]
     return [None] * len(ins[0].mesh.held)
 
@@ -65,48 +69,62 @@ def _own_product(own: Any, a: Tensor, b: Tensor, offs: Tensor | None, dtype: Any
     groups, cut, shape = own
     if 0 in (*a.shape, *b.shape):
         return connected_zeros(a, shape, b).to(dtype or a.dtype)
-    if offs is None:
-        return _product(a, b, None, dtype)
-    start, size = cut
-    ends = (offs - start).clamp(0, size)
-    if groups is None or groups[1] == len(offs):
-        return _product(a, b, ends, dtype)
-    return _product_of_some(a, b, ends, groups, dtype)
+    if offs is None or (groups is None and cut is None):
+        return _product(a, b, offs, dtype)
+    ends = offs if cut is None else (offs - cut[0]).clamp(0, cut[1])
+    match a.dim(), b.dim():
+        case 2, 3:
+            return _product_of_rows(a, b, ends, groups, dtype)
+        case 3, 2:
+            return _product_of_rows(b.t(), a.mT, ends, groups, dtype).t().contiguous()
+    return _product(_in_rows(a.t()).t(), _in_rows(b), ends, dtype)
 
 
-def _product_of_some(a: Tensor, b: Tensor, ends: Tensor, groups: tuple[int, int], dtype: Any) -> Tensor:
-    """Of some groups, and zeros for the others. Where ours begin and end only the device knows, and nobody waits for
-    it: all rows are rolled until ours come first. What torch makes of the rows behind them, also as their gradient,
+def _product_of_rows(x: Tensor, w: Tensor, ends: Tensor, groups: Piece | None, dtype: Any) -> Tensor:
+    """Of some groups, and zeros in the rows of others. Where ours begin and end only the device knows, and nobody waits
+    for it: all rows are rolled until ours come first. What torch makes of the rows behind them, also as their gradient,
     may be anything."""
+    if groups is None:
+        return _product(_in_rows(x), w, ends, dtype)
     first, count = groups
     begin = ends[first - 1] if first else torch.zeros_like(ends[0])
-    rows, dim = (a, 0) if a.dim() == 2 else (b, 1)
-    places = torch.arange(rows.shape[dim], device=rows.device)
-    ours = places < ends[first + count - 1] - begin
-    ours = ours[:, None] if dim == 0 else ours
-    rows = torch.where(ours, rows.index_select(dim, (places + begin) % len(places)), 0)
-    a, b = (rows, b) if dim == 0 else (a, rows)
-    out = torch.where(ours, _product(a, b, ends[first : first + count] - begin, dtype), 0)
-    return out.index_select(dim, (places - begin) % len(places))
+    places = torch.arange(len(x), device=x.device)
+    ours = (places < ends[first + count - 1] - begin)[:, None]
+    x = torch.where(ours, x[(places + begin) % len(x)], 0)
+    out = torch.where(ours, _product(_in_rows(x), w, ends[first : first + count] - begin, dtype), 0)
+    return out[(places - begin) % len(x)]
+
+
+# Torch wants rows to begin at multiples of 16 bytes, which shards' may not, and so groups: in a piece they begin
+# anywhere, so numbers must not lie side by side along the dim that is cut
 
 
 def _product(a: Tensor, b: Tensor, ends: Tensor | None, dtype: Any) -> Tensor:
-    """Torch wants rows, and those of the gradient, to begin at multiples of 16 bytes, which shards' may not."""
-    step = 16 // a.element_size()
-    width = b.shape[-1]
-    k, n = -a.shape[-1] % step, -width % step
-    a = F.pad(a, (0, k)) if k else a
-    b = F.pad(b, (0, n, 0, k)) if k or n else b
-    out = torch._grouped_mm(_lying_well(a, step), _lying_well(b, step), offs=ends, out_dtype=dtype)
-    return out[..., :width].contiguous() if n else out
+    out = torch._grouped_mm(_in_line(a), _in_line(b), offs=ends, out_dtype=dtype)
+    if out.grad_fn is not None:  # the gradient is a factor as well
+        out.grad_fn.register_prehook(lambda grads: tuple(None if grad is None else _in_line(grad) for grad in grads))
+    return out.contiguous()
 
 
-def _lying_well(x: Tensor, step: int) -> Tensor:
-    """Rows or columns one after the other, with nothing shared and each where torch wants it."""
-    (height, width), (down, right) = x.shape[-2:], x.stride()[-2:]
-    in_rows = right == 1 and down >= width and down % step == 0
-    in_columns = down == 1 and right >= height and right % step == 0
-    return x if in_rows or in_columns else x.clone(memory_format=torch.contiguous_format)
+def _in_line(x: Tensor) -> Tensor:
+    return x if _has_rows(x.mT) else _in_rows(x)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    if _has_rows(x):
+        return x
+    width = x.shape[-1]
+    return F.pad(x, (0, -width % _step(x))).contiguous()[..., :width]
+
+
+def _has_rows(x: Tensor) -> bool:
+    """Whether rows lie one after the other, each beginning at a multiple of 16 bytes."""
+    down, right = x.stride()[-2:]
+    return right == 1 and down >= x.shape[-1] and down % _step(x) == 0
+
+
+def _step(x: Tensor) -> int:
+    return 16 // x.element_size()
 
 
 register("_grouped_mm", rule=Rule(_ways, _local))
