@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from compare import check_shards, compare
+from compare import beside, check_shards, compare
 from sweep import mesh_of, normal, place, sweep
 
 import shardwise as sw
@@ -217,3 +217,35 @@ def test_ctc_loss_of_a_batch_moves_nothing():
     with CommDebugMode() as comm, sw.strict():
         out = F.ctc_loss(x, t, (7,) * 4, (2,) * 4, reduction="none")
     assert out.placements == (S(0),) and comm.get_total_counts() == 0
+
+
+@pytest.mark.parametrize(("targets", "lengths"), TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("where", [R, S(0)], ids=str)
+def test_ctc_loss_of_lengths_in_tensors(targets, lengths, where):
+    given = [torch.tensor((7, 6, 7), dtype=torch.int32), torch.tensor(lengths)]
+
+    def loss(x, t):
+        others = [R] * (x.device_mesh.ndim - 1) if isinstance(x, sw.DTensor) else []
+        times, labels = (beside(x, numbers, where, *others) for numbers in given)
+        return F.ctc_loss(x.log_softmax(2), t, times, target_lengths=labels)
+
+    sweep(loss, normal(7, 3, 5), targets)
+
+
+def test_lengths_in_tensors_gather_nothing_else():
+    x, t = place(normal(7, 4, 5).log_softmax(2), S(1)), place(torch.ones(4, 2, dtype=torch.int64), S(0))
+    times, labels = place(torch.tensor([7] * 4), S(0)), place(torch.tensor([2] * 4), R)
+    with CommDebugMode() as comm, sw.strict():
+        out = F.ctc_loss(x, t, times, labels, reduction="none")
+    assert out.placements == (S(0),)
+    assert [(one.kind, one.bytes) for one in comm.comms] == [("all_gather", 16)]
+
+
+@pytest.mark.parametrize("times", [(7, 6, 9), (7, 6), (7, 6, -1), (7.0, 6.0, 7.0)], ids=str)
+def test_bad_lengths_in_tensors(times):
+    x, t, labels = normal(7, 3, 5).log_softmax(2), TARGETS["padded"][0], torch.tensor((3, 2, 3))
+    with pytest.raises(RuntimeError) as expected:
+        F.ctc_loss(x, t, torch.tensor(times), labels)
+    with pytest.raises(RuntimeError) as raised:
+        F.ctc_loss(place(x, S(1)), place(t, S(0)), place(torch.tensor(times), R), place(labels, R))
+    assert str(raised.value) == str(expected.value)
