@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from bodies import R, S, assert_close, doubles, per_rank
@@ -220,3 +221,50 @@ def second_order_of_looking_nothing_up(table: Tensor, index: Tensor) -> list[Ten
     (grad,) = torch.autograd.grad(F.embedding(index, table).exp().sum(), table, create_graph=True)
     (again,) = torch.autograd.grad(grad.square().sum(), table)
     return [grad, again]
+
+
+@program(2, x=(torch.complex(doubles(1, 4), doubles(4, 1).t()), [S(0)]))
+def parts_of_complex_numbers_where_a_rank_has_none(x: Tensor) -> list[Tensor]:
+    """To both it is a view, and may be written to."""
+    x = x * 1
+    x.imag.mul_(2)
+    torch.view_as_real(x)[..., 0].add_(1)
+    return [x]
+
+
+def cut(x: Tensor) -> Tensor:
+    return x.redistribute(placements=[S(0)]) if isinstance(x, sw.DTensor) else x
+
+
+@program(2, x=(doubles(4, 3), greatest_on_the_first))
+def second_order_of_an_extremum_that_is_cut(x: Tensor) -> list[Tensor]:
+    (grad,) = torch.autograd.grad(cut(x).pow(3).sum(), x, create_graph=True)
+    (again,) = torch.autograd.grad(grad.square().sum(), x)
+    return [grad, again]
+
+
+@program(2, x=(doubles(4, 3), greatest_on_the_first))
+def an_extremum_that_is_cut_in_a_checkpoint(x: Tensor) -> list[Tensor]:
+    def inside(x: Tensor) -> Tensor:
+        y = x * 1
+        z = cut(y).exp()
+        y.mul_(2)
+        return z.cumsum(0)
+
+    out = checkpoint(inside, x, use_reentrant=False)
+    out.sum().backward()
+    return [out, x.grad]
+
+
+@program(2, x=(doubles(1, 5), [S(0)]), y=(doubles(2, 5), [S(0)]))
+def every_other_column_of_a_row_that_one_rank_has(x: Tensor, y: Tensor) -> list[Tensor]:
+    """What lies how in memory all ranks must agree on."""
+    found = []
+    for row in (x.detach(), y.detach().narrow(0, 1, 1)):
+        part = (row * 1)[:, ::2]
+        assert not part.is_contiguous() and part.contiguous() is not part
+        whole = part.contiguous()
+        part.t_()
+        whole.mul_(2)
+        found += [part, whole]
+    return found

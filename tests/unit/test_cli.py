@@ -64,16 +64,6 @@ def test_a_part_without_the_operator(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == "no operator in part 1 of 2 is called mm\n"
 
 
-@pytest.mark.parametrize("option", ["--json", "--write-report"])
-def test_a_file_that_cannot_be_written_is_told_of_first(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "none" / "file"
-    assert coverage("--ops", "mm", option, str(file)) == 2
-    told = capsys.readouterr()
-    assert told.err == f"{file} cannot be written: there is no such folder\n" and not told.out
-
-
 def test_a_wrong_answer_is_an_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     with registry.restored():
         register("flip", rule=Rule(lambda call: [Strategy((None,), (None,)), Strategy((0,), (0,))]))
@@ -87,11 +77,6 @@ def test_another_error_is_an_exit_status(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(COMMANDS["errors"], "said", lambda error: str(id(error)))
     assert main(arguments) == 1
     assert "in other words" in capsys.readouterr().out
-
-
-def test_resume_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert coverage("--ops", "mm", "--resume") == 2
-    assert "--resume needs --json FILE" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError
 
 from shardwise.comm import Ranked
 from shardwise.dispatch.modes import replicates_implicitly
@@ -41,7 +42,7 @@ def _set_item(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         items = items if fills else numbered(items)
         known = tuple(items)
         _assign(x, items, _apart_from(x, value), fills=fills)
-    except MixedTensorError:
+    except (MixedTensorError, _StopRecomputationError):  # the latter is how checkpoints end what they do again
         raise
     except Exception as error:
         raise torchs_own(error, func, (x, known, value), {}) or error from None

@@ -216,7 +216,8 @@ def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tup
 def _settled(x: DTensor) -> DTensor:
     """The tensor with reductions other than sums done, so that its gradient has the seed's layout."""
     keep = [p if p is not None and p.reduce_op == "sum" else None for p in x._layout.pending]
-    return as_layout(x, x._layout.with_(pending=keep), "self")
+    with torch.enable_grad():  # a pass may begin where nothing is recorded, as that of a reentrant checkpoint does
+        return as_layout(x, x._layout.with_(pending=keep), "self")
 
 
 def _seed(x: DTensor, gradient: Tensor | None) -> list[Tensor]:

@@ -23,6 +23,7 @@ from shardwise.dispatch.lower import LostWriteError, Lowered, lower
 from shardwise.dispatch.lying import Lying, may_hide
 from shardwise.dispatch.memory import whole_lies_plainly, whole_strides
 from shardwise.dispatch.modes import unseen
+from shardwise.dispatch.names import by_position
 from shardwise.dispatch.nothing import OnNothing
 from shardwise.dispatch.outs import plan_out
 from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
@@ -79,6 +80,8 @@ def dispatch(
     cls: type, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     """Run a torch function on DTensors."""
+    if not args and kwargs:
+        args, kwargs = by_position(func, kwargs)
     special = _special(func)
     if special is not None:
         out = special(func, args, kwargs or {})
@@ -258,8 +261,13 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
         return _gathered(func, args, kwargs, layouts), False
     try:
         lowered = lower(trace, layouts)
-    except LostWriteError:
-        return _gathered(func, args, kwargs, layouts), False
+    except LostWriteError as lost:
+        if not written_arguments(trace):
+            return _gathered(func, args, kwargs, layouts), False
+        refusal = InPlaceError(
+            f"{describe(_name(asked), args, kwargs)} {lost}. Nothing was changed; redistribute first"
+        )
+        return written_elsewhere(asked, args, kwargs, refusal, trace), False
     except InPlaceError as refusal:
         return written_elsewhere(asked, args, kwargs, refusal, trace), False
     if func in ONLY_VIEWS:
@@ -277,7 +285,7 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
     if written:
         if any(0 in layouts[i].pieces(dim) for i in written for dim in range(len(layouts[i].shape))):
             plan = OnNothing(plan, func, written)
-        plan = Writes(plan, getattr(func, "__name__", str(func)), written)
+        plan = Writes(plan, _name(func), written)
         tensors = flat_tensors((args, kwargs))
         shared = len(lowered.mesh.held) > 1 and not all(isinstance(tensors[i], DTensor) for i in written)
         return (OfAllRanks(plan, func, written, lowered.mesh) if shared else plan), invariant
@@ -288,6 +296,10 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
     if may_hide([call.call for call in lowered.calls], [lowered.layouts[value.index] for value in results]):
         plan = Lying(plan, func, trace.lying)
     return plan, invariant
+
+
+def _name(func: Callable) -> str:
+    return getattr(func, "__name__", str(func))
 
 
 def _knows_no_meta(complaint: str) -> bool:
@@ -399,7 +411,7 @@ def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, A
         return False
     if any(layout.has_empty for layout in call.layouts.ins):
         return False  # ranks that hold nothing would not say what torch has against a dtype
-    return not any(p and p.reduce_op == "norm" for layout in call.layouts.outs for p in layout.pending)
+    return all(p is None or p.divides_gradients for layout in call.layouts.outs for p in layout.pending)
 
 
 class Reported:

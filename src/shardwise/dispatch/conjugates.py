@@ -27,3 +27,12 @@ def _resolve(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     with _disabled():
         settled = not (x.is_neg() if "neg" in func.__name__ else x.is_conj())
     return x if settled else wrap(func(localise(x)), x._layout)
+
+
+@handles(torch.real, torch.imag, Tensor.real.__get__, Tensor.imag.__get__)  # type: ignore[attr-defined]
+def _part(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Of a conjugate, torch makes these of other ops than a trace shows."""
+    x = args[0]
+    with _disabled():
+        left_for_later = x.is_conj()
+    return wrap(func(localise(x)), x._layout) if left_for_later and x.__class__ is DTensor else NotImplemented

@@ -9,9 +9,11 @@ that had to be gathered is reported like every other call that gathers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm import shards_of
@@ -117,6 +119,10 @@ def _whole(layout: Layout) -> Layout:
     return Layout(layout.mesh, layout.shape)
 
 
+UNRECORDED = (F.embedding, F.embedding_bag)
+"""Functions whose writes, of rows that were too long, autograd does not hear of: parameters may be written to."""
+
+
 class _Elsewhere:
     """The call on copies of what it writes to, which are then written back."""
 
@@ -160,8 +166,9 @@ class _Elsewhere:
 
         args, kwargs = map_tensors(args, elsewhere), map_tensors(kwargs, elsewhere)
         out = self.func(*args, **kwargs)
-        for copy in copies.values():
-            overwrite(originals[id(copy)], copy)
+        with torch.no_grad() if self.func in UNRECORDED else nullcontext():
+            for copy in copies.values():
+                overwrite(originals[id(copy)], copy)
         by_storage = {storage_of(copy): originals[id(copy)] for copy in copies.values()}
         for x in flat_tensors(out):
             if id(x) not in originals and (source := by_storage.get(storage_of(x))) is not None:

@@ -126,16 +126,17 @@ class Gathered:
                 return out
             report(name, (self.function, *(x._layout for x in originals)), args, kwargs)
             if _writes(name):
-                raise InPlaceError(
-                    f"{describe(name, args, kwargs)} writes to a tensor that is not replicated, and has no sharding "
-                    f"rule. Nothing was changed; redistribute the tensor to Replicate() first"
-                )
+                raise _lost_write(name, args, kwargs)
 
         local_args, local_kwargs = map_tensors(args, self._gather), map_tensors(kwargs, self._gather)
         alone = _writes(name) or len(self.mesh.held) == 1
         if not alone:  # all ranks would compute, and draw, the same: one does, for all
             local_args, local_kwargs = map_tensors(local_args, single), map_tensors(local_kwargs, single)
+        versions = [(x, version_of(x)) for x in flat_tensors((local_args, local_kwargs))]
         out = map_tensors(self.function(*local_args, **local_kwargs), check_strided)
+        for (x, version), asked in zip(versions, flat_tensors((args, kwargs)), strict=True):
+            if version_of(x) != version and isinstance(asked, DTensor) and not asked._layout.replicated:
+                raise _lost_write(name, args, kwargs)
         copies = [] if _writes(name) else self._copies(out, (local_args, local_kwargs), (args, kwargs))
         if not alone:
             out = map_tensors(out, lambda x: spread(x, self.mesh).clone())  # they may be written to
@@ -162,6 +163,19 @@ class Gathered:
         with _disabled():
             whole = Mover(moves)(x) if moves else x
         return localise(whole) if whole.__class__ is DTensor else whole
+
+
+def _lost_write(name: str, args: tuple, kwargs: dict[str, Any]) -> InPlaceError:
+    return InPlaceError(
+        f"{describe(name, args, kwargs)} writes to a tensor that is not replicated, and has no sharding rule. Nothing "
+        f"was changed; redistribute the tensor to Replicate() first"
+    )
+
+
+def version_of(x: Tensor) -> int:
+    """How often a tensor was written to; of those made in inference mode torch does not count it."""
+    with _disabled():
+        return 0 if x.is_inference() else x._version
 
 
 def _with_sizes(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

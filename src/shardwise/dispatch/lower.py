@@ -19,7 +19,7 @@ from shardwise.dispatch.trace import Trace, written_families
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import Group, Move, Typed, plan_moves
-from shardwise.rules import Call, HeldValues, Local, Strategy, Value, rule_for
+from shardwise.rules import Call, HeldValues, Local, Strategy, Value, flat_values, rule_for
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _BUILTIN = (
@@ -162,7 +162,7 @@ def lower_calls(
         ways = [along[position] for along in chosen]
         gathers = not (rule is not None and rule.sees_all) and _gathers(ways, have, options[position], position <= last)
         lowered = LoweredCall(call, realised, moves, _out_moves(call, realised, local), local, gathers)
-        aliases.follow(lowered)
+        aliases.follow(lowered, position, have)
         calls.append(lowered)
         for value, layout in zip(call.outputs, realised.outs, strict=True):
             current[value.index] = layout
@@ -207,33 +207,49 @@ def _out_moves(call: Call, realised: Realised, local: Local | None) -> list[tupl
 
 
 class LostWriteError(Exception):
-    """A write to a view of a value that is not where the view is: the function must run whole."""
+    """A write that would not be seen where it must be: the function must run whole."""
 
 
 class _Aliases:
-    """Which values are true views of others, so that a write to a copy of one is noticed."""
+    """Which values are true views of others, and which are seen again, so that a write to a copy of one is noticed."""
 
     def __init__(self, trace: Trace) -> None:
+        self.trace = trace
         self.arguments = {value.index for value in trace.inputs}
         self.families = written_families(trace)
         self.views = dict.fromkeys((*self.arguments, *self.families.values()), True)  # still a true alias?
 
-    def follow(self, lowered: LoweredCall) -> None:
+    def follow(self, lowered: LoweredCall, at: int, have: Sequence[Layout]) -> None:
         call = lowered.call
         for position in call.mutated:
-            value = call.inputs[position]
-            if self.views.get(value.index) is False:
-                if self.families.get(value.index) not in self.arguments:
-                    raise LostWriteError
+            value, layout = call.inputs[position], have[position]
+            copied = self.views.get(value.index) is False
+            moved = lowered.layouts.ins[position] is not layout and self._is_seen_after(at, call, value)
+            if (copied or moved) and self.families.get(value.index, value.index) not in self.arguments:
+                raise LostWriteError("writes to a copy of something of its own, and then looks at the original")
+            name = call.op._schema.name.replace("::", ".")
+            if copied:
                 raise InPlaceError(
-                    f"{call.op._schema.name.replace('::', '.')} would write to a part of a sharded dim that is not a "
-                    f"view of the shards; nothing was changed. Assign with slices, or redistribute the tensor first"
+                    f"{name} would write to a part of a sharded dim that is not a view of the shards; nothing was "
+                    f"changed. Assign with slices, or redistribute the tensor first"
+                )
+            if moved:
+                raise InPlaceError(
+                    f"{name} cannot write to a tensor that lies as {layout} beside others that are cut otherwise; "
+                    f"nothing was changed. Redistribute them alike first"
                 )
         if call.is_view and call.inputs and call.inputs[0].index in self.views:
             stays = not lowered.moves[0] and (lowered.local is None or lowered.local.resized)
             for value in call.outputs:
                 if value.index not in self.views:
                     self.views[value.index] = stays and self.views[call.inputs[0].index]
+
+    def _is_seen_after(self, at: int, call: Call, value: Value) -> bool:
+        """Whether somebody looks at a value itself after a call that writes to it, rather than at what that returns."""
+        if value.index in self.arguments or value.index in self.families:
+            return True
+        later = (*(call.inputs for call in self.trace.calls[at + 1 :]), flat_values(self.trace.output))
+        return value not in call.outputs and any(value in values for values in later)
 
 
 # How a lowered call runs: a function and a template of its arguments

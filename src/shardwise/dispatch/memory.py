@@ -48,10 +48,10 @@ def whole_strides(x: Any) -> tuple[int, ...]:
 
 
 def whole_lies_plainly(x: Tensor) -> bool:
-    """Whether the tensor on one device lies in memory as a fresh one does."""
-    if isinstance(x, DTensor):
-        return whole_strides(x) == _fresh_strides(x._layout.shape)
-    return x.stride() == _fresh_strides(x.shape)
+    """Whether the tensor on one device lies in memory as a fresh one does. The step along a dim of one index is never
+    taken."""
+    shape, steps = (x._layout.shape, whole_strides(x)) if isinstance(x, DTensor) else (x.shape, x.stride())
+    return all(a == b or size == 1 for a, b, size in zip(steps, _fresh_strides(shape), shape, strict=True))
 
 
 def strides_shown(shape: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from shardwise.dispatch.fallback import describe
 from shardwise.dispatch.memory import copied, lies_plainly, on_one_device
 from shardwise.dispatch.trace import map_tensors
 from shardwise.dispatch.views import OfCopies
-from shardwise.errors import InPlaceError, MixedTensorError
+from shardwise.errors import InPlaceError, MixedTensorError, PlacementError
 from shardwise.tensor import DTensor, arrive, as_layout, wrap
 
 Handler = Callable[[Callable, tuple, dict[str, Any]], Any]
@@ -225,8 +225,18 @@ def _reshape_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DT
     with _disabled():
         for shard in shards_of(x):
             func(shard, *args[1:], **kwargs)
+    _change_strides(x, lambda whole: func(whole, *args[1:], **kwargs))
     x._layout = layout
     return x
+
+
+def _change_strides(x: DTensor, change: Callable[[Tensor], Any]) -> None:
+    """What is remembered of how the whole lies changes as the whole does."""
+    if (strides := x.__dict__.get("_strides")) is not None:
+        with _disabled():
+            whole = torch.empty_strided(x._layout.shape, strides, device="meta")
+            change(whole)
+        x.__dict__["_strides"] = whole.stride()
 
 
 @handles(Tensor.resize_, Tensor.resize_as_, torch.resize_as_)
@@ -254,6 +264,7 @@ def _squeeze_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DT
         for shard in shards_of(x):
             for dim in gone:
                 func(shard, dim)
+    _change_strides(x, lambda whole: [func(whole, dim) for dim in gone])
     x._layout = layout
     return x
 
@@ -340,14 +351,25 @@ def _initialise(method: Callable, func: Callable, args: tuple, kwargs: dict[str,
 
 @handles(Tensor.requires_grad_)
 def _requires_grad_(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
+    _check_divides(args[0], *args[1:], **kwargs)
     with _disabled():
         for shard in shards_of(args[0]):
             func(shard, *args[1:], **kwargs)
     return args[0]
 
 
+def _check_divides(x: DTensor, requires_grad: bool = True) -> None:
+    if requires_grad and not all(p is None or p.divides_gradients for p in x._layout.pending):
+        raise PlacementError(
+            f"{x._layout} cannot require a gradient: those of the terms of a product or a norm are no gradient of the "
+            f"whole. Redistribute it first: x.redistribute(placements=[Replicate(), ...])"
+        )
+
+
 @handles(Tensor.requires_grad.__set__, Tensor.retain_grad, Tensor.detach_)  # type: ignore[attr-defined]
 def _on_every_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
+        _check_divides(*args)
     with _disabled():
         for shard in shards_of(args[0]):
             func(shard, *args[1:], **kwargs)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.dispatch.metas import run_on_meta
 from shardwise.errors import InPlaceError
 from shardwise.rules import Call, Value, flat_values
-from shardwise.rules.registry import FUNCTIONS
+from shardwise.rules.registry import FUNCTIONS, PARTS
 
 aten = torch.ops.aten
 
@@ -25,6 +25,7 @@ OPAQUE: dict[Any, Any] = {
     Tensor.__matmul__: aten.matmul.default,
     torch._C._nn.scaled_dot_product_attention: aten.scaled_dot_product_attention.default,
     torch._C._nn.one_hot: aten.one_hot.default,
+    Tensor.fill_diagonal_: aten.fill_diagonal_.default,
 }
 """Composite functions with a rule of their own: one op, not traced further."""
 
@@ -146,6 +147,11 @@ class _Recorder(TorchDispatchMode):
         if torch.Tag.inplace_view in func.tags and id(args[0]) not in self.arguments:
             return self.reshape_in_place(func, args, kwargs)
         out = run_on_meta(func, args, kwargs)
+        if func in PARTS:
+            with self:
+                parts = PARTS[func](out, *args, **kwargs)
+            if parts is not None:
+                return parts
         if func in SILENT_IN_EVALUATION and not Call(func, args, kwargs, (), ()).bound.get("training"):
             out = (out[0], *(stat.new_empty(0) for stat in out[1:3]), *out[3:])
         made = flat_tensors(out)

@@ -49,10 +49,9 @@ class Copies:
         self.strides: dict[tuple, list[tuple[int, ...]]] = {}  # of parts, by those of what they are cut out of
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        source = args[0] if args else None
-        if not isinstance(source, DTensor):
-            return self.plan(args, kwargs)
-        copies = is_view(self.function, args, kwargs or {})  # asked first, for what torch refuses
+        source = next(x for x in flat_tensors((args, kwargs or {})) if isinstance(x, DTensor))
+        comes_first = source is args[0]  # not so in `einsum`, which is never asked for more than views
+        copies = not comes_first or is_view(self.function, args, kwargs or {})  # asked first, for what torch refuses
         out = self.plan(args, kwargs)
         results = [out] if isinstance(out, Tensor) else flat_tensors(out)
         if storage_of(results[self.positions[0]]) == storage_of(source):  # views after all
@@ -65,10 +64,13 @@ class Copies:
             for at, whole in zip(self.positions, strides, strict=True):
                 _remember_strides(results[at], whole)
         elif copies:
-            way_back = _way_back(self.function, args, kwargs or {}) if len(results) == 1 else None
+            way_back = _way_back(self.function, args, kwargs or {}) if comes_first and len(results) == 1 else None
             for position in self.positions:
                 if results[position].__class__ is DTensor:
                     watch_copy(results[position], source, way_back)
+        elif "_moved" in source.__dict__:  # what was moved may be used again: it is not the result's to write to
+            own: Any = copied
+            return map_tensors(out, own)
         return out
 
 
@@ -327,6 +329,8 @@ def only_views(lowered: Any) -> None:
 
 
 def _way_back(function: Callable, args: tuple, kwargs: dict[str, Any]) -> WayBack | None:
+    if any(isinstance(arg, torch.dtype) for arg in (*args[1:], *kwargs.values())):
+        return lambda source, copy: source.copy_(copy.view(source.dtype))  # of bits
     if function in _RESHAPES:
         return lambda source, copy: source.copy_(copy.reshape(source.shape))
     if function is Tensor.__getitem__ and not flat_tensors(args[1:]):

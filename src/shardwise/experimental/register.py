@@ -153,7 +153,7 @@ class _Plainly:
         self.op, self.names = op, names
 
     def __call__(self, *args: Any) -> Any:
-        args = map_tensors(args, lambda x: x.as_subclass(Tensor) if type(x) is Ranked and x.requires_grad else x)
+        args = map_tensors(args, lambda x: x.as_subclass(Tensor) if type(x) is Ranked else x)
         split = len(args) - len(self.names)
         return self.op(*args[:split], **dict(zip(self.names, args[split:], strict=True)))
 

@@ -168,8 +168,8 @@ class Layout:
 
         Strides of such dims say nothing of how the whole lies in memory.
         """
-        least = [min(self.pieces(dim)) for dim, axes in enumerate(self.splits) if axes and self.shape[dim] > 1]
-        return sum(max(2 - size, 0) for size in least)
+        least = [(min(self.pieces(dim)), self.shape[dim]) for dim, axes in enumerate(self.splits) if axes]
+        return sum(max(2 - size, 0) for size, whole in least if size < whole)
 
     @cached_property
     def gradient(self) -> Layout:

@@ -71,6 +71,12 @@ class Partial(Placement):
         if (self.reduce_op == "norm") != (self.p is not None):
             raise PlacementError("Partial('norm', p) needs its order p; the other reductions take none")
 
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether the gradients of the terms are a gradient of the whole: they are not where terms are multiplied, or
+        are norms, since what one gets then depends on the others."""
+        return self.reduce_op not in ("product", "norm")
+
     def __repr__(self) -> str:
         return f"Partial({self.reduce_op!r})" if self.p is None else f"Partial({self.reduce_op!r}, {self.p})"
 

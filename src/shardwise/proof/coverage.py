@@ -32,6 +32,7 @@ from shardwise.proof.command import (
     finish,
     how_to_run,
     may_not_begin,
+    pattern,
     run_tasks,
     some,
     versions,
@@ -310,7 +311,9 @@ def _file(kinds: dict[tuple, dict[str, Any]], problem: dict[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ops", metavar="PATTERN", help="only operators whose whole name matches this expression")
+    parser.add_argument(
+        "--ops", type=pattern, metavar="PATTERN", help="only operators whose whole name matches this expression"
+    )
     parser.add_argument("--samples", type=count, metavar="N", help="at most N samples of each operator (all)")
     parser.add_argument("--assignments", type=count, default=24, metavar="N", help="layouts per sample, one axis (24)")
     parser.add_argument("--spread", type=count, default=4, metavar="N", help="layouts per sample on a 2×2 mesh (4)")

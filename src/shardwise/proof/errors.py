@@ -30,6 +30,7 @@ from shardwise.proof.command import (
     finish,
     how_to_run,
     may_not_begin,
+    pattern,
     run_tasks,
     some,
     versions,
@@ -224,7 +225,9 @@ def tables(results: Sequence[Result]) -> list[Table]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ops", metavar="PATTERN", help="only operators whose whole name matches this expression")
+    parser.add_argument(
+        "--ops", type=pattern, metavar="PATTERN", help="only operators whose whole name matches this expression"
+    )
     parser.add_argument("--samples", type=count, default=1, metavar="N", help="samples of each operator to spoil (1)")
     parser.add_argument("--layouts", type=count, default=12, metavar="N", help="layouts of each call on one axis (12)")
     parser.add_argument("--spread", type=count, default=3, metavar="N", help="layouts of each call on a 2×2 mesh (3)")

@@ -145,6 +145,11 @@ _ALL: dict[str, Sequence[Callable[[], Any]]] = {
     "aten::copy": [lambda: aten.copy(_x(5, 4), _x(4)), lambda: aten.copy(_x(5, 4), _x(5, 4).flip(0))],
     "aten::detach_copy": [lambda: torch.detach_copy(_x(5, 4))],
     "aten::embedding_renorm_": [lambda: torch.embedding_renorm_(_x(5, 4), _at(1, 4, 1), 0.5, 2.0)],
+    "aten::fill_diagonal_": [
+        lambda: _x(5, 4).fill_diagonal_(2.5),
+        lambda: _x(5, 2).fill_diagonal_(2.5, wrap=True),
+        lambda: _x(3, 3, 3).fill_diagonal_(2.5),
+    ],
     "aten::index": [
         lambda: _x(5, 4)[_at(4, 0, 3)],
         lambda: _x(5, 4)[:, _at(3, 0, 0)],

@@ -130,6 +130,8 @@ def _failure(case: Case, trial: Trial, with_gradient: bool, judged: Judged) -> s
     leaves = [x for x in inputs if x is not None]
     if len(leaves) < len(inputs):
         raise Impossible
+    pending = [p for layout in layouts for p in layout.pending if p is not None]
+    with_gradient = with_gradient and all(p.divides_gradients for p in pending)
     for position, leaf in enumerate(leaves):
         leaf.requires_grad_(with_gradient and case.wants_gradient(position))
     try:
@@ -234,7 +236,7 @@ def inconsistent(x: DTensor, *, replicas: bool = True) -> str | None:
 
 def _wrong_gradient(case: Case, results: Sequence[DTensor], leaves: Sequence[DTensor]) -> str | None:
     wanted = case.expected.gradients
-    if wanted is None:
+    if wanted is None or not torch.is_grad_enabled():
         return None
     roots, weights = [], []
     for x, w in zip(results, case.weights, strict=True):
@@ -246,8 +248,6 @@ def _wrong_gradient(case: Case, results: Sequence[DTensor], leaves: Sequence[DTe
     torch.autograd.backward(roots, weights)
     for i, (want, leaf) in enumerate(zip(wanted, leaves, strict=True)):
         got = leaf.grad
-        if any(p is not None and p.reduce_op == "product" for p in leaf._layout.pending):
-            continue  # a factor's gradient is not a term of the product's
         if want is None or got is None:
             there = want if got is None else got.full_tensor()
             if there is not None and there.any():

@@ -27,10 +27,6 @@ def _extremum(call: Call, truth: Truth) -> bool:
     return any(isinstance(out, Partial) and out.reduce_op in ("max", "min") for out in truth.outs)
 
 
-def _one_mask(call: Call, truth: Truth) -> bool:
-    return call.name == "masked_scatter" and call.inputs[1].numel == 1
-
-
 def _unread(call: Call, truth: Truth) -> bool:
     triangle = call.name == "linalg_solve_triangular" and call["unitriangular"]
     return bool(triangle) and call.inputs[0].shape[-1] == 1
@@ -56,7 +52,6 @@ REASONS: tuple[tuple[Test, str], ...] = (
     (_named("fractional_max_pool2d", "fractional_max_pool3d"), TWO_WINDOWS),
     (_named("isin"), "true of this data: no element is found in another rank's part"),
     (_unread, "a triangle of one element that counts as one is not read"),
-    (_one_mask, "true of a mask that is all or nothing"),
     (_whole, "the result does not depend on how this input is cut: it is not read, or this data hides it"),
     (_extremum, "a pending maximum or minimum: its value is right, its gradient was not judged"),
 )

@@ -18,6 +18,10 @@ PRESENTATION = ("cli.py", "proof/progress.py", "proof/report.py")
 """Files that do not change any result."""
 
 
+class NotResults(Exception):
+    """Why a run cannot go on with a file."""
+
+
 @dataclass
 class Result:
     """What became of the calls of one operator."""
@@ -77,9 +81,22 @@ class Store:
         self.header = {"torch": torch.__version__, "source": source_digest(), "settings": settings}
         self.results: dict[str, Any] = {}
         if resume and file is not None and file.exists():
-            known = json.loads(file.read_text())
-            if {name: known.get(name) for name in self.header} == self.header:
-                self.results = {name: kind(**kept) for name, kept in known["results"].items()}
+            try:
+                self.results = self._kept(json.loads(file.read_text()), kind)
+            except OSError as error:
+                raise NotResults(f"--resume cannot go on with {file}: {error.strerror}") from error
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise NotResults(
+                    f"--resume cannot go on with {file}: it does not hold the results of a run; "
+                    f"leave out --resume to write over it"
+                ) from error
+
+    def _kept(self, known: Any, kind: Callable[..., Any]) -> dict[str, Any]:
+        """What a file holds of the same torch, code and settings."""
+        results = known["results"]
+        if {name: known[name] for name in self.header} != self.header:
+            return {}
+        return {name: kind(**kept) for name, kept in results.items()}
 
     def add(self, result: Any) -> None:
         self.results[result.name] = result

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import pickle
 import random
 import re
-import sys
 import tempfile
 import time
 import warnings
@@ -28,10 +26,23 @@ import torch
 from shardwise.proof import catalogue
 from shardwise.proof.calls import DRAWN, UNWRITTEN, Recorded, excluded, key_of, made_again, record
 from shardwise.proof.case import Case
-from shardwise.proof.command import CannotRun, add_run_arguments, finish, how_to_run, may_not_begin, run_tasks, versions
+from shardwise.proof.command import (
+    CannotRun,
+    add_run_arguments,
+    count,
+    finish,
+    how_to_run,
+    in_part,
+    may_not_begin,
+    pattern,
+    run_tasks,
+    some,
+    versions,
+)
 from shardwise.proof.extra import EXTRA, extra_calls
 from shardwise.proof.forced import Impossible, Trial, concrete, failure, has_terms, misfit, show_ins, trials
 from shardwise.proof.gaps import reason_for
+from shardwise.proof.module import arguments_of, load_module, source_of, user_calls
 from shardwise.proof.oracle import Truth, truths, worth
 from shardwise.proof.pool import Outcome
 from shardwise.proof.progress import Progress
@@ -51,18 +62,12 @@ def verify(op: Any, samples: Iterable[Any]) -> OpReport:
     'verified'
     """
     report = OpReport("")
-    for args, kwargs in map(_arguments, samples):
+    for args, kwargs in map(arguments_of, samples):
         for recorded in record(op, args, kwargs):
             report.name = report.name or recorded.op
             if recorded.op == report.name:
                 report.add(judge_call(recorded))
     return report
-
-
-def _arguments(sample: Any) -> tuple[tuple, dict[str, Any]]:
-    if len(sample) == 2 and isinstance(sample[0], tuple) and isinstance(sample[1], dict):
-        return sample[0], sample[1]
-    return tuple(sample), {}
 
 
 def judge_call(recorded: Recorded) -> OpReport:
@@ -172,14 +177,8 @@ def calls_of(operator: Operator, limit: int | None) -> list[Recorded]:
     return found
 
 
-def user_calls(module: Any) -> list[Recorded]:
-    """The calls that a user's module gives as its `SAMPLES`: a dict from op to samples."""
-    samples: Mapping[Any, Iterable[Any]] = getattr(module, "SAMPLES", {})
-    return [call for op, given in samples.items() for a, k in map(_arguments, given) for call in record(op, a, k)]
-
-
 def collect(settings: Settings, *, quiet: bool = True) -> dict[str, list[Recorded]]:
-    """The distinct aten calls to judge, by op name."""
+    """The distinct aten calls to judge, by op name: some of every op that the settings name."""
     found: dict[str, dict[tuple, Recorded]] = {}
 
     def keep(calls: Iterable[Recorded]) -> None:
@@ -188,17 +187,24 @@ def collect(settings: Settings, *, quiet: bool = True) -> dict[str, list[Recorde
                 found.setdefault(recorded.op, {}).setdefault(key_of(recorded), recorded)
 
     if settings.module is not None:
-        keep(user_calls(load_module(settings.module)))
+        keep(user_calls(settings.module))
+    unknown = _missing(settings.names, {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()})
+    if unknown:
+        raise CannotRun(f"no op is called {', '.join(unknown)}")
     if settings.ops is None:
         for name in sorted(EXTRA)[settings.stratum[0] :: settings.stratum[1]]:
             if not settings.names or any(_is_called(name, wanted) for wanted in settings.names):
                 keep(extra_calls(name))
-    if not settings.names or not all(any(_is_called(op, name) for op in found) for name in settings.names):
+    if not settings.names or _missing(settings.names, found):
         sources = _sources(settings)
         with Progress("recording", len(sources), quiet=quiet) as progress:
             for operator in sources:
                 keep(calls_of(operator, settings.samples))
                 progress.advance(operator.name)
+    uncalled = _missing(settings.names, found)
+    if uncalled or not found:
+        ops = ", ".join(uncalled) or "any op that has rules"
+        raise CannotRun(f"no sample{in_part(settings.stratum)} makes a call of {ops}")
     return {op: _chosen(op, list(calls.values()), settings) for op, calls in found.items()}
 
 
@@ -223,6 +229,11 @@ def _is_called(op: str, name: str) -> bool:
     return op == name if "::" in name else op.split("::")[1].strip("_") == name.strip("_")
 
 
+def _missing(names: Iterable[str], ops: Iterable[str]) -> list[str]:
+    """The names that a user has given and that none of the ops is called."""
+    return [name for name in names if not any(_is_called(op, name) for op in ops)]
+
+
 def _plain_name(name: str) -> str:
     return re.sub(r"^(nn\.functional|linalg|special|fft)\.", "", name).strip("_")
 
@@ -234,26 +245,16 @@ def spread(items: list[Any], count: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)] if count > 1 else items[:1]
 
 
-def load_module(file: str) -> Any:
-    """A user's module, by its file: ops, rules and samples."""
-    name = Path(file).stem
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
 # The command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="OP", help="only these ops: add, aten::add, mylib::op (all)")
-    parser.add_argument("--ops", metavar="PATTERN", help="only calls by operators of op_db whose name matches")
-    parser.add_argument("--samples", type=int, default=12, metavar="N", help="samples per operator of op_db (12)")
-    parser.add_argument("--calls", type=int, default=16, metavar="N", help="calls judged per op (16)")
+    parser.add_argument(
+        "--ops", type=pattern, metavar="PATTERN", help="only calls by operators of op_db whose name matches"
+    )
+    parser.add_argument("--samples", type=count, default=12, metavar="N", help="samples per operator of op_db (12)")
+    parser.add_argument("--calls", type=count, default=16, metavar="N", help="calls judged per op (16)")
     parser.add_argument("--seed", type=int, metavar="N", help="choose these calls at random (evenly spread over all)")
     parser.add_argument("--module", metavar="FILE", help="a Python file with ops and rules, and SAMPLES = {op: [args]}")
     parser.add_argument("--write-docs", type=Path, metavar="FILE", help="write the catalogue of rules to FILE")
@@ -267,9 +268,11 @@ def run(given: argparse.Namespace) -> int:
     settings = Settings(
         given.ops, tuple(given.names), given.samples, given.calls, given.stratum, given.module, given.seed
     )
-    reports = measure(settings, **how_to_run(given, json.loads(json.dumps(asdict(settings))), OpReport))
-    if not reports:
-        raise CannotRun("no sample makes a call of these ops")
+    judged = {**json.loads(json.dumps(asdict(settings))), "source of module": source_of(settings.module)}
+    how = how_to_run(given, judged, OpReport)
+    if given.ops is not None and given.module is None:
+        some([op.name for op in operators(given.ops, given.stratum)], given)
+    reports = measure(settings, **how)
     if given.write_docs is not None:
         given.write_docs.write_text(catalogue.render({report.name: report for report in reports}))
     about = (

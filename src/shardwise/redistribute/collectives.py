@@ -97,7 +97,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradient_of: Tensor) -> Tensor:
-        return value.view_as(value)
+        return value.detach()  # torch refuses writes to views that a function returns
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

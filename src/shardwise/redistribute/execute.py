@@ -310,23 +310,30 @@ class _Extremum(torch.autograd.Function):
     def forward(ctx: Any, move: Move, *shards: Tensor) -> Any:
         out = run_move(move, shards)
         ctx.move, ctx.num_ranks = move, len(shards)
-        ctx.save_for_backward(*shards, *out)
+        if any(ctx.needs_input_grad):  # nothing that may be written to before the gradient comes
+            scattered = move.kind == "reduce_scatter"  # then what a rank gets is not what it is to be compared with
+            saved = [x.clone() for x in (*shards, *out)] if scattered else map(_attains, shards, out)
+            ctx.save_for_backward(*saved)
         return out[0] if len(out) == 1 else tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         forget(ctx.move.source.layout.mesh)
+        move, saved = ctx.move, ctx.saved_tensors  # here a checkpoint recomputes, and with DTensors
         with _disabled():
-            move, saved = ctx.move, ctx.saved_tensors
-            shards, out = saved[: ctx.num_ranks], saved[ctx.num_ranks :]
             pending = move.source.dual()  # what the gradient of a pending value is: one copy per rank
             back = Move(move.target.dual(), pending, move.axes)
-            whole = run_move(back, out) if move.kind == "reduce_scatter" else out
+            if move.kind == "reduce_scatter":
+                saved = tuple(map(_attains, saved[: ctx.num_ranks], run_move(back, saved[ctx.num_ranks :])))
             spread = recorded(back, grads) if _grad_enabled() else transition(back, grads)
-            hits = [((x == y) | (x.isnan() & y.isnan())).to(x.dtype) for x, y in zip(shards, whole, strict=True)]
+            hits = [hit.to(g.dtype) for hit, g in zip(saved, spread, strict=True)]
             mesh = move.source.layout.mesh
             ties = mesh.port.all_reduce(hits, mesh, move.axes, "sum")
             return None, *(g * hit / tie for g, hit, tie in zip(spread, hits, ties, strict=True))
+
+
+def _attains(x: Tensor, extremum: Tensor) -> Tensor:
+    return (x == extremum) | (x.isnan() & extremum.isnan())
 
 
 def _product(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwise.layout import Layout
 from shardwise.rules.notation import Factor, Factors, dims_of
 from shardwise.rules.registry import register
+from shardwise.rules.spatial import connected_zeros
 from shardwise.rules.types import Call, Collectives, HeldValues, Local, Rule, Strategy
 
 
@@ -121,8 +122,7 @@ def _local_attention(
 def _nothing(shape: tuple[int, ...], query: Tensor, *others: Tensor | None) -> Tensor:
     """Where there is nothing to attend, some releases of torch crash and others leave the mask out of the graph, in
     which every rank must take part. Autograd saves something here too (see `connected_zeros`)."""
-    connected = [x.sum() * x.new_zeros(()) for x in (query, *others) if x is not None and x.is_floating_point()]
-    return query.new_zeros(shape) + sum(connected)
+    return connected_zeros(query, shape, *others)
 
 
 register("scaled_dot_product_attention", rule=Rule(_attention, _attention_local))

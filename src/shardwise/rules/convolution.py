@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.layout import Layout
+from shardwise.layout import Layout, chunk_sizes
 from shardwise.rules.notation import Factor, Factors, factor_rule
 from shardwise.rules.reductions import PROGRAM_COST
 from shardwise.rules.registry import register
@@ -27,7 +27,7 @@ from shardwise.rules.spatial import (
     per_dim,
     with_halo,
 )
-from shardwise.rules.types import Call, HeldValues, Interval, Local, Rule, Strategy
+from shardwise.rules.types import Call, HeldValues, Interval, Local, Resize, Rule, Strategy
 
 
 def _convolution(call: Call) -> list[Strategy]:
@@ -50,30 +50,37 @@ def _convolution(call: Call) -> list[Strategy]:
 
 
 def _by_groups(call: Call) -> list[Strategy]:
-    """Channels in whole groups. The input may also be whole: each rank takes the channels that its filters read."""
-    x, weight, bias = call["input"], call["weight"], call["bias"]
+    """Channels in whole groups. The input may also be whole: each rank takes the channels that its filters read.
+
+    Channels come in, go out and are biased in different numbers, so even cuts of them need not agree on the groups: the
+    outputs decide, and what they need of the rest is fetched.
+    """
+    x, weight, groups = call["input"], call["weight"], call["groups"]
     channels_out = call.outputs[0].shape[1]
-    biases = () if bias is None else (0,)
-    lengths = {weight.shape[0], *(() if bias is None else (channels_out,))}
-
-    def whole_groups(sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-        inner = sum(sizes) // call["groups"]
-        if any(size % inner for size in sizes):
-            return None
-        return [tuple(size // inner * (channels_out // call["groups"]) for size in sizes)]
-
-    if len(lengths) > 1:  # what one strategy shards must be as long, to be cut alike
+    if not x.shape[1] or not channels_out:
         return []
-    found = [Strategy((None, 0, *biases), (1,), resize=whole_groups)]
-    if lengths == {x.shape[1]}:
-        found.append(Strategy((1, 0, *biases), (1,), resize=whole_groups))
-    return found
+
+    def whole_groups(channels: int) -> Resize:
+        each = channels // groups
+
+        def resize(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+            is_whole = not any(size % each for size in sizes)
+            shares = [size // each for size in sizes] if is_whole else chunk_sizes(groups, (len(sizes),))
+            return [tuple(share * (channels_out // groups) for share in shares)]
+
+        return resize
+
+    filters = (0,) * (len(call.inputs) - 1)
+    return [
+        Strategy((None, *filters), (1,), resize=whole_groups(weight.shape[0])),
+        Strategy((1, *filters), (1,), resize=whole_groups(x.shape[1])),
+    ]
 
 
 def _convolution_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     shards = [shape for layout in (*ins, *outs) for shape in layout.held_shapes]
-    by_groups = call["groups"] > 1 and ins[1].splits[0]
-    if not any(ins[0].splits[2:]) and not by_groups and all(map(math.prod, shards)):
+    groups = _groups_of(call, outs[0]) if call["groups"] > 1 and ins[1].splits[0] else None
+    if not any(ins[0].splits[2:]) and groups is None and all(map(math.prod, shards)):
         return None
     fetches, pads, num_dims = [], [], call.inputs[0].ndim - 2
     transposed = call["transposed"]
@@ -86,10 +93,11 @@ def _convolution_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]
             padding[d] = output_padding[d] = 0
     args = [
         *(call["input"], call["weight"], call["bias"]),
-        *(by_rank(pads), HeldValues(outs[0].held_shapes), _channels(call, ins)),
+        *(by_rank(pads), HeldValues(outs[0].held_shapes), _channels(call, ins, outs[0], groups)),
         *(call["stride"], padding, call["dilation"], output_padding),
     ]
-    return with_halo(_local_transposed if transposed else _local_convolution, fetches, ins[0], args)
+    local = with_halo(_local_transposed if transposed else _local_convolution, fetches, ins[0], args)
+    return local if groups is None else _with_whole_groups(local, groups, call["groups"], ins)
 
 
 def _slide(call: Call, d: int, *, padding: int) -> Slide:
@@ -128,17 +136,55 @@ def _transposed_reads(call: Call, x: Layout, out: Layout, d: int) -> tuple[Fetch
     return Fetch(dim, have, tuple(want)), pads
 
 
-def _channels(call: Call, ins: Sequence[Layout]) -> Any:
+def _groups_of(call: Call, out: Layout) -> list[Interval]:
+    """The groups that each piece of the output's channels is made of."""
+    each = out.shape[1] // call["groups"]
+    return [(start // each, stop // each) for start, stop in intervals(out, 1)]
+
+
+def _channels(call: Call, ins: Sequence[Layout], out: Layout, groups: Sequence[Interval] | None) -> Any:
     """For each held rank: its number of groups, and which of the input's channels at hand they read."""
-    weight, groups = call["weight"], call["groups"]
-    if groups == 1 or not ins[1].splits[0]:
-        return (groups, 0, None)
-    inner, each = weight.shape[0] // groups, call["input"].shape[1] // groups
-    found = []
-    for starts, extents in (ins[1].box(coordinate) for coordinate in ins[1].mesh.held):
-        here = extents[0] // inner
-        found.append((here, 0 if ins[0].splits[1] else starts[0] // inner * each, here * each))
-    return HeldValues(found)
+    if groups is None:
+        return (call["groups"], 0, None)
+    each = call["input"].shape[1] // call["groups"]
+    return HeldValues(
+        [
+            (last - first, 0 if ins[0].splits[1] else first * each, (last - first) * each)
+            for first, last in held(out, 1, groups)
+        ]
+    )
+
+
+def _with_whole_groups(local: Local, groups: Sequence[Interval], num_groups: int, ins: Sequence[Layout]) -> Local:
+    """Run a local function after every rank has fetched what its groups need and others hold."""
+    fetches = {}
+    for position, (layout, dim) in enumerate(zip(ins, (1, 0, 0), strict=False)):
+        each, have = layout.shape[dim] // num_groups, intervals(layout, dim)
+        want = tuple((first * each, last * each) for first, last in groups)
+        if layout.splits[dim] and any(_differ(*pair) for pair in zip(have, want, strict=True)):
+            fetches[position] = Fetch(dim, have, want)
+    if not fetches:
+        return local
+    program = _WithWholeGroups(local.function, len(local.groups), fetches)
+    return Local(program, local.args, groups=(*local.groups, ins[1].splits[0]))
+
+
+def _differ(have: Interval, want: Interval) -> bool:
+    """Whether two intervals hold different places. It does not matter where nothing lies."""
+    return have != want and (have[0] < have[1] or want[0] < want[1])
+
+
+class _WithWholeGroups:
+    __slots__ = ("fetches", "function", "num_groups")
+
+    def __init__(self, function: Callable[..., Any], num_groups: int, fetches: dict[int, Fetch]) -> None:
+        self.function, self.num_groups, self.fetches = function, num_groups, fetches
+
+    def __call__(self, *args: Any) -> Any:
+        others, group, rest = args[: self.num_groups], args[self.num_groups], list(args[self.num_groups + 1 :])
+        for position, fetch in self.fetches.items():
+            rest[position] = group.window(rest[position], fetch.dim, fetch.have, fetch.want)
+        return self.function(*others, *rest) if others else group.map(self.function, *rest)
 
 
 def _taken(x: Tensor, channels: tuple[int, int, int | None]) -> Tensor:

@@ -79,6 +79,34 @@ DIAGONAL = register("diagonal", rule=Rule(_diagonal, _diagonal_local))
 register("diagonal_copy", rule=copying(DIAGONAL))
 
 
+# Filling it: each shard knows which of its elements are on it
+
+
+def _filled(call: Call) -> list[Strategy]:
+    names = dims_of(call.inputs[0].ndim)
+    return Factors([names], [names]).strategies()
+
+
+def _filled_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    if not any(ins[0].splits):
+        return None
+    starts = HeldValues([ins[0].box(coordinate)[0] for coordinate in ins[0].mesh.held])
+    return Local(_fill_own, [call.inputs[0], call["fill_value"], call["wrap"], starts, call.inputs[0].shape])
+
+
+def _fill_own(x: Tensor, value: float, wrap: bool, starts: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    places = [torch.arange(start, start + size, device=x.device) for start, size in zip(starts, x.shape, strict=True)]
+    first, *others = torch.meshgrid(*places, indexing="ij")
+    period = shape[1] + 1 if wrap and x.dim() == 2 else max(shape) + 1  # below its end a tall matrix begins anew
+    on = torch.ones_like(first, dtype=torch.bool)
+    for other in others:
+        on = on & (first % period == other)
+    return x.masked_fill_(on, value)
+
+
+register("fill_diagonal_", rule=Rule(_filled, _filled_local))
+
+
 def _trace(call: Call) -> Factors:
     return Factors([("row", "column")], [()], linear=[frozenset({0})])
 

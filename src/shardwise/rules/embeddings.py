@@ -23,7 +23,7 @@ from shardwise.rules.indices import Bound, axes_of, has_empty
 from shardwise.rules.notation import Factor, Factors, dims_of
 from shardwise.rules.reductions import LAST, PROGRAM_COST
 from shardwise.rules.registry import register, register_function
-from shardwise.rules.spatial import remembered
+from shardwise.rules.spatial import connected_zeros, remembered
 from shardwise.rules.types import SUM, Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
 
 
@@ -318,8 +318,7 @@ def _sum_in_bags(
     """The items of our own rows, summed by torch; a mean is divided by the size of the whole bag."""
     mine, bag, sizes = _own_items(index, table, offsets, row_start, item_start, bags)
     if not len(sizes) or not table.numel():
-        nothing = table.new_zeros(len(sizes), table.shape[1]) + table.sum() * table.new_zeros(())
-        return nothing if weights is None else nothing + weights.sum() * weights.new_zeros(())
+        return connected_zeros(table, (len(sizes), table.shape[1]), weights)
     begins = torch.zeros_like(sizes).index_add(0, bag, mine.to(sizes.dtype)).cumsum(0)
     begins = torch.cat([begins.new_zeros(1), begins[:-1]]).to(index.dtype)
     items = index.reshape(-1)[mine] - row_start
@@ -361,7 +360,7 @@ def _largest_of_own(
     chosen = mine.nonzero().reshape(-1)
     rows, bag = table[index[chosen] - row_start], bag[chosen].unsqueeze(1).expand(-1, shape[1])
     if not len(chosen):
-        return table.new_full(shape, -math.inf) + table.sum() * 0, bag.new_full(shape, LAST)
+        return connected_zeros(table, shape) - math.inf, bag.new_full(shape, LAST)
     known = rows.detach()
     passed = known.isnan() & ~leads[chosen].unsqueeze(1)  # nothing is larger than a NaN that comes first; others lose
     known = torch.where(passed, -math.inf, known)

@@ -3,7 +3,8 @@ small reductions forward and none backward, and nothing is gathered."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,12 @@ def _weights_of(weight: Tensor, target: Tensor, offset: int, ignore: int) -> Ten
     return torch.where(mine, weight.detach()[index.clamp(0, len(weight) - 1)], 0)
 
 
+def _check_weight(x: Tensor, weight: Tensor | None, loss: Callable[..., Tensor]) -> None:
+    """Let torch refuse weights of another dtype, if it does."""
+    if weight is not None and weight.dtype != x.dtype:
+        loss(*(torch.zeros(1, 1, dtype=x.dtype), torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=weight.dtype)))
+
+
 # Negative log likelihood: a look-up. Sharded classes leave a pending sum.
 
 
@@ -119,6 +126,7 @@ def _sharded_nll(
 ) -> tuple[Tensor, Tensor]:
     """Each rank looks up the targets that fall into its classes. A mean is the global sum over the global weight, both
     in one reduction."""
+    _check_weight(x, weight, F.nll_loss)
     _check_targets(batch, target, ignore, num_classes)
     at = group.offset(0, classes)
     losses, weights = group.map(_local_nll, x, target, weight, ignore, classes, at, at if own_weight else 0)
@@ -217,6 +225,7 @@ def _sharded_cross_entropy(
             "The function 'nll_loss_forward' is not differentiable with respect to argument 'weight'. This input "
             "cannot have requires_grad True."
         )
+    _check_weight(x, weight, F.cross_entropy)
     if not of.probabilities:
         _check_targets(batch, target, of.ignore, of.num_classes)
     if of.split_classes:
@@ -226,8 +235,9 @@ def _sharded_cross_entropy(
     if of.reduction == "none":
         return _rounded(rows, of)
     if of.reduction == "mean" and not of.probabilities:
-        sums = batch.psum(torch.stack([rows.sum(), weights.sum()]))
-        return _rounded(sums[0] / sums[1], of)
+        loss, total = batch.psum(torch.stack([rows.sum(), weights.sum()]))
+        mean = loss / total
+        return _rounded(torch.where(total == 0, math.nan, mean) if of.smoothing else mean, of)  # as torch's sum of two
     return _rounded(rows.sum() / (of.num_rows if of.reduction == "mean" else 1), of)
 
 

@@ -93,7 +93,11 @@ def refuse_along(call: Call, dim: int, index: int) -> None:
             one.expand(shape).index_fill(dim, at, 0)
         case "index_copy":
             one.expand(shape).index_copy(dim, at, one)
-        case "index_add" | "index_reduce" if len(shape) == 1 or "reduce" in call.name:
+        case "index_reduce" if not call["include_self"] and not -shape[dim] <= index < shape[dim]:
+            one.expand(shape).index_fill(dim, at, 0)
+        case "index_reduce":
+            torch.index_select(torch.zeros(shape[dim]), 0, at)
+        case "index_add" if call["alpha"] != 1 or dim not in (0, len(shape) - 1) or len(shape) == 1:
             torch.index_select(torch.zeros(shape[dim]), 0, at)
         case _:
             one.expand(shape).gather(dim, at.reshape([1] * len(shape)))

@@ -1,4 +1,4 @@
-"""Writing one tensor over a part of another: a row, a slice, a diagonal, the places of a mask.
+"""Writing one tensor over a part of another: a row, a slice, a diagonal.
 
 The other dims are free. Where the dim that is written to is sharded, the source is whole, and each rank takes its part.
 """
@@ -6,17 +6,14 @@ The other dims are free. Where the dim that is written to is sharded, the source
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
 from shardwise.rules.notation import Factor, Factors, dims_of
-from shardwise.rules.pointwise import broadcast
-from shardwise.rules.reductions import PROGRAM_COST
 from shardwise.rules.registry import register
-from shardwise.rules.types import PENDING, Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
+from shardwise.rules.types import PENDING, Call, HeldValues, Local, Rule, Strategy, replicated
 
 BOTH_PENDING = Strategy((PENDING, PENDING), (PENDING,))
 
@@ -143,88 +140,3 @@ def _diagonal_scatter_here(
 
 
 register("diagonal_scatter", rule=Rule(_diagonal_scatter, _diagonal_scatter_local))
-
-
-# The places of a mask, filled with the elements of the source in order
-
-
-def _masked_scatter(call: Call) -> list[Strategy]:
-    """The mask must be whole, but for the outermost dim: ranks that hold its rows in order need only count."""
-    x, mask, _ = call.inputs
-    found = [Strategy((None,) * 3, (None,))]
-    if x.shape != call.outputs[0].shape:
-        return found
-    found += [Strategy((dim, None, None), (dim,)) for dim in range(x.ndim)]
-    outer = _outermost(x.shape)
-    carried = broadcast(mask.shape, x.shape)
-    if outer in carried:
-        found.append(Strategy((outer, carried.index(outer), None), (outer,), PROGRAM_COST))
-    return found
-
-
-def _outermost(shape: Sequence[int]) -> int:
-    return next((dim for dim, size in enumerate(shape) if size != 1), 0)
-
-
-def _masked_scatter_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if not any(ins[0].splits):
-        return None
-    x = call.inputs[0]
-    outer = _outermost(x.shape)
-    axes = tuple(axis for cut in ins[1].splits for axis in cut)
-    shape = HeldValues(
-        [
-            tuple(extent[d] if d == outer and axes else size for d, size in enumerate(x.shape))
-            for _, extent in (ins[0].box(coordinate) for coordinate in ins[0].mesh.held)
-        ]
-    )
-    starts = HeldValues(
-        [
-            tuple(0 if d == outer and axes else start for d, start in enumerate(ins[0].box(coordinate)[0]))
-            for coordinate in ins[0].mesh.held
-        ]
-    )
-    return Local(_sharded_masked_scatter, [*call.inputs, shape, starts, bool(call.mutated)], groups=(axes,))
-
-
-def _sharded_masked_scatter(
-    group: Collectives, x: Tensor, mask: Tensor, source: Tensor, shape: Any, starts: Any, in_place: bool
-) -> Tensor:
-    counts = group.map(_places, mask, shape)
-    total = group.map(_last, counts)
-    before = group.map(_sum_before, group.stack(total), group.index()) if group.size > 1 else 0
-    needed = group.reduce(total, "sum")
-    if needed.device.type == "cpu":
-        if int(needed) > source.numel():
-            raise RuntimeError("Number of elements of source < number of ones in mask")
-    elif needed.device.type != "meta":
-        torch._assert_async(needed <= source.numel())
-    return group.map(_fill_places, x, mask, source, counts, before, starts, in_place)
-
-
-def _places(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """How many places of the mask there are up to each."""
-    return mask.expand(shape).reshape(-1).cumsum(0).reshape(shape)
-
-
-def _last(counts: Tensor) -> Tensor:
-    return counts.reshape(-1)[-1:].sum()
-
-
-def _sum_before(counts: Tensor, member: int) -> Tensor:
-    return counts[:member].sum()
-
-
-def _fill_places(
-    x: Tensor, mask: Tensor, source: Tensor, counts: Tensor, before: Any, starts: tuple[int, ...], in_place: bool
-) -> Tensor:
-    mask = mask.expand(counts.shape)
-    for dim, (start, size) in enumerate(zip(starts, x.shape, strict=True)):
-        mask, counts = mask.narrow(dim, start, size), counts.narrow(dim, start, size)
-    flat = torch.constant_pad_nd(source.reshape(-1), [0, 1])  # something to read where there is nothing
-    places = (counts - 1 + before).clamp(0, source.numel())
-    result = torch.where(mask, flat[places], x)
-    return x.copy_(result) if in_place else result
-
-
-register("masked_scatter", rule=Rule(_masked_scatter, _masked_scatter_local))

@@ -193,10 +193,11 @@ def _row_loss_of(function: Any) -> Lowering:
             return Local(function or call.op, call.args, call.kwargs)
         named = {argument.name: call[argument.name] for argument in call.op._schema.arguments}
         step = function or call.op
-        if reduction_of(call) == "mean":
+        reduction = reduction_of(call)
+        if reduction != "none":  # of no rows, torch leaves the sum to chance
             named.update({name: None for name in ("size_average", "reduce") if name in named})
             named["reduction"] = "none" if function else NONE
-            step = partial(_scaled_rows, step, call.inputs[0].shape[0])
+            step = partial(_scaled_rows, step, call.inputs[0].shape[0] if reduction == "mean" else 1)
         return Local(_checked_rows, [_range_of_targets(call), step, *named.values()], groups=(_axes(ins),))
 
     return local

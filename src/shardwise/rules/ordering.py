@@ -14,7 +14,7 @@ from shardwise.rules.notation import Factor, Factors, dims_of
 from shardwise.rules.reductions import PROGRAM_COST
 from shardwise.rules.registry import register
 from shardwise.rules.runs import joined
-from shardwise.rules.types import Call, Collectives, Interval, Local, Rule, Strategy
+from shardwise.rules.types import Call, Collectives, Interval, Local, Rule, Strategy, Value
 
 EXCHANGES = 30 * PROGRAM_COST
 """What exchanging sorted parts counts for where another dim could take the sharding: more than an all-to-all."""
@@ -31,23 +31,29 @@ def _sort(call: Call) -> list[Strategy]:
     value, (dim,) = call.inputs[0], call.dims()
     found = other_dims(call)
     if value.ndim:
-        alone = value.numel == value.shape[dim]  # no other dim that could take the sharding
-        found.append(Strategy((dim,), (dim, dim), 3 * PROGRAM_COST if alone else EXCHANGES + value.numel))
+        found.append(Strategy((dim,), (dim, dim), _exchange_cost(value, dim)))
     return found
+
+
+def _exchange_cost(value: Value, dim: int) -> float:
+    alone = value.numel == value.shape[dim]  # no other dim that could take the sharding
+    return 3 * PROGRAM_COST if alone else EXCHANGES + value.numel
 
 
 def _sort_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     (dim,) = call.dims()
     if not call.inputs[0].ndim or not ins[0].splits[dim]:
         return None
-    args = [call.inputs[0], dim, bool(call["descending"]), ins[0].pieces(dim)]
+    pieces = ins[0].pieces(dim)
+    args = [call.inputs[0], dim, bool(call["descending"]), pieces, pieces]
     return Local(_sharded_sort, args, groups=(ins[0].splits[dim],))
 
 
 def _sharded_sort(
-    group: Collectives, x: Tensor, dim: int, descending: bool, pieces: tuple[int, ...]
+    group: Collectives, x: Tensor, dim: int, descending: bool, pieces: tuple[int, ...], wanted: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """A sorting network whose comparators merge two ranks' sorted parts and split them again.
+    """A sorting network whose comparators merge two ranks' sorted parts and split them again. Of what it sorts, in
+    `pieces`, it gives pieces of the `wanted` sizes, which may be the first elements only.
 
     It needs parts of one size. Cut as `torch.chunk` cuts, only the last ones are smaller; they are as if filled up with
     elements that come after all others, which never leave the end. Ties are decided by index: the sort is stable.
@@ -60,7 +66,7 @@ def _sharded_sort(
         want = [have[pairs[i]] if i in pairs else (0, 0) for i in range(group.size)]
         theirs = group.window(values, dim, have, want), group.window(indices, dim, have, want)
         values, indices = group.map(_merged, values, indices, *theirs, dim, descending, group.index(), pairs)
-    return _recut(group, values, dim, even, pieces), _recut(group, indices, dim, even, pieces)
+    return _recut(group, values, dim, even, wanted), _recut(group, indices, dim, even, wanted)
 
 
 def network(size: int) -> list[dict[int, int]]:
@@ -118,14 +124,17 @@ def _merged(
 register("sort", rule=Rule(_sort, _sort_local))
 
 
-# The k largest: each rank's own candidates, and the largest among all ranks'
+# The k largest. If they are few: each rank's own candidates, and the largest among all ranks'; if many: the first k of
+# all in order, which stay where the order puts them
 
 
 def _topk(call: Call) -> list[Strategy]:
     value, (dim,) = call.inputs[0], call.dims()
     found = other_dims(call)
-    if value.ndim and 4 * call["k"] <= value.shape[dim]:  # the candidates are few; else whoever wants k wants it all
+    if value.ndim and 4 * call["k"] <= value.shape[dim]:
         found.append(Strategy((dim,), (None, None), 2 * PROGRAM_COST))
+    elif value.ndim:
+        found.append(Strategy((dim,), (dim, dim), _exchange_cost(value, dim), resize=lambda sizes: [None, None]))
     return found
 
 
@@ -133,19 +142,34 @@ def _topk_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Lo
     (dim,) = call.dims()
     if not call.inputs[0].ndim or not ins[0].splits[dim]:
         return None
-    args = [call.inputs[0], dim, call["k"], bool(call["largest"]), bool(call["sorted"]), ins[0].pieces(dim)]
-    return Local(_sharded_topk, args, groups=(ins[0].splits[dim],))
+    pieces, groups, k, largest = ins[0].pieces(dim), (ins[0].splits[dim],), call["k"], bool(call["largest"])
+    if outs[0].splits[dim]:
+        return Local(_sharded_sort, [call.inputs[0], dim, largest, pieces, outs[0].pieces(dim)], groups=groups)
+    args = [call.inputs[0], dim, k, largest, bool(call["sorted"]), pieces]
+    return Local(_sharded_topk, args, groups=groups)
 
 
 def _sharded_topk(
     group: Collectives, x: Tensor, dim: int, k: int, largest: bool, ordered: bool, pieces: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    values, indices = group.map(_candidates, x.detach(), dim, k, largest, group.offset(0, dim))
-    counts = [min(k, size) for size in pieces]
+    counts = _counts(pieces, k)
+    if counts is not None:
+        values, indices = group.map(_candidates, x.detach(), dim, k, largest, group.offset(0, dim))
+    else:
+        counts = chunk_sizes(k, (group.size,))
+        values, indices = _sharded_sort(group, x.detach(), dim, largest, pieces, counts)
     values, indices = group.gather(values, dim, counts), group.gather(indices, dim, counts)
-    values, at = values.topk(k, dim, largest, ordered)
-    indices = indices.gather(dim, at)
+    if sum(counts) > k:  # else they are in order
+        values, at = values.topk(k, dim, largest, ordered)
+        indices = indices.gather(dim, at)
     return take(group, x, dim, indices) if x.requires_grad else values, indices
+
+
+def _counts(pieces: tuple[int, ...], k: int) -> tuple[int, ...] | None:
+    """How many candidates each rank has, if all of them are less than what every rank gets in a sorting network."""
+    counts = tuple(min(k, size) for size in pieces)
+    part = chunk_sizes(sum(pieces), (len(pieces),))[0]
+    return counts if sum(counts) <= k + part * len(network(len(pieces))) else None
 
 
 def _candidates(x: Tensor, dim: int, k: int, largest: bool, offset: int) -> tuple[Tensor, Tensor]:

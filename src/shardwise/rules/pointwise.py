@@ -259,8 +259,11 @@ register("_to_copy", rule=Rule(_conversion))
 
 
 def _copy(call: Call) -> list[Strategy]:
-    target, source = call.inputs
+    target, *sources = call.inputs
     dims = tuple(range(target.ndim))
+    if not sources:  # a number
+        return Factors([dims], [dims]).strategies()
+    (source,) = sources
     linear = JOINTLY if _keeps_sums(source.dtype, target.dtype) else []
     return Factors([dims, broadcast(source.shape, target.shape)], [dims], linear=linear).strategies()
 

@@ -119,7 +119,36 @@ def _scaled_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dt
 register("sum", rule=Rule(lambda call: reduction_ways(call, SUM, linear=True), converted))
 register("nansum", rule=Rule(lambda call: reduction_ways(call, SUM)))
 register("mean", rule=Rule(lambda call: reduction_ways(call, SUM, linear=True), _mean_local))
-register("prod", rule=Rule(lambda call: reduction_ways(call, Partial("product"))))
+
+
+def _product_ways(call: Call) -> list[Strategy]:
+    """A pending product has no gradient with a layout: what its factors get does not add up to that of the whole."""
+    return program_ways(call) if call.inputs[0].may_need_grad else reduction_ways(call, Partial("product"))
+
+
+def _product_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    if not call.inputs[0].may_need_grad or not is_split(call, ins[0]):
+        return None
+    args = [call.inputs[0], reduced_dims(call), bool(call.bound.get("keepdim")), call.outputs[0].dtype]
+    return Local(_product, args, groups=split_axes(call, ins[0]))
+
+
+def _product(group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    """Everybody gets everybody's factor, of which the gradient is torch's own, of any order."""
+    factors = group.psum(group.map(_factor_at, group.index(), group.size, x, dims, dtype))
+    out = factors.prod(0)
+    return out if keepdim else out.squeeze(dims)
+
+
+def _factor_at(place: int, count: int, x: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Our factor, in our place among as many."""
+    factor = x.to(dtype)
+    for dim in dims:
+        factor = factor.prod(dim, keepdim=True)
+    return torch.cat([factor[None] if i == place else torch.zeros_like(factor)[None] for i in range(count)])
+
+
+register("prod", rule=Rule(_product_ways, _product_local))
 register("count_nonzero", rule=Rule(lambda call: reduction_ways(call, SUM)))
 register("hash_tensor", rule=Rule(lambda call: reduction_ways(call, None)))
 

@@ -82,6 +82,8 @@ def _dtypes_differ(call: Call) -> bool:
 def _convolution(call: Call) -> bool:
     x, weight, bias, groups = call["input"], call["weight"], call["bias"], call["groups"]
     stride, dilation, padding = call["stride"], call["dilation"], call["padding"]
+    if 0 in (*x.shape[2:], *call.outputs[0].shape[2:]):  # some kernels take nothing, or make it, and others do not
+        return True
     if weight.ndim != x.ndim or groups < 1 or min(*stride, *dilation) < 1 or min(padding) < 0 or _dtypes_differ(call):
         return True
     if any(len(numbers) not in (1, x.ndim - 2) for numbers in (stride, dilation, padding)) or weight.shape[0] % groups:
@@ -194,6 +196,16 @@ def _smaller(call: Call) -> bool:
     return torch.broadcast_shapes(call["self"].shape, call["target"].shape) != call["self"].shape
 
 
+def _of_nothing(call: Call) -> bool:
+    """Of a batch that may be empty."""
+    return 0 in (*call.inputs[0].shape[1:], *call.outputs[0].shape[1:])
+
+
+def _of_another_dtype(call: Call) -> bool:
+    source = call.bound.get("src")
+    return getattr(source, "dtype", call["self"].dtype) != call["self"].dtype
+
+
 def _gradient(call: Call) -> bool:
     return call["grad_output"].shape != call["output"].shape
 
@@ -210,11 +222,15 @@ SUSPICIOUS: dict[str, Callable[[Call], bool]] = {
     "put": _put,
     **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"), _batch_norm),
     "bucketize": lambda call: call["boundaries"].ndim != 1,
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), _of_another_dtype),
     "masked_scatter": lambda call: call["mask"].dtype != torch.bool,
     "multinomial": _multinomial,
     "soft_margin_loss": _smaller,
     "aminmax": _dtypes_differ,
     **dict.fromkeys(("avg_pool2d", "avg_pool3d"), lambda call: call["divisor_override"] == 0),
+    **dict.fromkeys(("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d"), _of_nothing),
+    **dict.fromkeys(("upsample_trilinear3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"), _of_nothing),
+    **dict.fromkeys(("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"), _of_nothing),
     "lu_unpack": _pivots,
     **dict.fromkeys(("gcd", "lcm", "bitwise_left_shift", "bitwise_right_shift"), _of_floats),
     **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _gradient),

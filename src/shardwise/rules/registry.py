@@ -26,6 +26,11 @@ _library = torch.library.Library("shardwise", "FRAGMENT")
 FUNCTIONS: dict[Any, Any] = {}
 """Python functions that are traced as one op of ours."""
 
+PARTS: dict[Any, Callable[..., Any]] = {}
+"""Ops that are traced as several, each of which may run where its data lie best. These functions are given a result of
+the op, on meta tensors, and its arguments, and give the same in parts, or None where the op is to stay one. Where all
+parts run on the same shards, whatever called the op runs whole."""
+
 
 def register(*names: str, rule: Rule) -> Rule:
     """Give ops of the aten namespace (or `namespace::name`) a rule; in-place variants follow."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.layout import Layout
 from shardwise.rules.notation import Factor, Factors, dims_of, factor_rule
-from shardwise.rules.registry import FUNCTIONS, register, register_function
+from shardwise.rules.registry import FUNCTIONS, PARTS, register, register_function
 from shardwise.rules.types import Call, HeldValues, Local
 
 
@@ -39,6 +39,55 @@ def _transform_or_empty(
 
 
 register("_fft_c2c", "_fft_r2c", "_fft_c2r", rule=factor_rule(_transform, _transform_local))
+
+
+# Over several dims: one dim after the other. Where one of them is sharded, the others come first, and then it is made
+# whole by an all-to-all that shards another. Real numbers begin, or end, with the last dim; so does the order of all.
+
+aten = torch.ops.aten
+
+
+def _by_dims(whole: Tensor, x: Tensor, dim: Sequence[int], normalization: int, forward: bool) -> Tensor | None:
+    if len(dim) < 2:
+        return None
+    for d in reversed(dim):
+        x = aten._fft_c2c(x, [d], normalization, forward)
+    return _lying_as(whole, x)
+
+
+def _by_dims_from_real(
+    whole: Tensor, x: Tensor, dim: Sequence[int], normalization: int, onesided: bool
+) -> Tensor | None:
+    if len(dim) < 2:
+        return None
+    x = aten._fft_r2c(x, dim[-1:], normalization, onesided)
+    for d in reversed(dim[:-1]):
+        x = aten._fft_c2c(x, [d], normalization, True)
+    return _lying_as(whole, x)
+
+
+def _by_dims_to_real(
+    whole: Tensor, x: Tensor, dim: Sequence[int], normalization: int, last_dim_size: int
+) -> Tensor | None:
+    if len(dim) < 2:
+        return None
+    for d in dim[:-1]:
+        x = aten._fft_c2c(x, [d], normalization, False)
+    return _lying_as(whole, aten._fft_c2r(x, dim[-1:], normalization, last_dim_size))
+
+
+def _lying_as(whole: Tensor, x: Tensor) -> Tensor:
+    """The same numbers in the order in memory that the whole transform leaves them in."""
+    if x.stride() == whole.stride():
+        return x
+    outermost_first = sorted(range(x.dim()), key=whole.stride, reverse=True)
+    places = [outermost_first.index(d) for d in range(x.dim())]
+    return x.permute(outermost_first).clone(memory_format=torch.contiguous_format).permute(places)
+
+
+PARTS[aten._fft_c2c.default] = _by_dims
+PARTS[aten._fft_r2c.default] = _by_dims_from_real
+PARTS[aten._fft_c2r.default] = _by_dims_to_real
 
 
 # Short-time transforms and their inverses: signals are free

@@ -260,7 +260,9 @@ def _as_real_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
 def _real_or_empty(x: Tensor) -> Tensor:
     """Of nothing, torch's gradient cannot be viewed as complex again: it lies in memory in any way. A conjugate that is
     left for later, which `real` and `imag` take, must be settled."""
-    return torch.view_as_real(x.resolve_conj()) if x.numel() else torch.stack([x.real, x.imag], -1)
+    if x.numel() or not (torch.is_grad_enabled() and x.requires_grad):
+        return torch.view_as_real(x.resolve_conj())
+    return torch.stack([x.real, x.imag], -1)
 
 
 AS_REAL = register("view_as_real", rule=factor_rule(_as_real, _as_real_local))

@@ -18,6 +18,7 @@ from shardwise.proof.calls import Recorded
 from shardwise.proof.case import Case
 from shardwise.proof.extra import EXTRA, exists, extra_calls
 from shardwise.proof.forced import Impossible, Trial
+from shardwise.proof.module import module_name
 from shardwise.proof.oracle import Truth
 from shardwise.proof.pool import Outcome
 from shardwise.proof.results import Store
@@ -184,13 +185,6 @@ def test_the_command_resumes(tmp_path: Path, capsys: pytest.CaptureFixture, monk
     assert capsys.readouterr().out == first
 
 
-@pytest.mark.parametrize("arguments", [["no_such_op"], ["mm", "--resume"]])
-def test_what_the_command_cannot_do(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
-    extra = ["--ops", "mm", "--samples", "1", "--jobs", "0", "--quiet"]
-    assert main(["verify", *arguments, *extra]) == 2
-    assert capsys.readouterr().err
-
-
 MODULE = """
 import torch
 from shardwise.experimental import register_sharding
@@ -211,7 +205,7 @@ def test_a_rule_of_one_s_own(name: str, rule: str, status: int, tmp_path: Path, 
     file.write_text(MODULE.format(name=name, rule=rule))
     with registry.restored():
         assert main(["verify", f"verifytest::{name}", "--module", str(file), "--jobs", "0", "--quiet"]) == status
-    del sys.modules[f"rules_{name}"]
+    del sys.modules[module_name(str(file))]
     out = capsys.readouterr().out
     assert "by 2 calls" in out
     assert ("unsound" in out) == bool(status)

@@ -30,6 +30,7 @@ CONVOLUTIONS = {
     "depthwise": (conv(F.conv1d, groups=4, padding=1), (2, 4, 5), (4, 1, 3), (4,)),
     "groups": (conv(F.conv1d, groups=4, padding=1), (2, 8, 5), (8, 2, 2)),
     "groups of other widths": (conv(F.conv1d, groups=2, padding=1), (2, 4, 5), (6, 2, 3), (6,)),
+    "groups that even cuts divide": (conv(F.conv1d, groups=3, padding=1), (2, 6, 5), (9, 2, 3), (9,)),
     "transposed": (conv(F.conv_transpose1d, stride=2, padding=1, output_padding=1), (2, 3, 5), (3, 4, 3), (4,)),
     "transposed with gaps": (
         conv(F.conv_transpose1d, stride=3, output_padding=2, dilation=2),
@@ -37,6 +38,11 @@ CONVOLUTIONS = {
     ),
     "transposed 2d": (conv(F.conv_transpose2d, stride=(1, 2), padding=(1, 0)), (2, 2, 4, 3), (2, 3, 3, 2), (3,)),
     "transposed depthwise": (conv(F.conv_transpose1d, stride=2, groups=4), (2, 4, 4), (4, 1, 3), (4,)),
+    "transposed groups": (conv(F.conv_transpose1d, padding=1, groups=2), (2, 4, 4), (4, 3, 3), (6,)),
+    "transposed groups that even cuts divide": (
+        conv(F.conv_transpose1d, stride=2, groups=3),
+        *((2, 6, 4), (6, 1, 3), (3,)),
+    ),
     "time first": (lambda x, w, b: torch.conv_tbc(x, w, b, 1), (5, 3, 4), (3, 4, 2), (2,)),
 }
 
@@ -84,18 +90,66 @@ def test_a_kernel_of_one_moves_nothing():
     assert comm.get_total_counts() == 0
 
 
-@pytest.mark.parametrize("where", [(S(1), S(0)), (R, S(0))], ids=str)
-def test_whole_groups_move_nothing(where):
-    x, w = (place(normal(*shape), p) for shape, p in zip([(2, 8, 5), (8, 2, 3)], where, strict=True))
-    with CommDebugMode() as comm:
-        out = F.conv1d(x, w, groups=4)
-    assert out.placements == (S(1),) and comm.get_total_counts() == 0
+GROUPED = {
+    "as many": (F.conv1d, (2, 8, 5), (8, 2, 3), (8,)),
+    "more": (F.conv1d, (2, 8, 5), (16, 2, 3), (16,)),
+    "fewer": (F.conv1d, (2, 8, 5), (4, 2, 3), (4,)),
+    "without bias": (F.conv1d, (2, 8, 5), (16, 2, 3)),
+    "transposed, more": (F.conv_transpose1d, (2, 8, 5), (8, 4, 3), (16,)),
+    "transposed, fewer": (F.conv_transpose1d, (2, 8, 5), (8, 1, 3), (4,)),
+}
 
 
-def test_groups_that_the_pieces_would_cut():
-    x, w = normal(2, 6, 5), normal(6, 2, 3)
-    for where in ([S(1)], [R]):
-        compare(lambda x, w: F.conv1d(x, w, groups=3), (x, w), mesh_of((2,)), [where, [S(0)]])
+@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("x_lies", [S(1), R], ids=str)
+@pytest.mark.parametrize(("function", "shapes"), [(f, s) for f, *s in GROUPED.values()], ids=GROUPED)
+def test_whole_groups_move_nothing(function, shapes, x_lies, mesh):
+    lies = [[p] * len(mesh) for p in (x_lies, S(0), S(0))]
+    inputs = [place(normal(*shape), *p, mesh=mesh) for shape, p in zip(shapes, lies, strict=False)]
+    with CommDebugMode() as comm, sw.strict():
+        out = function(*inputs, groups=4)
+    assert out.placements == (S(1),) * len(mesh) and comm.get_total_counts() == 0
+    compare(
+        lambda *args: function(*args, groups=4), [x.full_tensor() for x in inputs], mesh_of(mesh), lies[: len(shapes)]
+    )
+
+
+@pytest.mark.parametrize(("groups", "mesh"), [(3, (2,)), (5, (2,)), (5, (4,))])
+@pytest.mark.parametrize("function", [F.conv1d, F.conv_transpose1d])
+def test_groups_that_the_pieces_would_cut(function, groups, mesh):
+    """Parts of groups are fetched; nobody gathers them all."""
+    inputs = normal(2, 2 * groups, 5), normal(2 * groups, 2, 3), normal(2 * groups)
+    for where in (S(1), R):
+        lies = [where, S(0), S(0)]
+        given = [place(t, p, mesh=mesh) for t, p in zip(inputs, lies, strict=True)]
+        with CommDebugMode() as comm, sw.strict():
+            function(*given, groups=groups)
+        assert set(comm.get_comm_counts()) == {"all_to_all"}
+        (out,) = compare(lambda *args: function(*args, groups=groups), inputs, mesh_of(mesh), [[p] for p in lies])
+        assert all(piece % 2 == 0 for piece in out._layout.pieces(1))
+
+
+def test_groups_and_a_halo():
+    lies = [[S(1), S(2)], [S(0), R], [S(0), R]]
+    for groups in (3, 4):
+        for function, shape in ((F.conv1d, (4 * groups, 2, 3)), (F.conv_transpose1d, (2 * groups, 4, 3))):
+            op = conv(function, groups=groups, stride=2, padding=1)
+            inputs = normal(2, 2 * groups, 7), normal(*shape), normal(4 * groups)
+            (out,) = compare(op, inputs, mesh_of((2, 2)), lies)
+            assert out.placements == (S(1), S(2))
+
+
+def test_groups_of_pieces_of_any_size():
+    """Sizes that a user chose are kept where they are whole groups."""
+    x, w = normal(2, 10, 5), normal(10, 2, 3)
+    for sizes, kept in (([2, 6, 0, 2], (2, 6, 0, 2)), ([1, 6, 0, 3], (4, 4, 2, 0))):
+        parts = [[part.clone() for part in t.split(sizes, dim)] for t, dim in ((x, 1), (w, 0))]
+        d, weight = (
+            sw.DTensor.from_local(ranked(p), mesh_of((4,)), [S(i)]) for p, i in zip(parts, (1, 0), strict=True)
+        )
+        out = F.conv1d(d, weight, groups=5)
+        assert out._layout.pieces(1) == kept
+        torch.testing.assert_close(out.full_tensor(), F.conv1d(x, w, groups=5))
 
 
 @pytest.mark.parametrize("options", [{"padding": 1}, {"stride": 2}, {"padding": 2, "dilation": 2}], ids=str)

@@ -136,6 +136,55 @@ def test_topk_with_ties_and_nans(widths, largest):
     assert len(set(chosen.tolist())) == 5
 
 
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("widths", [(1, 20, 0, 2), (6, 6, 6, 5), (0, 23), (3, 4, 4, 4, 4, 4)])
+@pytest.mark.parametrize("k", [7, 12, 23])
+def test_many_of_the_largest_stay_sharded(widths, largest, k):
+    """In order, and as before: of equal elements one that is given has the gradient."""
+    x = torch.randint(-2, 3, (23,)).double()
+    x[7], x[20], x[21] = nan, -inf, nan
+    d = uneven(x, widths).requires_grad_()
+    with CommDebugMode() as comm, sw.strict():
+        values, indices = d.topk(k, largest=largest)
+        values.nansum().backward()
+    assert set(comm.get_comm_counts()) == {"all_to_all"}
+    assert max(c.bytes for c in comm.comms) <= max(*widths, -(-23 // len(widths))) * 8
+    for result in (values, indices):
+        check_shards(result)
+        assert result.placements == (S(0),)
+    torch.testing.assert_close(values.full_tensor(), x.topk(k, largest=largest).values, equal_nan=True)
+    chosen = indices.full_tensor()
+    torch.testing.assert_close(x[chosen], values.full_tensor(), equal_nan=True)
+    assert len(set(chosen.tolist())) == k
+    expected = torch.zeros(23).double().index_fill(0, chosen, 1)
+    assert torch.equal(d.grad.full_tensor(), torch.where(x.isnan(), 0, expected))
+
+
+@pytest.mark.parametrize("where", [{0: ("a", "b")}, {0: ("b", "a")}])
+def test_many_of_the_largest_over_two_axes(where):
+    x = normal(31)
+    with sw.strict():
+        values, indices = sw.distribute_tensor(x, mesh_of((2, 3)), where).topk(20)
+    assert torch.equal(values.full_tensor(), x.topk(20).values)
+    assert torch.equal(indices.full_tensor(), x.topk(20).indices)
+
+
+def test_candidates_that_would_be_everything_are_sorted_instead():
+    """Of many ranks each holds less than k; still every rank wants the k of all."""
+    x = normal(160)
+    d, plain = place(x, S(0), mesh=(16,)).requires_grad_(), x.clone().requires_grad_()
+    with CommDebugMode() as comm, sw.strict():
+        values, indices = d.topk(40)
+    assert values.placements == (R,)
+    assert "all_to_all" in comm.get_comm_counts()
+    assert max(c.bytes for c in comm.comms if c.kind == "all_gather") <= -(-40 // 16) * 8
+    for result, expected in zip((values, indices), plain.topk(40), strict=True):
+        assert torch.equal(result.full_tensor(), expected)
+    values.exp().sum().backward()
+    plain.topk(40).values.exp().sum().backward()
+    assert torch.equal(d.grad.full_tensor(), plain.grad)
+
+
 def test_unsorted_topk():
     x = normal(40, 3)
     values, indices = place(x, S(0)).topk(4, 0, sorted=False)

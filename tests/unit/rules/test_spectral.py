@@ -4,6 +4,7 @@ import pytest
 import torch
 from sweep import mesh_of, normal, place, sweep
 from torch import Tensor, fft
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
@@ -28,6 +29,11 @@ REAL = {
     "irfft": lambda a: fft.irfft(fft.fft(a, dim=0), dim=1),
     "irfftn": lambda a: fft.irfftn(fft.fft(a), dim=(0, 1)),
     "hfft": lambda a: fft.hfft(fft.fft(a), n=7),
+    "fftn of all": lambda a: parts(fft.fftn(a, norm="ortho")),
+    "ifftn of all": lambda a: parts(fft.ifftn(a)),
+    "rfftn of all": lambda a: parts(fft.rfftn(a, norm="forward")),
+    "irfftn of all": lambda a: fft.irfftn(fft.fft(a, dim=0), s=(3, 5, 7), norm="forward"),
+    "hfftn of all": lambda a: fft.hfftn(fft.fft(a, dim=0), norm="ortho"),
     "fftshift": lambda a: fft.fftshift(a, dim=1),
     "ifftshift": lambda a: fft.ifftshift(a),
 }
@@ -68,6 +74,71 @@ def test_nothing_moves(op, where, out):
         result = op(x)
     assert result.placements == (out,) and not comm.get_comm_counts()
     torch.testing.assert_close(result.full_tensor(), op(normal(6, 4, 8)))
+
+
+SEVERAL_DIMS = {
+    "fft2": (fft.fft2, False),
+    "ifftn": (fft.ifftn, True),
+    "rfft2": (fft.rfft2, False),
+    "irfft2": (fft.irfft2, True),
+    "hfft2": (fft.hfft2, True),
+    "ihfft2": (fft.ihfft2, False),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("op", "of_complex"), SEVERAL_DIMS.values(), ids=SEVERAL_DIMS)
+def test_dim_by_dim_after_all_to_alls(op, of_complex, dim):
+    """Nobody ever holds more than a share of it all, forward or backward."""
+    x = normal(256, 256)
+    x = torch.complex(x, x.T) if of_complex else x
+    d, plain = place(x, S(dim), mesh=(4,)).requires_grad_(), x.clone().requires_grad_()
+    with CommDebugMode() as comm, sw.strict():
+        result = op(d)
+        assert isinstance(result.placements[0], S)
+        result.abs().square().mean().backward()
+    assert set(comm.get_comm_counts()) == {"all_to_all"}
+    assert max(c.bytes for c in comm.comms) <= x.numel() // 4 * 16
+    expected = op(plain)
+    expected.abs().square().mean().backward()
+    torch.testing.assert_close(result.full_tensor(), expected)
+    torch.testing.assert_close(d.grad.full_tensor(), plain.grad)
+
+
+def test_one_all_to_all_for_all_dims_but_the_last():
+    x = normal(16, 12, 8)
+    for dim in (0, 1):
+        d = place(x, S(dim), mesh=(4,))
+        with CommDebugMode() as comm, sw.strict():
+            result = fft.fftn(d)
+        assert comm.get_comm_counts() == {"all_to_all": 1} and d.placements != result.placements
+        torch.testing.assert_close(result.full_tensor(), fft.fftn(x))
+
+
+def test_dims_on_two_axes():
+    x = normal(64, 48, 40)
+    for where in ([S(0), S(1)], [S(1), S(0)], [S(0), S(0)], [S(2), S(0)]):
+        with CommDebugMode() as comm, sw.strict():
+            result = fft.fftn(d := place(x, *where, mesh=(2, 2)))
+        assert "all_to_all" in comm.get_comm_counts(), d.placements
+        torch.testing.assert_close(result.full_tensor(), fft.fftn(x))
+
+
+def test_whole_dims_are_transformed_at_once():
+    """Where nothing moves, the function itself runs on the shards: torch's libraries know transforms of many dims."""
+    x = place(normal(4, 6, 8), S(0))
+    fft.fftn(x, dim=(1, 2))  # planned
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._fft_c2c.default:
+                seen.append(args[1])
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        fft.fftn(x, dim=(1, 2))
+    assert seen == [[1, 2]] * 2  # by two ranks
 
 
 @pytest.mark.parametrize("shape", [(3, 9), (9,)], ids=str)

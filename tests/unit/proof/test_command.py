@@ -1,0 +1,333 @@
+"""What the commands refuse to begin with, in one line each; and that a run which was stopped goes on with the rest."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli import COMMANDS, main
+from shardwise.proof import module, pool, results
+from shardwise.rules import registry
+
+IN_THIS_PROCESS = ("--jobs", "0", "--quiet", "--samples", "1")
+
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "coverage": ("--ops", "mm|bmm|mv", "--assignments", "2", "--spread", "1"),
+    "errors": ("--ops", "mm|bmm|mv", "--layouts", "1", "--spread", "1"),
+    "verify": ("aten::mm", "aten::bmm", "aten::mv", "--calls", "1"),
+}
+TASKS = {"coverage": "cover", "errors": "try_operator", "verify": "judge_saved"}
+
+
+def run(command: str, *arguments: str) -> int:
+    return main([command, *arguments, *IN_THIS_PROCESS])
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused is refused before anything was run, however long that takes."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        pytest.fail("it ran")
+
+    for command in COMMANDS.values():
+        monkeypatch.setattr(command, "run_tasks", fail)
+
+
+def refused(capsys: pytest.CaptureFixture[str], command: str, *arguments: str) -> str:
+    """What a command says that does not begin."""
+    assert run(command, *arguments) == 2
+    told = capsys.readouterr()
+    assert not told.out and told.err.count("\n") == 1
+    return told.err.rstrip("\n")
+
+
+# Numbers and patterns
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("--samples", "0", "'0' is not a number from 1"),
+        ("--samples", "-1", "'-1' is not a number from 1"),
+        ("--samples", "²", "'²' is not a number from 1"),
+        ("--jobs", "-1", "'-1' is not a number from 0"),
+        ("--timeout", "0", "'0' is not a number of seconds above 0"),
+        ("--timeout", "-1", "'-1' is not a number of seconds above 0"),
+        ("--timeout", "nan", "'nan' is not a number of seconds above 0"),
+        ("--timeout", "soon", "'soon' is not a number of seconds above 0"),
+        ("--ops", "(", "'(' is not a regular expression: missing ), unterminated subpattern at position 0"),
+    ],
+)
+def test_what_no_option_takes(
+    command: str, option: str, value: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _refused_by_the_parser([command, option, value], f"shardwise {command}: error: argument {option}: {why}", capsys)
+
+
+@pytest.mark.parametrize("value", ["0", "-2"])
+def test_rules_are_judged_by_some_calls(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    why = f"shardwise verify: error: argument --calls: '{value}' is not a number from 1"
+    _refused_by_the_parser(["verify", "--calls", value], why, capsys)
+
+
+def _refused_by_the_parser(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == why
+
+
+# Files
+
+FILES = [(command, option) for command in COMMANDS for option in ("--json", "--write-report")]
+FILES.append(("verify", "--write-docs"))
+
+
+@pytest.mark.parametrize(("command", "option"), FILES)
+@pytest.mark.parametrize(
+    ("name", "why"), [("none/file", "there is no such folder"), ("", "it is a folder"), ("denied", "permission denied")]
+)
+def test_a_file_that_cannot_be_written_is_told_of_first(
+    command: str,
+    option: str,
+    name: str,
+    why: str,
+    tmp_path: Path,
+    nothing_runs: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if name == "denied":
+        monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    file = tmp_path / name
+    assert refused(capsys, command, *ARGUMENTS[command], option, str(file)) == f"{file} cannot be written: {why}"
+
+
+def test_results_replace_no_device(nothing_runs: None, capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, "coverage", "--ops", "mm", "--json", "/dev/null")
+    assert told == "/dev/null cannot be written: it is not a plain file"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_resume_needs_a_file(command: str, nothing_runs: None, capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, command, *ARGUMENTS[command], "--resume")
+    assert told == "--resume needs --json FILE: the results to go on with"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("content", ["", '{"results": {', "[]", "3", "{}", '{"results": []}', "\udcff"])
+def test_a_file_that_holds_no_results(
+    command: str, content: str, tmp_path: Path, nothing_runs: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "results.json"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    assert refused(capsys, command, *ARGUMENTS[command], "--json", str(file), "--resume") == (
+        f"--resume cannot go on with {file}: it does not hold the results of a run; leave out --resume to write over it"
+    )
+    assert file.read_bytes() == content.encode(errors="surrogateescape")
+
+
+@pytest.mark.parametrize("kept", [[], {"mm": 3}, {"mm": {"nonsense": 3}}])
+def test_results_of_another_kind(kept: Any, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps({**results.Store(None, {}).header, "results": kept}))
+    with pytest.raises(results.NotResults, match="it does not hold the results of a run"):
+        results.Store(file, {}, resume=True)
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("mm", "nosuch", "aten::mm_", "any::mm"), "no op is called nosuch, aten::mm_, any::mm"),
+        (("mm", "addmm_", "bmm", "--ops", "mm"), "no sample makes a call of addmm_, bmm"),
+        (("mm", "bmm", "--ops", "mm|bmm", "--stratum", "1/2"), "no sample in part 1 of 2 makes a call of bmm"),
+        (("mm", "--ops", "nosuch"), "no operator is called nosuch"),
+        (("--ops", "_foreach_add"), "no sample makes a call of any op that has rules"),
+    ],
+)
+def test_ops_that_are_not_found_are_named(
+    arguments: tuple[str, ...], why: str, nothing_runs: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(capsys, "verify", *arguments) == why
+
+
+# Modules
+
+OWN = """
+import torch
+from shardwise.experimental import register_sharding
+
+@torch.library.custom_op("commandtest::{name}", mutates_args=())
+def op(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+op.register_fake(torch.empty_like)
+register_sharding(op, rule="{rule}")
+SAMPLES = {{op: [(torch.randn(5, 4),)]}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("none.py", None, ": there is no such file"),
+        ("rules.txt", "", ": the name of a Python file ends in .py"),
+        ("rules", "", ": the name of a Python file ends in .py"),
+        ("rules.py", "SAMPLES = [1]", ": SAMPLES is a list, not a dict {op: [args]}"),
+        ("rules.py", "SAMPLES = None", ": SAMPLES is a NoneType, not a dict {op: [args]}"),
+        ("rules.py", "x = 1\ny = x / 0", " cannot be imported: line 2: ZeroDivisionError: division by zero"),
+        ("rules.py", "raise ValueError", " cannot be imported: line 1: ValueError: without a word"),
+        ("rules.py", "x = (", " cannot be imported: SyntaxError: '(' was never closed (rules.py, line 1)"),
+        (
+            "rules.py",
+            "SAMPLES = {'mm': [()]}",
+            ": a sample of mm cannot be called: TypeError: 'str' object is not callable",
+        ),
+        (
+            "rules.py",
+            "import torch; SAMPLES = {torch.ops.aten.mm.default: [torch.ones(3)]}",
+            ": a sample of aten.mm.default cannot be called: TypeError: a sample is a tuple of arguments, not a Tensor",
+        ),
+        (
+            "rules.py",
+            "import torch; SAMPLES = {torch.ops.aten.mm.default: [(torch.ones(3), torch.ones(3))]}",
+            ": a sample of aten.mm.default cannot be called: RuntimeError: self must be a matrix",
+        ),
+    ],
+)
+def test_a_module_that_is_none(
+    name: str, content: str | None, why: str, tmp_path: Path, nothing_runs: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_text(content)
+    assert refused(capsys, "verify", "mm", "--module", str(file)) == f"--module {file}{why}"
+    if "cannot be imported" in why:
+        assert module.module_name(str(file)) not in sys.modules
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Writes a module of a user's; what it registers is forgotten afterwards."""
+    files = []
+
+    def write(name: str, rule: str, file: str = "rules.py") -> str:
+        files.append(str(tmp_path / file))
+        Path(files[-1]).write_text(OWN.format(name=name, rule=rule))
+        return files[-1]
+
+    with registry.restored():
+        yield write
+    for file in files:
+        sys.modules.pop(module.module_name(file), None)
+
+
+def test_a_module_may_be_called_as_one_of_python_s(own: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("verify", "commandtest::twice", "--module", own("twice", "i j -> i j", file="random.py")) == 0
+    assert "1 of 1 ops" in capsys.readouterr().out
+    assert sys.modules["random"] is random
+
+
+def test_results_of_another_text_of_a_module_are_not_kept(
+    own: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules, judge_saved = own("edited", "i j -> i j"), COMMANDS["verify"].judge_saved
+    arguments = ("--json", str(tmp_path / "results.json"), "--resume", "--module", rules)
+    for text, tried_now in (("", ["commandtest::edited"]), ("", []), ("# edited", ["commandtest::edited"])):
+        Path(rules).write_text(Path(rules).read_text() + text)
+        tried: list[str] = []
+        monkeypatch.setattr(COMMANDS["verify"], "judge_saved", _noting(judge_saved, tried))
+        assert run("verify", "commandtest::edited", *arguments) == 0
+        assert tried == tried_now
+
+
+# Going on
+
+
+def _noting(task: pool.Task, tried: list[str], stop_at: int | None = None) -> pool.Task:
+    """A task that notes what it is called for, and is interrupted when it is called for the n-th time."""
+
+    def noting(name: str, settings: Any) -> Iterator[Any]:
+        tried.append(name)
+        if len(tried) == stop_at:
+            raise KeyboardInterrupt
+        yield from task(name, settings)
+
+    return noting
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_only_the_rest_of_an_interrupted_run_is_run(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, whole = tmp_path / "results.json", tmp_path / "whole.json"
+    assert run(command, *ARGUMENTS[command], "--json", str(whole)) == 0
+    printed = capsys.readouterr().out
+    names = list(json.loads(whole.read_text())["results"])
+    assert len(names) == 3
+
+    task = getattr(COMMANDS[command], TASKS[command])
+    arguments = (*ARGUMENTS[command], "--json", str(file), "--resume")
+    for stop_at, tried_now, kept in ((2, names[:2], names[:1]), (2, names[1:], names[:2]), (None, names[2:], names)):
+        tried: list[str] = []
+        monkeypatch.setattr(COMMANDS[command], TASKS[command], _noting(task, tried, stop_at))
+        assert run(command, *arguments) == (0 if stop_at is None else 130)
+        assert tried == tried_now
+        assert list(json.loads(file.read_text())["results"]) == kept
+    told = capsys.readouterr()
+    assert _without_times(told.out) == _without_times(printed)
+    assert told.err == "interrupted\n" * 2
+
+
+def _without_times(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if "s of processes" not in line]
+
+
+KILLED = """
+import os, signal, sys
+from shardwise.cli import main
+from shardwise.proof import results
+
+results.source_digest = lambda: "this code"
+replace, left = os.replace, [None] * 2
+
+def killing(draft, file):
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left.pop()
+    replace(draft, file)
+
+os.replace = killing
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_it_writes_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of its own, at its third result. Both runs say that they are of the same code, so that nobody has to
+    stop editing it while they run."""
+    monkeypatch.setattr(results, "source_digest", lambda: "this code")
+    file = tmp_path / "results.json"
+    arguments = (*ARGUMENTS["coverage"], "--json", str(file))
+    killed = subprocess.run([sys.executable, "-c", KILLED, "coverage", *arguments, "--samples", "1", "--jobs", "1"])
+    assert killed.returncode == -signal.SIGKILL
+    assert len(json.loads(file.read_text())["results"]) == 2
+
+    tried: list[str] = []
+    monkeypatch.setattr(COMMANDS["coverage"], "cover", _noting(COMMANDS["coverage"].cover, tried))
+    assert run("coverage", *arguments, "--resume") == 0
+    assert tried == ["mm"]
+    assert set(json.loads(file.read_text())["results"]) == {"mm", "bmm", "mv"}
