@@ -6,7 +6,6 @@ Those of autograd are in `dispatch.autograd`.
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +16,10 @@ from torch import Tensor, nn
 from shardwise.comm import ranked
 from shardwise.dispatch.build import Whole
 from shardwise.dispatch.copies import CopiedView, watch_view
-from shardwise.dispatch.fallback import describe
 from shardwise.dispatch.memory import copied, lies_plainly, on_one_device
 from shardwise.dispatch.trace import map_tensors
 from shardwise.dispatch.views import OfCopies
-from shardwise.errors import InPlaceError, MixedTensorError, PlacementError
+from shardwise.errors import MixedTensorError, PlacementError
 from shardwise.tensor import DTensor, arrive, as_layout, wrap
 
 Handler = Callable[[Callable, tuple, dict[str, Any]], Any]
@@ -214,61 +212,6 @@ def _divide_number(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tenso
     return args[0].reciprocal() * args[1]
 
 
-# Changes of shape in place: the shards change theirs, and the layout with them
-
-
-@handles(Tensor.t_, Tensor.transpose_, Tensor.swapaxes_, Tensor.swapdims_, Tensor.unsqueeze_)
-def _reshape_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
-    x = args[0]
-    with torch.no_grad():
-        layout = getattr(x.detach(), func.__name__[:-1])(*args[1:], **kwargs)._layout  # a view: nothing moves
-    with _disabled():
-        for shard in shards_of(x):
-            func(shard, *args[1:], **kwargs)
-    _change_strides(x, lambda whole: func(whole, *args[1:], **kwargs))
-    x._layout = layout
-    return x
-
-
-def _change_strides(x: DTensor, change: Callable[[Tensor], Any]) -> None:
-    """What is remembered of how the whole lies changes as the whole does."""
-    if (strides := x.__dict__.get("_strides")) is not None:
-        with _disabled():
-            whole = torch.empty_strided(x._layout.shape, strides, device="meta")
-            change(whole)
-        x.__dict__["_strides"] = whole.stride()
-
-
-@handles(Tensor.resize_, Tensor.resize_as_, torch.resize_as_)
-def _resize_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """To the size that it has: nothing happens, however it lies in memory."""
-    x, *sizes = args
-    wanted = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    wanted = wanted.shape if isinstance(wanted, Tensor) else wanted
-    if kwargs or not isinstance(x, DTensor) or x.requires_grad or tuple(wanted) != x.shape:
-        return NotImplemented
-    return x
-
-
-@handles(Tensor.squeeze_)
-def _squeeze_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
-    x = args[0]
-    dims = args[1] if len(args) > 1 else kwargs.get("dim", range(x.ndim))
-    wanted = {dim % max(x.ndim, 1) for dim in ([dims] if isinstance(dims, int) else dims)}
-    gone = [dim for dim in sorted(wanted, reverse=True) if x.ndim and x.shape[dim] == 1]
-    if any(x._layout.splits[dim] for dim in gone):
-        raise InPlaceError(f"{describe('squeeze_', args, kwargs)}: a dim that is sharded cannot be removed in place")
-    with torch.no_grad():
-        layout = x.detach().squeeze(tuple(gone))._layout if gone else x._layout
-    with _disabled():
-        for shard in shards_of(x):
-            for dim in gone:
-                func(shard, dim)
-    _change_strides(x, lambda whole: [func(whole, dim) for dim in gone])
-    x._layout = layout
-    return x
-
-
 # Changes of dtype and device: the shards change, the layout stays
 
 
@@ -301,49 +244,6 @@ def _of_its_kind(x: Tensor) -> Tensor:
         return x
     with _disabled():
         return torch.empty(0, dtype=x.dtype, device=x.device)
-
-
-# Initialisation: these functions switch gradients off inside, where a plan would not know of it
-
-
-@handles(nn.init.uniform_)
-def _init_uniform(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    return _initialise(Tensor.uniform_, func, args, kwargs)
-
-
-@handles(nn.init.normal_)
-def _init_normal(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    return _initialise(Tensor.normal_, func, args, kwargs)
-
-
-@handles(nn.init.constant_)
-def _init_constant(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    return _initialise(Tensor.fill_, func, args, kwargs)
-
-
-@handles(nn.init.kaiming_uniform_)
-def _init_kaiming_uniform(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    given = _bound(func, args, kwargs)
-    tensor = given["tensor"]
-    if 0 in tensor.shape:
-        return tensor
-    fan = nn.init._calculate_correct_fan(tensor, given["mode"])
-    deviation = nn.init.calculate_gain(given["nonlinearity"], given["a"]) / math.sqrt(fan)
-    bound = math.sqrt(3.0) * deviation
-    return _initialise(Tensor.uniform_, nn.init.uniform_, (tensor, -bound, bound), {"generator": given["generator"]})
-
-
-def _bound(func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = inspect.signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
-
-
-def _initialise(method: Callable, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    values = list(_bound(func, args, kwargs).items())
-    with torch.no_grad():
-        named = {name: value for name, value in values if name == "generator"}
-        return method(*(value for name, value in values if name != "generator"), **named)
 
 
 # State that every shard has

@@ -50,7 +50,7 @@ class Copies:
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         source = next(x for x in flat_tensors((args, kwargs or {})) if isinstance(x, DTensor))
-        comes_first = source is args[0]  # not so in `einsum`, which is never asked for more than views
+        comes_first = bool(args) and source is args[0]  # not so in `einsum`, which is never asked for more than views
         copies = not comes_first or is_view(self.function, args, kwargs or {})  # asked first, for what torch refuses
         out = self.plan(args, kwargs)
         results = [out] if isinstance(out, Tensor) else flat_tensors(out)
