@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,8 @@ def misbehave(name: str, settings: Any) -> Iterator[Any]:
             threading.Event().wait()
         case "die":
             os._exit(7)
+        case "interrupt":  # as a terminal would
+            os.kill(os.getpid(), signal.SIGINT)
         case "fail":
             raise ValueError("what a pity")
     yield "more"

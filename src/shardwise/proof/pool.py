@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -76,7 +78,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, self.task, self.settings), daemon=True)
-        self.process.start()
+        with _deaf():
+            self.process.start()
         self.ready = False
         theirs.close()
 
@@ -124,6 +127,16 @@ class _Worker:
             self.process.join()
             self.connection.close()
             self.process = None
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes started here do not hear a terminal's interrupt, which it sends to all: this one ends the others."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _serve(connection: Connection, task: Task, settings: Any) -> None:
