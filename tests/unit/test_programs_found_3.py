@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from compare import beside, full
 from sweep import mesh_of, normal, place, sweep, sweep_in_place
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
@@ -235,13 +235,34 @@ def test_an_average_in_a_reentrant_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("placement", [P("product"), P("norm", 2.0)], ids=str)
-def test_terms_of_products_and_norms_cannot_require_gradients(placement: sw.Placement) -> None:
-    d = sw.DTensor.from_local(torch.ones(3), mesh_of((2,)), [placement])
-    with pytest.raises(sw.errors.PlacementError, match="cannot require a gradient"):
-        d.requires_grad_()
-    with pytest.raises(sw.errors.PlacementError, match="cannot require a gradient"):
-        d.requires_grad = True
-    d.requires_grad_(False)
+def test_terms_of_products_and_norms_are_reduced_when_they_require_gradients(placement: sw.Placement) -> None:
+    """Their gradients would be no gradient of the whole."""
+    for ask in (lambda d: d.requires_grad_(), lambda d: setattr(d, "requires_grad", True), nn.Parameter):
+        d = sw.DTensor.from_local(torch.tensor([2.0, 3.0]), mesh_of((2,)), [placement])
+        view, value = d[:1], d.full_tensor()
+        made = ask(d)
+        leaf = made if isinstance(made, nn.Parameter) else d
+        assert leaf.requires_grad and leaf.placements == (R,)
+        leaf.square().sum().backward()
+        torch.testing.assert_close(leaf.grad.full_tensor(), 2 * value)
+        torch.testing.assert_close(view.full_tensor(), value[:1])
+    same = sw.DTensor.from_local(torch.ones(3), mesh_of((2,)), [placement]).requires_grad_(False)
+    assert same.placements == (placement,)
+
+
+@pytest.mark.parametrize("dim", [None, 0, -1])
+def test_weight_norm_over_all_dims(dim: int | None) -> None:
+    x, layers = normal(3, 6).float(), [nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)]
+    weight = normal(4, 6).float()
+    layers[0].weight = nn.Parameter(weight.clone())
+    layers[1].weight = nn.Parameter(place(weight, S(0)))
+    outs = []
+    for layer in layers:
+        nn.utils.parametrizations.weight_norm(layer, dim=dim)
+        out = layer(beside(layer.weight, x))
+        out.square().sum().backward()
+        outs.append([out.detach(), *(p.grad for p in layer.parameters())])
+    torch.testing.assert_close([full(t) for t in outs[1]], outs[0])
 
 
 # Checkpoints

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.dispatch.fallback import keeps_shards
+from shardwise.tensor import DTensor
 
 
 def _with_numbers(function: Callable) -> Callable[..., Any]:
@@ -25,7 +26,8 @@ def _numbers(lengths: Any) -> list[int] | None:
     """What a tensor of integers holds; None where torch has something to complain about."""
     if not isinstance(lengths, Tensor) or lengths.dtype not in INTEGERS:
         return None
-    return lengths.reshape(-1).tolist()
+    whole = lengths.full_tensor() if isinstance(lengths, DTensor) else lengths
+    return whole.flatten().tolist()
 
 
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})

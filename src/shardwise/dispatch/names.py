@@ -18,6 +18,8 @@ Named = dict[str, Any]
 def by_position(func: Callable, kwargs: Named) -> tuple[tuple, Named]:
     """The same call, with the arguments that come first by position."""
     if func not in _leading:
+        if len(_leading) >= MOST:
+            _leading.clear()
         _leading[func] = _leading_parameters(func)
     args, rest = [], dict(kwargs)
     for names in _leading[func]:
@@ -29,6 +31,7 @@ def by_position(func: Callable, kwargs: Named) -> tuple[tuple, Named]:
 
 
 _leading: dict[Any, list[tuple[str, ...]]] = {}
+MOST = 4096
 
 
 def _leading_parameters(func: Callable) -> list[tuple[str, ...]]:
@@ -37,7 +40,7 @@ def _leading_parameters(func: Callable) -> list[tuple[str, ...]]:
         return _agreed(_schemas(func))
     if inspect.isfunction(func):
         kinds = inspect.Parameter
-        parameters = list(inspect.signature(func).parameters.values())
+        parameters = list(inspect.signature(func, follow_wrapped=False).parameters.values())
         if any(p.kind in (kinds.VAR_POSITIONAL, kinds.POSITIONAL_ONLY) for p in parameters):
             return []
         return [(p.name,) for p in parameters if p.kind is kinds.POSITIONAL_OR_KEYWORD]

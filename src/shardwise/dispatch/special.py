@@ -19,7 +19,7 @@ from shardwise.dispatch.copies import CopiedView, watch_view
 from shardwise.dispatch.memory import copied, lies_plainly, on_one_device
 from shardwise.dispatch.trace import map_tensors
 from shardwise.dispatch.views import OfCopies
-from shardwise.errors import MixedTensorError, PlacementError
+from shardwise.errors import MixedTensorError
 from shardwise.tensor import DTensor, arrive, as_layout, wrap
 
 Handler = Callable[[Callable, tuple, dict[str, Any]], Any]
@@ -251,25 +251,33 @@ def _of_its_kind(x: Tensor) -> Tensor:
 
 @handles(Tensor.requires_grad_)
 def _requires_grad_(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
-    _check_divides(args[0], *args[1:], **kwargs)
+    _settle(args[0], *args[1:], **kwargs)
     with _disabled():
         for shard in shards_of(args[0]):
             func(shard, *args[1:], **kwargs)
     return args[0]
 
 
-def _check_divides(x: DTensor, requires_grad: bool = True) -> None:
-    if requires_grad and not all(p is None or p.divides_gradients for p in x._layout.pending):
-        raise PlacementError(
-            f"{x._layout} cannot require a gradient: those of the terms of a product or a norm are no gradient of the "
-            f"whole. Redistribute it first: x.redistribute(placements=[Replicate(), ...])"
-        )
+def _settle(x: DTensor, requires_grad: bool = True) -> None:
+    """Reduce what a gradient could not be given a layout for: the terms of products and norms. The shards of a pending
+    value are as large as those of a whole one, so the tensor stays the same object; others that share its memory keep
+    it as it was."""
+    keep = [p if p is not None and p.divides_gradients else None for p in x._layout.pending]
+    layout = x._layout.with_(pending=keep)
+    if not requires_grad or layout is x._layout:
+        return
+    with torch.no_grad():
+        settled = as_layout(x.detach(), layout, "self")
+    with _disabled():
+        for shard, reduced in zip(shards_of(x), shards_of(settled), strict=True):
+            shard.data = reduced
+    x._layout = layout
 
 
 @handles(Tensor.requires_grad.__set__, Tensor.retain_grad, Tensor.detach_)  # type: ignore[attr-defined]
 def _on_every_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
-        _check_divides(*args)
+        _settle(*args)
     with _disabled():
         for shard in shards_of(args[0]):
             func(shard, *args[1:], **kwargs)

@@ -20,6 +20,8 @@ from shardwise.rules.registry import register
 from shardwise.rules.spatial import connected_zeros
 from shardwise.rules.types import Call, HeldValues, Local, Rule, Strategy, replicated
 
+_disabled = torch._C.DisableTorchFunctionSubclass
+
 FORMS = {
     (2, 3): "rk,gkn->rn",
     (3, 2): "gmk,kr->mr",
@@ -69,41 +71,60 @@ def _own_product(own: Any, a: Tensor, b: Tensor, offs: Tensor | None, dtype: Any
     groups, cut, shape = own
     if 0 in (*a.shape, *b.shape):
         return connected_zeros(a, shape, b).to(dtype or a.dtype)
-    if offs is None or (groups is None and cut is None):
-        return _product(a, b, offs, dtype)
-    ends = offs if cut is None else (offs - cut[0]).clamp(0, cut[1])
-    match a.dim(), b.dim():
-        case 2, 3:
-            return _product_of_rows(a, b, ends, groups, dtype)
-        case 3, 2:
-            return _product_of_rows(b.t(), a.mT, ends, groups, dtype).t().contiguous()
-    return _product(_in_rows(a.t()).t(), _in_rows(b), ends, dtype)
+    ends = offs if offs is None or cut is None else (offs - cut[0]).clamp(0, cut[1])
+    if ends is None or groups is None:
+        return _Product.apply(a, b, ends, dtype)
+    if a.dim() == 3:
+        return _product_of_some(b.t(), a.mT, ends, groups, dtype).t().contiguous()
+    return _product_of_some(a, b, ends, groups, dtype)
 
 
-def _product_of_rows(x: Tensor, w: Tensor, ends: Tensor, groups: Piece | None, dtype: Any) -> Tensor:
-    """Of some groups, and zeros in the rows of others. Where ours begin and end only the device knows, and nobody waits
-    for it: all rows are rolled until ours come first. What torch makes of the rows behind them, also as their gradient,
-    may be anything."""
-    if groups is None:
-        return _product(_in_rows(x), w, ends, dtype)
+def _product_of_some(x: Tensor, w: Tensor, ends: Tensor, groups: Piece, dtype: Any) -> Tensor:
+    """Of some groups of rows, and zeros in the rows of others. Where ours begin and end only the device knows, and
+    nobody waits for it: all rows are rolled until ours come first. What torch makes of the rows behind them, also as
+    their gradient, may be anything."""
     first, count = groups
     begin = ends[first - 1] if first else torch.zeros_like(ends[0])
     places = torch.arange(len(x), device=x.device)
     ours = (places < ends[first + count - 1] - begin)[:, None]
     x = torch.where(ours, x[(places + begin) % len(x)], 0)
-    out = torch.where(ours, _product(_in_rows(x), w, ends[first : first + count] - begin, dtype), 0)
+    out = torch.where(ours, _Product.apply(x, w, ends[first : first + count] - begin, dtype), 0)
     return out[(places - begin) % len(x)]
 
 
+class _Product(torch.autograd.Function):
+    """Torch's product of factors that lie as it wants them. Gradients are factors as well, in products of any order."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, ends: Tensor | None, dtype: Any) -> Tensor:
+        ctx.save_for_backward(a, b, ends)
+        return _product(a, b, ends, dtype).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        a, b, ends = ctx.saved_tensors
+        of_a, of_b = ctx.needs_input_grad[:2]
+        with _disabled():
+            grad = grad.to(a.dtype)
+            found = _Product.apply(grad, b.mT, ends, None) if of_a else None
+            return found, _Product.apply(a.mT, grad, ends, None) if of_b else None, None, None
+
+
 # Torch wants rows to begin at multiples of 16 bytes, which shards' may not, and so groups: in a piece they begin
-# anywhere, so numbers must not lie side by side along the dim that is cut
+# anywhere, so numbers must not lie side by side along the dim that is cut, nor those of the result
 
 
 def _product(a: Tensor, b: Tensor, ends: Tensor | None, dtype: Any) -> Tensor:
-    out = torch._grouped_mm(_in_line(a), _in_line(b), offs=ends, out_dtype=dtype)
-    if out.grad_fn is not None:  # the gradient is a factor as well
-        out.grad_fn.register_prehook(lambda grads: tuple(None if grad is None else _in_line(grad) for grad in grads))
-    return out.contiguous()
+    match a.dim(), b.dim():
+        case 2, 3:
+            a, b = _in_rows(a), _in_line(b)
+        case 2, 2:
+            a, b = _in_rows(a.t()).t(), _in_rows(b)
+        case 3, 2:
+            return torch._grouped_mm(_in_rows(b.t()), _in_line(a.mT), offs=ends, out_dtype=dtype).t()
+        case _:
+            a, b = _in_line(a), _in_line(b)
+    return torch._grouped_mm(a, b, offs=ends, out_dtype=dtype)
 
 
 def _in_line(x: Tensor) -> Tensor:
@@ -114,7 +135,7 @@ def _in_rows(x: Tensor) -> Tensor:
     if _has_rows(x):
         return x
     width = x.shape[-1]
-    return F.pad(x, (0, -width % _step(x))).contiguous()[..., :width]
+    return F.pad(x, (0, -width % _step(x))).clone(memory_format=torch.contiguous_format)[..., :width]
 
 
 def _has_rows(x: Tensor) -> bool:

@@ -64,6 +64,8 @@ def _columns(call: Call) -> tuple[int, bool]:
     """With how many dims of the target the source ends, too, along which the mask does not change; and whether that is
     plain to see. The outermost dim of the source is none of them."""
     x, mask, source = call.inputs
+    if not x.numel:
+        return 0, True
     most = source.ndim - 1 - _outermost(source.shape)
     same = _count_trailing(a == b for a, b in zip(x.shape[::-1], source.shape[::-1], strict=False))
     still = _count_trailing(size == 1 for size in (*mask.shape[::-1], *[1] * (x.ndim - mask.ndim)))
@@ -89,9 +91,9 @@ def _ways(call: Call) -> list[Strategy]:
         runs = math.prod(x.shape[:dim])
         found.append(Strategy((dim, None, None), (dim,)))
         telling = PROGRAM_COST + RUN_COST * runs
-        if own is not None:
-            found.append(Strategy((dim, own, None), (dim,), telling))
         from_end = x.ndim - dim
+        if own is not None and not (is_plain and from_end <= columns):
+            found.append(Strategy((dim, own, None), (dim,), telling))
         if from_end > columns:
             if source.ndim and runs <= MOST_RUNS:
                 moved = min(source.numel, x.numel)

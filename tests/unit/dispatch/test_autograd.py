@@ -213,7 +213,7 @@ def test_gradients_can_be_detached_in_place(create_graph: bool) -> None:
     torch.testing.assert_close(found[1].full_tensor(), found[0])  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
 def test_a_pending_leaf_is_used_again_after_a_backward_pass_of_a_plain_tensor(op: str) -> None:
     """What was moved of it belongs to the graph of the first pass, which is gone."""
     mesh = sw.simulate((2,), ("a",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,19 @@ ORDERS: dict[str, tuple[Any, dict[str, Any], tuple, dict[str, Any]]] = {
 @pytest.mark.parametrize(("func", "kwargs", "args", "rest"), ORDERS.values(), ids=ORDERS)
 def test_order(func: Any, kwargs: dict[str, Any], args: tuple, rest: dict[str, Any]) -> None:
     assert by_position(func, kwargs) == (args, rest)
+
+
+def test_a_function_that_takes_names_only_is_given_names() -> None:
+    def f(x: Tensor, scale: float) -> Tensor:
+        return x * scale
+
+    @functools.wraps(f)
+    def wrapped(**named: Any) -> Tensor:
+        if torch.overrides.has_torch_function((named["x"],)):
+            return torch.overrides.handle_torch_function(wrapped, (named["x"],), **named)
+        return f(**named)
+
+    torch.testing.assert_close(full(wrapped(x=place(normal(4, 4), S(0)), scale=2.0)), normal(4, 4) * 2)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

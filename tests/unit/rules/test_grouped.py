@@ -131,6 +131,37 @@ def test_shards_of_one_index():
         torch.testing.assert_close(got.t().reshape(-1).full_tensor(), expected.t().reshape(-1))
 
 
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_ranks_with_one_row_or_column(ranks):
+    """Their strides say nothing, and must still be what torch wants."""
+    offs = torch.tensor([3, 8], dtype=torch.int32)
+    for form, (a, b) in {"rows": ((8, 8), (2, 8, 8)), "columns": ((2, 8, 8), (8, 8)), "both": ((8, 8), (8, 8))}.items():
+        for left, right in ((R, S(len(b) - 1)), (S(len(a) - 1), S(len(b) - 2)), (R, S(0)), (S(0), R)):
+            for turned in (False, True) if form == "rows" else (False,):
+                x, w = normal(*a).float(), normal(*b).float()
+                expected = F.grouped_mm(x, w.mT if turned else w, offs=offs)
+                given = [place(t, p, mesh=(ranks,)) for t, p in ((x, left), (w, right), (offs, R))]
+                got = F.grouped_mm(given[0], given[1].mT if turned else given[1], offs=given[2])
+                torch.testing.assert_close(got.full_tensor(), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_second_derivatives(shapes):
+    offs = offsets_of(ENDS["some empty"], rows_of(shapes))
+
+    def second(a: Tensor, b: Tensor, offs: Tensor) -> list[Tensor]:
+        grads = torch.autograd.grad(F.grouped_mm(a, b, offs=offs).pow(3).sum(), [a, b], create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), [a, b])
+
+    a, b = (0.1 * normal(*shape).float() for shape in shapes)
+    expected = second(a.clone().requires_grad_(), b.clone().requires_grad_(), offs)
+    for left in (R, *map(S, range(a.ndim))):
+        for right in (R, *map(S, range(b.ndim))):
+            given = [place(t, p, mesh=(3,)).requires_grad_() for t, p in ((a, left), (b, right))]
+            got = second(*given, place(offs, R, mesh=(3,)))
+            torch.testing.assert_close([full(t) for t in got], list(expected), atol=1e-3, rtol=1e-3)
+
+
 def test_bad_products_are_refused_in_torchs_words():
     offs = torch.tensor([2, 5, 8], dtype=torch.int32)
     x, w = normal(8, 16).float(), normal(3, 8, 32).float()

@@ -34,6 +34,8 @@ def expanded(*shape):
 
 CASES = {
     "elements": (normal(5, 3), some(5, 3), normal(4, 5)),
+    "columns of one": (normal(2, 1), some(2, 1), normal(2, 1)),
+    "no columns": (normal(6, 0), some(6, 1), normal(0, 0)),
     "1-d": (normal(11), some(11), normal(11)),
     "1-d from rows": (normal(11), some(11), normal(4, 3)),
     "rows": (normal(3, 4, 2), some(3, 4, 1), normal(9, 2)),
