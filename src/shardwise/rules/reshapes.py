@@ -87,6 +87,8 @@ def _outermost(call: Call) -> list[_Reshaped]:
             inner_in = math.prod(source[d] for d in wide_in[1:])
             inner_out = math.prod(target[d] for d in wide_out[1:])
             found.append(_Reshaped(tuple(ins), wide_in[0], wide_out[0], inner_in, inner_out))
+        elif ins and outs and not wide_in and not wide_out:  # one index, which one rank has
+            found.append(_Reshaped(tuple(ins), ins[0], outs[0], 1, 1))
     return found
 
 

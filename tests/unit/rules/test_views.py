@@ -328,6 +328,20 @@ def test_matching_dims(source, target, groups):
     assert matching_dims(source, target) == groups
 
 
+@pytest.mark.parametrize(
+    ("shape", "target"),
+    [((1,), (-1,)), ((1,), (1, 1)), ((1, 4), (1, 2, 2)), ((1, 4, 3), (1, -1)), ((1, 1, 4), (1, 4))],
+    ids=str,
+)
+def test_a_batch_of_one_stays_where_it_is(shape, target):
+    x = normal(*shape)
+    d = place(x, S(0))
+    with CommDebugMode() as comm, sw.strict():
+        y = d.view(target)
+    assert y.placements == (S(0),) and comm.get_total_counts() == 0
+    torch.testing.assert_close(y.full_tensor(), x.view(target))
+
+
 COPIES = {
     "diagonal_copy": lambda x: torch.diagonal_copy(x, 1),
     "split_with_sizes_copy": lambda x: torch.split_with_sizes_copy(x, [1, 2, 1], 1),
