@@ -16,7 +16,9 @@ demo: $(STAMP)  ## run examples/demo.py
 	$(BIN)/python examples/demo.py
 
 # One thread each, so that test workers and the ranks they start do not fight for cores.
+# What memory holds before it is written to is not zero, as it often happens to be.
 test: export OMP_NUM_THREADS := 1
+test: export MALLOC_PERTURB_ := 165
 test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest -n 2
 
