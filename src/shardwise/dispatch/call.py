@@ -281,6 +281,15 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
     gathering = [call for call in lowered.calls if call.gathers]
     if gathering:
         plan = Reported(plan, gathering[0].call.op._schema.name.replace("::", "."), (func, *layouts))
+    return _watched(plan, func, args, kwargs, layouts, lowered), invariant
+
+
+def _watched(
+    plan: Plan, func: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Layout], lowered: Lowered
+) -> Plan:
+    """The plan, with an eye on what it writes to; or on results that are copies where torch's are views, and on those
+    that do not show how the whole lies in memory."""
+    trace = lowered.trace
     written = written_arguments(trace)
     if written:
         if any(0 in layouts[i].pieces(dim) for i in written for dim in range(len(layouts[i].shape))):
@@ -288,14 +297,14 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
         plan = Writes(plan, _name(func), written)
         tensors = flat_tensors((args, kwargs))
         shared = len(lowered.mesh.held) > 1 and not all(isinstance(tensors[i], DTensor) for i in written)
-        return (OfAllRanks(plan, func, written, lowered.mesh) if shared else plan), invariant
+        return OfAllRanks(plan, func, written, lowered.mesh) if shared else plan
     results = flat_values(trace.output)
     copies = [i for i, value in enumerate(results) if value.index in lowered.copies]
     if copies:
         plan = Copies(plan, func, copies)
     if may_hide([call.call for call in lowered.calls], [lowered.layouts[value.index] for value in results]):
         plan = Lying(plan, func, trace.lying)
-    return plan, invariant
+    return plan
 
 
 def _name(func: Callable) -> str:

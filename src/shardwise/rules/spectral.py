@@ -47,33 +47,19 @@ register("_fft_c2c", "_fft_r2c", "_fft_c2r", rule=factor_rule(_transform, _trans
 aten = torch.ops.aten
 
 
-def _by_dims(whole: Tensor, x: Tensor, dim: Sequence[int], normalization: int, forward: bool) -> Tensor | None:
-    if len(dim) < 2:
-        return None
+def _by_dims(x: Tensor, dim: Sequence[int], normalization: int, forward: bool) -> Tensor:
     for d in reversed(dim):
         x = aten._fft_c2c(x, [d], normalization, forward)
-    return _lying_as(whole, x)
+    return x
 
 
-def _by_dims_from_real(
-    whole: Tensor, x: Tensor, dim: Sequence[int], normalization: int, onesided: bool
-) -> Tensor | None:
-    if len(dim) < 2:
-        return None
-    x = aten._fft_r2c(x, dim[-1:], normalization, onesided)
-    for d in reversed(dim[:-1]):
-        x = aten._fft_c2c(x, [d], normalization, True)
-    return _lying_as(whole, x)
+def _by_dims_from_real(x: Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> Tensor:
+    return _by_dims(aten._fft_r2c(x, dim[-1:], normalization, onesided), dim[:-1], normalization, True)
 
 
-def _by_dims_to_real(
-    whole: Tensor, x: Tensor, dim: Sequence[int], normalization: int, last_dim_size: int
-) -> Tensor | None:
-    if len(dim) < 2:
-        return None
-    for d in dim[:-1]:
-        x = aten._fft_c2c(x, [d], normalization, False)
-    return _lying_as(whole, aten._fft_c2r(x, dim[-1:], normalization, last_dim_size))
+def _by_dims_to_real(x: Tensor, dim: Sequence[int], normalization: int, last_dim_size: int) -> Tensor:
+    x = _by_dims(x, dim[-2::-1], normalization, False)
+    return aten._fft_c2r(x, dim[-1:], normalization, last_dim_size)
 
 
 def _lying_as(whole: Tensor, x: Tensor) -> Tensor:
@@ -85,9 +71,16 @@ def _lying_as(whole: Tensor, x: Tensor) -> Tensor:
     return x.permute(outermost_first).clone(memory_format=torch.contiguous_format).permute(places)
 
 
-PARTS[aten._fft_c2c.default] = _by_dims
-PARTS[aten._fft_r2c.default] = _by_dims_from_real
-PARTS[aten._fft_c2r.default] = _by_dims_to_real
+def _in_parts(by_dims: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+    def parts(whole: Tensor, x: Tensor, dim: Sequence[int], *rest: Any) -> Tensor | None:
+        return _lying_as(whole, by_dims(x, dim, *rest)) if len(dim) > 1 else None
+
+    return parts
+
+
+PARTS[aten._fft_c2c.default] = _in_parts(_by_dims)
+PARTS[aten._fft_r2c.default] = _in_parts(_by_dims_from_real)
+PARTS[aten._fft_c2r.default] = _in_parts(_by_dims_to_real)
 
 
 # Short-time transforms and their inverses: signals are free
