@@ -171,9 +171,9 @@ def lower_calls(
 
 
 def _takes_whole(call: Call, options: list[Strategy]) -> bool:
-    """Whether no strategy of a call takes anything split."""
+    """Whether no strategy of a call takes anything split, though there is something to split."""
     rule = rule_for(call.op)
-    if not call.inputs or (rule is not None and rule.sees_all):
+    if all(value.numel < 2 for value in call.inputs) or (rule is not None and rule.sees_all):
         return False
     return not any(isinstance(placement, int) for way in options for placement in way.ins)
 

@@ -157,3 +157,13 @@ def test_quantile(name, places):
         if P() not in places:
             x = torch.tensor([[1.0, nan, 3], [2, 5, -inf], [1, 4, 2]]).double()
             compare(QUANTILES[name], [x], mesh, [places])
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (64, 64), (200,)], ids=str)
+@pytest.mark.parametrize("name", ["quantile", "nanquantile"])
+def test_quantiles_are_not_refused_for_single_numbers_that_cannot_be_split(name, shape):
+    """Where gathering a little is cheapest it is a choice, not for want of a way."""
+    x = normal(*shape)
+    with sw.strict():
+        found = getattr(place(x, S(0)), name)(0.3, 0)
+    torch.testing.assert_close(found.full_tensor(), getattr(x, name)(0.3, 0))
