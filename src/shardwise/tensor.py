@@ -16,6 +16,7 @@ from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
 from shardwise.local import check_strided, on_shards, single, spread
 from shardwise.redistribute import (
     CastBackward,
+    Gathered,
     Move,
     MoveGradient,
     Typed,
@@ -240,7 +241,10 @@ class DTensor(Tensor):
             moved = run_path(local, moves)
             if any(move.kind == "mask" for move in moves):  # some ranks would share storage with the source, others not
                 moved = moved.clone()
-            return wrap(moved, target)
+            made = wrap(moved, target)
+            if len(moves) == 1 and moves[0].kind == "all_gather" and made.requires_grad:
+                made.__dict__["_gathered"] = gathered_from(local, moves[0], made)
+            return made
         return wrap(on_shards(local, lambda shards: CastBackward.apply(moves, backward_dtype, *shards)), target)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
@@ -320,6 +324,11 @@ def localise(x: DTensor) -> Tensor:
         return local if peers is None else ranked((local, *peers))
 
 
+def gathered_from(local: Tensor, move: Move, made: DTensor) -> Gathered:
+    with _disabled():
+        return Gathered(move, (local, *local.__dict__.get("_peers", ())), made._version)
+
+
 def as_layout(value: Tensor, layout: Layout, name: str) -> DTensor:
     """A DTensor argument brought into a layout."""
     if not isinstance(value, Tensor):
@@ -366,7 +375,9 @@ def _summed_axes(layout: Layout) -> tuple[int, ...]:
     return tuple(axis for axis, p in enumerate(layout.pending) if p is not None and p.reduce_op == "sum")
 
 
-OURS = frozenset({"_layout", "_peers", "_is_param", "_hooks", "_moved", "_strides", "_copied", "_source", "_whole"})
+OURS = frozenset(
+    {"_layout", "_peers", "_is_param", "_hooks", "_moved", "_gathered", "_strides", "_copied", "_source", "_whole"}
+)
 """What we keep on a tensor ourselves."""
 
 

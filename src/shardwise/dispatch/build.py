@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,33 +11,96 @@ from torch import Tensor
 
 from shardwise.comm import Ranked
 from shardwise.dispatch.lower import Lowered, LoweredCall, is_builtin, local_call
-from shardwise.dispatch.plan import Direct, Mover, Plan, localised, moved_first, mover_of, wrap_fresh
-from shardwise.dispatch.randomness import is_random, random_call
+from shardwise.dispatch.plan import Direct, Mover, Plan, localised, moved_first, mover_of, reduced_after, wrap_fresh
+from shardwise.dispatch.randomness import RandomCall, drawn, is_exact, is_random, random_call, streams
 from shardwise.dispatch.trace import OPAQUE, flat_tensors, map_tensors, written_families
 from shardwise.dispatch.whole import runs_alike
 from shardwise.layout import Layout, Mesh
-from shardwise.redistribute import Move, run_path
+from shardwise.redistribute import Move, in_place, run_path
 from shardwise.rules import Value, flat_values
+from shardwise.rules.registry import FUNCTIONS
 from shardwise.tensor import DTensor, localise, spread
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
 
-def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> Plan:
-    """The plan of a call: the function itself where nothing inside it has to change, else its ops one by one."""
-    input_moves = _whole_moves(function, lowered)
-    if input_moves is None or not runs_alike(function, lowered, args, kwargs):
+def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any], asked: Any = None) -> Plan:
+    """The plan of a call: the function itself where nothing inside it has to change, else its ops one by one. `asked`
+    is the function as users know it, where `function` stands for it in the trace."""
+    if any(any(call.out_moves) for call in lowered.calls):
+        return _reduced_plan(function, lowered, args, kwargs) or _steps(lowered, args, kwargs)
+    input_moves = _input_moves(lowered)
+    function = _runnable(function, asked, lowered)
+    if input_moves is None or not _stays_itself(lowered) or not runs_alike(function, lowered, args, kwargs):
         return _steps(lowered, args, kwargs)
     layouts = [lowered.layouts[value.index] for value in flat_values(lowered.trace.output)]
     movers = [mover_of(moves) for moves in input_moves]
-    if runs_in_cpp(lowered.mesh) and isinstance(lowered.trace.output, Value):
+    draw = _drawing(lowered)
+    if draw is None and _takes_shards(function, lowered) and isinstance(lowered.trace.output, Value):
         positions = _positions(args, kwargs)
         if not any(movers):
             return Direct(function, layouts[0])
         if positions is not None:
             return moved_first(function, [(at, m) for at, m in zip(positions, movers, strict=True) if m], layouts[0])
     returned = [_argument_index(value, lowered) for value in flat_values(lowered.trace.output)]
-    return Whole(function, movers, layouts, returned, lowered.mesh)
+    plain = draw is not None or not _takes_shards(function, lowered)
+    return Whole(function if draw is None else draw(function), movers, layouts, returned, lowered.mesh, plain)
+
+
+def _runnable(function: Callable, asked: Any, lowered: Lowered) -> Callable:
+    """What can run on shards: one op of ours that stands for a function of torch's runs on meta tensors only."""
+    return asked if asked is not None and function is FUNCTIONS.get(asked) else function
+
+
+def _takes_shards(function: Callable, lowered: Lowered) -> bool:
+    """Whether a function takes DTensors for their shards: it runs in C++, where they are nothing else."""
+    return runs_in_cpp(lowered.mesh) and (is_builtin(function) or function in OPAQUE)
+
+
+def _stays_itself(lowered: Lowered) -> bool:
+    """Whether each call of a function would run on the shards as what it is, but for sizes that the function works out;
+    or on whole tensors only."""
+    if _is_whole(lowered):
+        return all(call.call.op.namespace == "aten" or call.local is not None for call in lowered.calls)
+    sizes = len(lowered.calls) > 1  # a single call is given its sizes
+    if any(call.local is not None and not (call.local.resized and sizes) for call in lowered.calls):
+        return False
+    return all(call.call.op.namespace == "aten" for call in lowered.calls)
+
+
+def _is_whole(lowered: Lowered) -> bool:
+    layouts = (layout for call in lowered.calls for layout in (*call.layouts.ins, *call.layouts.outs))
+    return all(layout.replicated for layout in layouts)
+
+
+def _drawing(lowered: Lowered) -> Callable[[Callable], Callable] | None:
+    """How a function that draws random numbers runs whole: from the stream of the shard it makes."""
+    drawing = [call for call in lowered.calls if is_random(call.call)]
+    return partial(RandomCall, layout=drawn(drawing[0].call, drawing[0].layouts)) if drawing else None
+
+
+def _draws_alike(lowered: Lowered) -> bool:
+    """Whether all that a function draws is drawn in parallel, and from the same streams."""
+    arguments = {value.index for value in lowered.trace.inputs}
+    drawing = [call for call in lowered.calls if is_random(call.call)]
+    if any(is_exact(call.call, call.layouts, arguments) for call in drawing):
+        return False
+    return len({tuple(streams(drawn(call.call, call.layouts))) for call in drawing}) <= 1
+
+
+def _reduced_plan(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> Plan | None:
+    """The function itself on the shards, whose fresh result is then reduced where it is."""
+    if len(lowered.calls) != 1 or not _takes_shards(function, lowered) or not isinstance(lowered.trace.output, Value):
+        return None
+    (call,) = lowered.calls
+    (moves,) = call.out_moves
+    input_moves, positions = _input_moves(lowered), _positions(args, kwargs)
+    if len(moves) != 1 or moves[0].kind != "all_reduce" or call.local is not None or is_random(call.call):
+        return None
+    if input_moves is None or positions is None or not runs_alike(function, lowered, args, kwargs):
+        return None
+    movers = [(at, mover) for at, m in zip(positions, input_moves, strict=True) if (mover := mover_of(m))]
+    return reduced_after(function, movers, in_place(moves[0]), lowered.layouts[lowered.trace.output.index])
 
 
 def runs_in_cpp(mesh: Mesh) -> bool:
@@ -60,15 +124,13 @@ def _argument_index(value: Value, lowered: Lowered) -> int | None:
     return None
 
 
-def _whole_moves(function: Callable, lowered: Lowered) -> list[tuple[Move, ...]] | None:
-    """The moves of each argument if the function can run whole; None if something inside it must change."""
-    if not (is_builtin(function) or function in OPAQUE):
-        return None
+def _input_moves(lowered: Lowered) -> list[tuple[Move, ...]] | None:
+    """The moves of each argument if it is moved before the function and nothing within it is; None otherwise."""
     moves: dict[int, tuple[Move, ...]] = {}
     inputs = {value.index for value in lowered.trace.inputs}
+    if not _draws_alike(lowered):
+        return None
     for call in lowered.calls:
-        if call.local is not None or is_random(call.call) or any(call.out_moves):
-            return None
         for value, wanted in zip(call.call.inputs, call.moves, strict=True):
             if value.index not in inputs:
                 if wanted:
@@ -79,7 +141,8 @@ def _whole_moves(function: Callable, lowered: Lowered) -> list[tuple[Move, ...]]
 
 
 class Whole:
-    """The function itself on the shards, in full generality: nested arguments, several results, the simulator."""
+    """The function itself on the shards, in full generality: nested arguments, several results, the simulator,
+    functions in Python. `plain` says that the function must see plain local tensors, not DTensors."""
 
     __slots__ = ("function", "layouts", "mesh", "movers", "plain", "returned")
 
@@ -90,9 +153,10 @@ class Whole:
         layouts: list[Layout],
         returned: list[int | None],
         mesh: Mesh,
+        plain: bool = False,
     ) -> None:
         self.mesh = mesh
-        self.plain = not runs_in_cpp(mesh)
+        self.plain = plain or not runs_in_cpp(mesh)
         self.function = function
         self.movers = movers
         self.layouts = layouts
@@ -144,15 +208,16 @@ def _plainly(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 class MoveStep:
-    """Bring an interior value into another layout."""
+    """Bring an interior value into another layout; one that is `fresh`, and was never seen, may be overwritten."""
 
-    __slots__ = ("moves", "source", "target")
+    __slots__ = ("run", "source", "target")
 
-    def __init__(self, source: int, target: int, moves: tuple[Move, ...]) -> None:
-        self.source, self.target, self.moves = source, target, moves
+    def __init__(self, source: int, target: int, moves: tuple[Move, ...], *, fresh: bool = False) -> None:
+        self.source, self.target = source, target
+        self.run = in_place(moves[0]) if fresh and len(moves) == 1 else partial(run_path, moves=moves)
 
     def __call__(self, slots: list[Any], originals: Sequence[Tensor]) -> None:
-        slots[self.target] = run_path(slots[self.source], self.moves)
+        slots[self.target] = self.run(slots[self.source])
 
 
 class MoveArgument:
@@ -343,7 +408,7 @@ def _add_call(
     plan.steps.append(CallStep(function, args, kwargs, targets))
     for target, moves in zip(targets, lowered_call.out_moves, strict=True):
         if moves:
-            plan.steps.append(MoveStep(target, target, moves))
+            plan.steps.append(MoveStep(target, target, moves, fresh=True))
 
 
 def _once_for_all(function: Callable, mesh: Mesh) -> Callable:

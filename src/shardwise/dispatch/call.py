@@ -17,9 +17,9 @@ from shardwise.dispatch.copies import CopiedView
 from shardwise.dispatch.elsewhere import written_arguments, written_elsewhere
 from shardwise.dispatch.entries import is_collective, refuse_collective
 from shardwise.dispatch.fallback import Gathered, describe, report
-from shardwise.dispatch.key import Uncacheable, key_of, variant_key
+from shardwise.dispatch.key import Uncacheable, is_parameter, key_of, variant_key
 from shardwise.dispatch.lists import plan_list_call
-from shardwise.dispatch.lower import LostWriteError, Lowered, lower
+from shardwise.dispatch.lower import LostWriteError, Lowered, is_builtin, lower
 from shardwise.dispatch.lying import Lying, may_hide
 from shardwise.dispatch.memory import whole_lies_plainly, whole_strides
 from shardwise.dispatch.modes import unseen
@@ -237,6 +237,7 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
         return metas[-1]
 
     with _disabled(), torch.inference_mode(False):
+        parameters = [is_parameter(x) for x in flat_tensors((args, kwargs))]
         meta_args, meta_kwargs = map_tensors(args, meta), map_tensors(kwargs, meta)
     device = _device(args, kwargs)
     try:
@@ -247,6 +248,7 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
         if isinstance(error, NotImplementedError) or (isinstance(error, RuntimeError) and _knows_no_meta(str(error))):
             return _gathered(func, args, kwargs, layouts), False
         raise torchs_own(error, func, args, kwargs) or error from None
+    trace.parameters = {value.index for value, is_one in zip(trace.inputs, parameters, strict=True) if is_one}
     if all(map(can_be_tried, trace.calls)):
         unchecked = any(call.name.rstrip("_") in UNCHECKED_ON_META for call in trace.calls)
         if unchecked or not all(call.is_view for call in trace.calls):
@@ -272,8 +274,8 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
         return written_elsewhere(asked, args, kwargs, refusal, trace), False
     if func in ONLY_VIEWS:
         only_views(lowered)
-    plan = build(func, lowered, args, kwargs)
-    invariant = _is_invariant(plan, lowered, args, kwargs)
+    plan = build(func, lowered, args, kwargs, asked)
+    invariant = is_builtin(func) and _is_invariant(plan, lowered, args, kwargs)
     if isinstance(plan, Steps) and asked in AUTOCAST:
         plan = Autocast(plan, asked)
     if func in MAY_COPY and layouts[0].thinness:
@@ -408,8 +410,9 @@ def _lost_constants(trace: Trace, device: torch.device) -> bool:
 
 
 def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a plan holds for all dtypes, floats and needs of gradients: it runs one op and passes them on to it."""
-    if len(lowered.calls) != 1 or isinstance(plan, Steps):
+    """Whether a plan holds for all dtypes, floats and needs of gradients: it runs one op and passes them on to it. (What
+    a function in Python does with them is unknown.)"""
+    if len(lowered.calls) != 1 or isinstance(plan, Steps) or lowered.by_gradient:
         return False  # a function that does nothing to floats may do something to complex numbers
     (call,) = lowered.calls
     if call.call.name in ("_to_copy", "scaled_dot_product_attention"):

@@ -93,8 +93,14 @@ MAKERS = frozenset(
 Nothing random: whether the ranks drew the same is not known here."""
 
 
+def is_parameter(x: Tensor) -> bool:
+    """Whether a tensor is a parameter of a module, or another leaf that is trained."""
+    return getattr(x, "_is_param", False) or (x.requires_grad and x.is_leaf)
+
+
 def variant_key(args: tuple, kwargs: dict[str, Any] | None) -> tuple:
-    """What some plans depend on beyond the key: dtypes, the values of floats, and who needs a gradient."""
+    """What some plans depend on beyond the key: dtypes, the values of floats, who needs a gradient, who is a
+    parameter."""
     found: list[Any] = [torch.is_grad_enabled()]
     _collect(args, found)
     if kwargs:
@@ -107,6 +113,7 @@ def _collect(values: Any, found: list[Any]) -> None:
         if isinstance(value, Tensor):
             found.append(value.dtype)
             found.append(value.requires_grad)
+            found.append(is_parameter(value))
         elif isinstance(value, (float, complex)):
             found.append(value if value and value == value else str(value))  # zeros by sign; NaN is NaN
         elif value.__class__ is list or value.__class__ is tuple:

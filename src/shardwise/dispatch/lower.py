@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from shardwise.comm import PerRank
 from shardwise.comm.ranked import join, pick
-from shardwise.dispatch.choose import NoStrategyError, choose_axis, placement_of, strategies_of
+from shardwise.dispatch.choose import Ban, Chooser, NoStrategyError, strategies_of
 from shardwise.dispatch.fast import fast_callable
 from shardwise.dispatch.metas import SHAPES
 from shardwise.dispatch.realise import CannotRealise, Realised, realise
@@ -72,17 +72,19 @@ class LoweredCall:
 @dataclass(slots=True)
 class Lowered:
     """A whole trace, lowered; `layouts` are the values' layouts, `copies` the values that torch would make views of
-    others and that are copies here."""
+    others and that are copies here; `by_gradient` says that other calls that are alike but for who needs a gradient, or
+    is a parameter, may be lowered otherwise."""
 
     trace: Trace
     mesh: Mesh
     calls: list[LoweredCall]
     layouts: dict[int, Layout]
     copies: frozenset[int]
+    by_gradient: bool = False
 
 
 def lower(trace: Trace, layouts: Sequence[Layout]) -> Lowered:
-    """Choose strategies along every axis and turn them into layouts, moves and local calls."""
+    """Choose strategies for every call, along every axis, and turn them into layouts, moves and local calls."""
     mesh = layouts[0].mesh
     if any(call.op.namespace != "aten" for call in trace.calls):  # only rules of users' ask where values lie
         for value in trace.values:
@@ -90,53 +92,52 @@ def lower(trace: Trace, layouts: Sequence[Layout]) -> Lowered:
     for value, layout in zip(trace.inputs, layouts, strict=True):
         value.layout = layout
     options = [strategies_of(call) for call in trace.calls]
-    banned: set[tuple[int, int, Strategy]] = set()
-    known: dict[tuple, list[Strategy]] = {}
-    chosen = []
-    for axis in range(mesh.ndim):
-        alike = (mesh.shape[axis], *(placement_of(layout, axis) for layout in layouts))
-        if alike not in known:  # axes along which everything lies alike are chosen alike
-            known[alike] = _choose(trace, axis, layouts, options, banned)
-        chosen.append(known[alike])
-    while True:
-        try:
-            return lower_calls(trace, mesh, layouts, chosen, options)
-        except Banned as ban:
-            banned.add((ban.position, ban.axis, ban.strategy))
-            chosen[ban.axis] = _choose(trace, ban.axis, layouts, options, banned)
+    chooser = Chooser(trace, mesh, options)
+    try:
+        lowered = lower_calls(trace, layouts, options, chooser)
+    except NoStrategyError as error:
+        raise _cannot_write(error.call, trace, layouts) from None
+    lowered.by_gradient = chooser.by_gradient
+    return lowered
+
+
+def _cannot_write(call: Call, trace: Trace, layouts: Sequence[Layout]) -> InPlaceError:
+    name = call.op._schema.name.replace("::", ".")
+    written = call.inputs[call.mutated[0]] if call.mutated else call.inputs[0]
+    given = {value.index: str(layout) for value, layout in zip(trace.inputs, layouts, strict=True)}
+    at = given.get(written.index, f"{list(written.shape)} inside of the call")
+    return InPlaceError(
+        f"{name} cannot write to a tensor that lies as {at}: its result has another layout. Nothing was changed; "
+        f"redistribute the tensor first, or use the out-of-place function"
+    )
 
 
 class Banned(Exception):
     """The strategies chosen for a call do not go together: along `axis` it must be another than `strategy`."""
 
-    def __init__(self, position: int, axis: int, strategy: Strategy) -> None:
-        self.position, self.axis, self.strategy = position, axis, strategy
+    def __init__(self, axis: int, strategy: Strategy) -> None:
+        self.axis, self.strategy = axis, strategy
 
 
-def _choose(trace: Trace, axis: int, layouts: Sequence[Layout], options: Any, banned: Any) -> list[Strategy]:
-    try:
-        return choose_axis(trace, axis, layouts, options, banned)
-    except NoStrategyError as error:
-        call = error.call
-        name = call.op._schema.name.replace("::", ".")
-        written = call.inputs[call.mutated[0]] if call.mutated else call.inputs[0]
-        given = {value.index: str(layout) for value, layout in zip(trace.inputs, layouts, strict=True)}
-        at = given.get(written.index, f"{list(written.shape)} inside of the call")
-        raise InPlaceError(
-            f"{name} cannot write to a tensor that lies as {at}: its result has another layout. Nothing was changed; "
-            f"redistribute the tensor first, or use the out-of-place function"
-        ) from None
+class Choosing(Protocol):
+    """Who chooses strategies for calls, one after the other: see `Chooser`."""
+
+    def choose(self, position: int, have: Sequence[Layout], banned: Set[Ban]) -> Sequence[Strategy]: ...
+
+    def deferred(self, position: int, have: Sequence[Layout], chosen: Sequence[Strategy]) -> Sequence[Strategy]: ...
+
+    def follow(self, call: Call, have: Sequence[Layout], chosen: Sequence[Strategy]) -> None: ...
 
 
 def lower_calls(
     trace: Trace,
-    mesh: Mesh,
     layouts: Sequence[Layout],
-    chosen: list[list[Strategy]],
     options: Sequence[list[Strategy]],
+    chooser: Choosing,
 ) -> Lowered:
-    """Turn the strategies chosen for every call, along each axis, into layouts, moves and local calls. `options` are
-    all that each call had. Raises `Banned` where strategies of different axes do not go together."""
+    """Turn the strategies chosen for each call in turn into layouts, moves and local calls. `options` are all that each
+    call had. Raises `Banned` where the chooser insists on strategies of different axes that do not go together."""
+    mesh = layouts[0].mesh
     current = {value.index: layout for value, layout in zip(trace.inputs, layouts, strict=True)}
     current.update({value.index: Layout(mesh, value.shape) for value, _ in trace.constants})
     aliases = _Aliases(trace)
@@ -144,30 +145,58 @@ def lower_calls(
     calls = []
     for position, call in enumerate(trace.calls):
         have = [current[value.index] for value in call.inputs]
-        try:
-            realised = realise(call, [along[position] for along in chosen], have, mesh)
-        except CannotRealise as cannot:
-            raise Banned(position, cannot.axis, cannot.strategy) from None
-        moves = [
-            () if source is target and not varying else plan_moves(source, target, varying)
-            for source, target, varying in zip(have, realised.ins, realised.varying, strict=True)
-        ]
+        ways, realised = _realised(call, position, have, mesh, chooser)
+        lowered = _lowered_call(call, realised, have, is_only=len(trace.calls) == 1)
+        later = chooser.deferred(position, have, ways)
+        if later is not ways and any(a is not b for a, b in zip(later, ways, strict=True)):
+            lowered = _reduced_after(call, realise(call, later, have, mesh), realised, have)
         rule = rule_for(call.op)
-        local = rule.local(call, realised.ins, realised.outs) if rule is not None and rule.local is not None else None
-        if local is not None and local.resized and not any(any(o.splits) for o in (*realised.ins, *realised.outs)):
-            # Nothing is sharded: the global sizes are the local ones. But what a function does to contiguous tensors
-            # by a view may take a copy of others.
-            if len(trace.calls) == 1 or call.name not in ("view", "_unsafe_view"):
-                local = None
-        ways = [along[position] for along in chosen]
-        gathers = not (rule is not None and rule.sees_all) and _gathers(ways, have, options[position], position <= last)
-        lowered = LoweredCall(call, realised, moves, _out_moves(call, realised, local), local, gathers)
+        sees_all = rule is not None and rule.sees_all
+        lowered.gathers = not sees_all and _gathers(ways, have, options[position], position <= last)
         aliases.follow(lowered, position, have)
+        chooser.follow(call, have, ways)
         calls.append(lowered)
         for value, layout in zip(call.outputs, realised.outs, strict=True):
             current[value.index] = layout
     copies = frozenset(index for index, is_alias in aliases.views.items() if not is_alias)
     return Lowered(trace, mesh, calls, current, copies)
+
+
+def _realised(
+    call: Call, position: int, have: Sequence[Layout], mesh: Mesh, chooser: Choosing
+) -> tuple[Sequence[Strategy], Realised]:
+    """The strategies of a call, and the layouts they mean together."""
+    banned: set[Ban] = set()
+    while True:
+        ways = chooser.choose(position, have, banned)
+        try:
+            return ways, realise(call, ways, have, mesh)
+        except CannotRealise as cannot:
+            if (cannot.axis, cannot.strategy) in banned:
+                raise Banned(cannot.axis, cannot.strategy) from None
+            banned.add((cannot.axis, cannot.strategy))
+
+
+def _lowered_call(call: Call, realised: Realised, have: Sequence[Layout], *, is_only: bool) -> LoweredCall:
+    moves = [
+        () if source is target and not varying else plan_moves(source, target, varying)
+        for source, target, varying in zip(have, realised.ins, realised.varying, strict=True)
+    ]
+    rule = rule_for(call.op)
+    local = rule.local(call, realised.ins, realised.outs) if rule is not None and rule.local is not None else None
+    if local is not None and local.resized and not any(any(o.splits) for o in (*realised.ins, *realised.outs)):
+        # Nothing is sharded: the global sizes are the local ones. But what a function does to contiguous tensors by a
+        # view may take a copy of others.
+        if is_only or call.name not in ("view", "_unsafe_view"):
+            local = None
+    return LoweredCall(call, realised, moves, _out_moves(call, realised, local), local, gathers=False)
+
+
+def _reduced_after(call: Call, pending: Realised, wanted: Realised, have: Sequence[Layout]) -> LoweredCall:
+    """A call whose fresh result is a pending sum, which is then reduced."""
+    lowered = _lowered_call(call, pending, have, is_only=False)
+    lowered.out_moves = [plan_moves(pending.outs[0], wanted.outs[0])]
+    return lowered
 
 
 def _takes_whole(call: Call, options: list[Strategy]) -> bool:

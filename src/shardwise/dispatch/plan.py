@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import Ranked
+from shardwise.comm import Ranked, ranked
 from shardwise.layout import Layout
-from shardwise.redistribute import Move, differentiable, forget, recall, remember, run_path, transition
+from shardwise.redistribute import Gathered, Move, differentiable, forget, recall, remember, run_path, transition
 from shardwise.tensor import DTensor, localise, spread
 
 Plan = Callable[[tuple, dict[str, Any] | None], Any]
@@ -54,12 +54,19 @@ class Mover:
                 moved = recall(moved, self.mesh)
             if moved is not None:
                 return moved
-        if self.only is not None and x.__class__ is DTensor and "_peers" not in facts:
+        if "_gathered" in facts and len(self.moves) == 1 and facts["_gathered"].serves(self.moves[0], version):
+            moved = self._regathered(x, facts["_gathered"])
+        elif self.only is not None and x.__class__ is DTensor and "_peers" not in facts:
             moved = self.only(x)
         else:
             moved = self._moved(x, facts)
         kept[self.key] = remember(moved, self.mesh) if x.is_leaf else moved, version, self.moves
         return moved
+
+    def _regathered(self, x: Tensor, gathered: Gathered) -> Tensor:
+        local = localise(x)  # type: ignore[arg-type]
+        shards = gathered.as_varying((local, *local.__dict__.get("_peers", ())))
+        return shards[0] if len(shards) == 1 else ranked(shards)
 
     def _moved(self, x: Tensor, facts: dict[str, Any]) -> Tensor:
         if x.__class__ is DTensor and "_peers" not in facts:
@@ -161,6 +168,26 @@ def _one_moved_first(function: Callable, position: int, mover: Mover, layout: La
                 out.__dict__["_layout"] = layout
                 return out
             return wrap_fresh(out, layout)
+
+    return run
+
+
+def reduced_after(
+    function: Callable, movers: Sequence[tuple[int, Mover]], reduce: Callable[[Tensor], Tensor], layout: Layout
+) -> Plan:
+    """The function on the shards after moving some positional arguments; its fresh result is reduced."""
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
+        with _disabled():
+            if movers:
+                local = list(args)
+                for position, mover in movers:
+                    local[position] = mover(local[position])
+                args = tuple(local)
+            out = reduce(function(*args, **kwargs) if kwargs else function(*args))
+            out.__class__ = DTensor
+            out.__dict__["_layout"] = layout
+            return out  # type: ignore[return-value]
 
     return run
 

@@ -114,14 +114,25 @@ def random_call(function: Callable, call: Call, layouts: Realised, arguments: Co
     """
     if isinstance(function, EachRank):
         function = function.function  # each rank has a stream of its own: one at a time
-    layout = _drawn(call, layouts)
-    writes_argument = any(call.inputs[position].index in arguments for position in call.mutated)
-    if len(call.inputs) == 1 and not layout.has_pending and (writes_argument or call.name.endswith("_like")):
+    layout = drawn(call, layouts)
+    if is_exact(call, layouts, arguments):
         return ExactCall(function, layout, in_place=bool(call.mutated))
     return RandomCall(function, layout)
 
 
-def _drawn(call: Call, layouts: Realised) -> Layout:
+def is_exact(call: Call, layouts: Realised, arguments: Container[int]) -> bool:
+    """Whether a call that draws initialises a tensor."""
+    writes_argument = any(call.inputs[position].index in arguments for position in call.mutated)
+    initialises = writes_argument or call.name.endswith("_like")
+    return len(call.inputs) == 1 and initialises and not drawn(call, layouts).has_pending
+
+
+def streams(layout: Layout) -> list[int]:
+    """The streams that the ranks held here draw from, to fill a tensor of a layout."""
+    return [stream_of(layout, coordinate) for coordinate in layout.mesh.held]
+
+
+def drawn(call: Call, layouts: Realised) -> Layout:
     """The layout of what is drawn: a number for each element of the result, as a rule. Attention draws one for each
     query and key, whatever columns of the values it is for."""
     layout = layouts.outs[0] if call.outputs else layouts.ins[0]
@@ -138,7 +149,7 @@ class RandomCall:
     def __init__(self, function: Callable, layout: Layout) -> None:
         self.function = function
         self.mesh = layout.mesh
-        self.streams = [stream_of(layout, coordinate) for coordinate in layout.mesh.held]
+        self.streams = streams(layout)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with _disabled():

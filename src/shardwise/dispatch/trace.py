@@ -31,6 +31,7 @@ OPAQUE: dict[Any, Any] = {
 
 FORWARDS: dict[Any, Any] = {
     torch.nn.functional.layer_norm: torch.layer_norm,
+    torch.nn.functional.rms_norm: torch.rms_norm,
     **FUNCTIONS,
 }
 """Python functions that do nothing but call a binding with the same arguments: the binding can run whole. And those
@@ -63,7 +64,8 @@ class Trace:
         self.output: Any = None
         self.lying: list[tuple[tuple[int, ...], bool]] = []  # of each result: its strides, and whether it is a view
         self.dtypes: tuple[torch.dtype, ...] = ()
-        self.searched: dict[int, Any] = {}  # what searches along axes of so many ranks have found out
+        self.need_grad: set[int] = set()  # inputs that need a gradient
+        self.parameters: set[int] = set()  # inputs that are parameters, or other leaves that need a gradient
 
     def new_value(self, tensor: Tensor) -> Value:
         value = Value(len(self.values), tuple(tensor.shape), tensor.dtype)
@@ -207,6 +209,8 @@ def trace_call(
         if id(meta) not in known:
             known[id(meta)] = trace.new_value(meta)
         trace.inputs.append(known[id(meta)])
+        if trace.needs_grad and meta.requires_grad:
+            trace.need_grad.add(known[id(meta)].index)
     trace.dtypes = tuple(meta.dtype for meta in metas)
     recorder = _Recorder(trace, known, device)
     with_gradients = torch.is_grad_enabled()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.dispatch.lower import Lowered, has_composites
+from shardwise.dispatch.lower import Lowered, LoweredCall, has_composites
 from shardwise.dispatch.trace import OPAQUE, Trace, map_tensors, trace_call
-from shardwise.rules import Call, Value, flat_values
+from shardwise.rules import Call, HeldValues, Value, flat_values
 
 
 def runs_alike(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -96,7 +96,7 @@ def _same_on(
             trace = trace_call(function, local_args, local_kwargs, metas, torch.device("cpu"))
     except Exception:  # whatever it is, the function does not do on shards what it does on the whole
         return False
-    return _same_calls(trace, lowered.trace)
+    return _same_calls(trace, lowered, rank)
 
 
 def _rehearsed(
@@ -148,19 +148,31 @@ class _AnotherCall(Exception):
     """Not the call that was expected."""
 
 
-def _same_calls(a: Trace, b: Trace) -> bool:
-    if len(a.calls) != len(b.calls) or len(flat_values(a.output)) != len(flat_values(b.output)):
+def _same_calls(trace: Trace, lowered: Lowered, rank: int) -> bool:
+    """Whether a trace on the shards of one rank makes the calls that are planned for it."""
+    if len(trace.calls) != len(lowered.calls):
         return False
-    pairs = zip(a.calls, b.calls, strict=True)
-    return all(x.op is y.op and _plain((x.args, x.kwargs)) == _plain((y.args, y.kwargs)) for x, y in pairs)
+    if len(flat_values(trace.output)) != len(flat_values(lowered.trace.output)):
+        return False
+    pairs = zip(trace.calls, lowered.calls, strict=True)
+    return all(x.op is y.call.op and _plain((x.args, x.kwargs)) == _planned(y, rank) for x, y in pairs)
 
 
-def _plain(tree: Any) -> Any:
+def _planned(lowered: LoweredCall, rank: int) -> Any:
+    """The arguments that a call is to have on one rank."""
+    if lowered.local is None:
+        return _plain((lowered.call.args, lowered.call.kwargs))
+    return _plain((tuple(lowered.local.args), dict(lowered.local.kwargs)), rank)
+
+
+def _plain(tree: Any, rank: int = 0) -> Any:
     """Arguments with each value as its number: shapes differ, everything else must not."""
     if isinstance(tree, Value):
         return ("value", tree.index)
+    if isinstance(tree, HeldValues):
+        return _plain(tree.values[rank])
     if isinstance(tree, (list, tuple)):
-        return [_plain(item) for item in tree]
+        return [_plain(item, rank) for item in tree]
     if isinstance(tree, dict):
-        return {name: _plain(item) for name, item in tree.items() if name != "device"}
+        return {name: _plain(item, rank) for name, item in tree.items() if name != "device"}
     return tree

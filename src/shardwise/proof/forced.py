@@ -187,12 +187,26 @@ def _distributed(x: Tensor, layout: Layout) -> DTensor | None:
         return wrap(ranked(shards), layout)
 
 
+class _Forced:
+    """Chooses what it is told to, whatever speaks for something else."""
+
+    def __init__(self, chosen: Sequence[Strategy]) -> None:
+        self.chosen = chosen
+
+    def choose(self, *_: Any) -> Sequence[Strategy]:
+        return self.chosen
+
+    def deferred(self, *_: Any) -> Sequence[Strategy]:
+        return self.chosen
+
+    def follow(self, *_: Any) -> None:
+        pass
+
+
 def _run(case: Case, trial: Trial, layouts: Sequence[Layout], leaves: Sequence[DTensor]) -> list[DTensor]:
     recorded = case.recorded
     try:
-        lowered = lower_calls(
-            recorded.trace, trial.mesh, layouts, [[way] for way in trial.chosen], [list(trial.chosen)]
-        )
+        lowered = lower_calls(recorded.trace, layouts, [list(trial.chosen)], _Forced(trial.chosen))
     except Banned as error:  # dispatch would not combine them
         raise Impossible from error
     used = [x.clone() if i in case.call.mutated and x.requires_grad else x for i, x in enumerate(leaves)]

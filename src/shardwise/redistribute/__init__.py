@@ -4,17 +4,27 @@ from shardwise.redistribute.anchor import anchors, let_go, tied, trail
 from shardwise.redistribute.aside import alone, check_paid, drop, no_sync, owing, pay
 from shardwise.redistribute.borders import CastBackward, MoveGradient
 from shardwise.redistribute.collectives import Group
-from shardwise.redistribute.cost import LATENCY, LOCAL, transition_cost
-from shardwise.redistribute.execute import differentiable, recorded, run_path, second_order, transition
+from shardwise.redistribute.cost import LATENCY, LOCAL, transition_cost, wire_bytes
+from shardwise.redistribute.execute import (
+    Gathered,
+    differentiable,
+    in_place,
+    recorded,
+    run_path,
+    second_order,
+    transition,
+)
 from shardwise.redistribute.planner import path_cost, plan_moves
 from shardwise.redistribute.shared import forget, recall, remember, windows
-from shardwise.redistribute.transitions import TABLE, Move, Typed
+from shardwise.redistribute.transitions import DUAL, TABLE, Move, Typed
 
 __all__ = [
+    "DUAL",
     "LATENCY",
     "LOCAL",
     "TABLE",
     "CastBackward",
+    "Gathered",
     "Group",
     "Move",
     "MoveGradient",
@@ -25,6 +35,7 @@ __all__ = [
     "differentiable",
     "drop",
     "forget",
+    "in_place",
     "let_go",
     "no_sync",
     "owing",
@@ -41,4 +52,5 @@ __all__ = [
     "transition",
     "transition_cost",
     "windows",
+    "wire_bytes",
 ]

@@ -15,22 +15,31 @@ LOCAL = 1.0
 _BYTES = 4  # per element: layouts know no dtype, and only ratios matter
 
 
+def wire_bytes(kind: str, size: float, ranks: int) -> float:
+    """Bytes that each rank sends in one transition, by the ring algorithms, of a value that has `size` bytes where it
+    is whole along the axes."""
+    share = (ranks - 1) / ranks
+    match kind:
+        case "nothing" | "slice" | "mask" | "pad":
+            return 0.0
+        case "all_reduce":
+            return 2 * share * size
+        case "all_gather" | "reduce_scatter":
+            return share * size
+        case "all_to_all":
+            return share * size / ranks
+    raise AssertionError(kind)
+
+
 def transition_cost(kind: str, elements: float, ranks: int) -> float:
     """The price of one transition of a value that has `elements` elements where it is whole along the axes."""
-    share = (ranks - 1) / ranks
     size = elements * _BYTES
     match kind:
         case "nothing":
             return 0.0
         case "slice" | "mask" | "pad":
             return LOCAL + size * 1e-4
-        case "all_reduce":
-            return LATENCY + 2 * share * size
-        case "all_gather" | "reduce_scatter":
-            return LATENCY + share * size
-        case "all_to_all":
-            return LATENCY + share * size / ranks
-    raise AssertionError(kind)
+    return LATENCY + wire_bytes(kind, size, ranks)
 
 
 def group_size(mesh: Mesh, axes: tuple[int, ...]) -> int:

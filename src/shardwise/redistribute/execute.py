@@ -19,6 +19,7 @@ from shardwise.redistribute.anchor import anchored, left_behind
 from shardwise.redistribute.aside import blocks, collected, owing
 from shardwise.redistribute.cost import group_size
 from shardwise.redistribute.kernels import KERNELS, run_move
+from shardwise.redistribute.ownership import function_of_one, is_ours
 from shardwise.redistribute.shared import forget
 from shardwise.redistribute.transitions import Move, Typed
 
@@ -115,17 +116,42 @@ def _settling(move: Move) -> Callable[[Tensor], Tensor]:
     return settle
 
 
+def in_place(move: Move) -> Callable[[Tensor], Tensor]:
+    """P → R of a fresh result that nobody else has seen, and that the op that made it does not keep for its backward:
+    reduced where it is. Its own node passes the gradient on, as `_settling`'s copy would."""
+    mesh, dual = move.source.layout.mesh, move.dual
+    if not (hasattr(mesh.port, "reducer") and move.kind == "all_reduce" and move.is_linear and dual.keeps_value):
+        return lambda x: run_path(x, (move,))
+    reduce, settle = mesh.port.reducer(mesh, move.axes, move.wire_op), differentiable(move)
+
+    def reduce_in_place(x: Tensor) -> Tensor:
+        node = x.grad_fn
+        if not x.is_contiguous():
+            return settle(x) if node is not None else run_path(x, (move,))
+        reduce(x)
+        if node is not None:
+            node.metadata[SECOND_ORDER] = dual
+        return x
+
+    return reduce_in_place
+
+
 def _silencing(move: Move) -> Callable[[Tensor], Tensor]:
     """R → P on a rank that is to contribute nothing."""
     dual = move.dual
 
     def silence(x: Tensor) -> Tensor:
-        out = x.clone()
-        out.detach().zero_()
+        out = x.view_as(x)  # its node passes the gradient on
+        out.data = nothing_like(out)
         out.grad_fn.metadata[SECOND_ORDER] = dual  # type: ignore[union-attr, index]
         return out
 
     return silence
+
+
+def nothing_like(x: Tensor) -> Tensor:
+    """Zeros of a plain tensor's shape that take no memory."""
+    return x.new_zeros(()).expand(x.shape)
 
 
 SECOND_ORDER = "shardwise.second_order"
@@ -195,6 +221,46 @@ class _Moved(torch.autograd.Function):
             return None, *(recorded(dual, grads) if _grad_enabled() else run_move(dual, grads))
 
 
+class Gathered:
+    """What a gathered tensor remembers of where it came from, so that its use as varying, R → V, is S → V after all:
+    the gradient is reduce-scattered, not reduced everywhere and then sliced.
+
+    It keeps the place of the shards in the graph, by tensors that take no memory, not the shards.
+    """
+
+    __slots__ = ("axes", "move", "places", "version")
+
+    def __init__(self, move: Move, shards: Sequence[Tensor], version: int) -> None:
+        self.axes = move.axes
+        varying = Typed(move.target.layout, move.target.varying.union(move.axes))
+        self.move = Move(move.source, varying, move.axes)
+        self.version = version
+        self.places = [x.view_as(x) for x in shards]
+        for place in self.places:
+            place.data = nothing_like(place)
+
+    def serves(self, move: Move, version: int) -> bool:
+        return move.kind == "nothing" and move.axes == self.axes and version == self.version
+
+    def as_varying(self, whole: Sequence[Tensor]) -> Sequence[Tensor]:
+        out = _Regathered.apply(self.move, *self.places, *(x.detach() for x in whole))
+        return (out,) if isinstance(out, Tensor) else out
+
+
+class _Regathered(_Moved):
+    """The shards' places and what was gathered from them → the latter, with the gradient of a gather."""
+
+    @staticmethod
+    def forward(ctx: Any, move: Move, *tensors: Tensor) -> Any:
+        ctx.move = move
+        whole = [x.detach() for x in tensors[len(tensors) // 2 :]]
+        return whole[0] if len(whole) == 1 else tuple(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return *_Moved.backward(ctx, *grads), *(None for _ in grads)
+
+
 _NAMED = {kind: type("".join(map(str.capitalize, kind.split("_"))), (_Moved,), {}) for kind in KERNELS}
 """One class for each kind of move: its name is what users see in their graphs."""
 
@@ -219,14 +285,14 @@ def _alias(move: Move) -> Callable[[Tensor], Tensor]:
             if not to_move:
                 return grads
         (grad,) = grads
-        out = grad.clone() if grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format)
+        if grad.is_contiguous():
+            out = grad if is_ours(grad) else grad.clone()
+        else:
+            out = grad.clone(memory_format=torch.contiguous_format)
         reduce(out)
         return out
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function = type("Varying", (torch.autograd.Function,), methods)
-    function._backward_cls.apply = backward  # type: ignore[attr-defined]  # torch's own only looks for it
-    return _applied(function)
+    return function_of_one(forward, backward, "Varying")
 
 
 def _applied(function: Any) -> Callable[..., Any]:

@@ -42,6 +42,7 @@ from shardwise.rules.refusals import refuse
 from shardwise.rules.registry import register, rule_for, rule_named
 from shardwise.rules.types import (
     PENDING,
+    SUM,
     AxisPlacement,
     Call,
     HeldValues,
@@ -55,6 +56,7 @@ from shardwise.rules.types import (
 
 __all__ = [
     "PENDING",
+    "SUM",
     "AxisPlacement",
     "Call",
     "HeldValues",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from shardwise.layout import Layout
 from shardwise.rules.registry import FUNCTIONS, register, register_function
 from shardwise.rules.spatial import connected_zeros, unless_empty
-from shardwise.rules.types import Call, HeldValues, Local, Rule, Strategy, Value, flat_values, replicated
+from shardwise.rules.types import Call, HeldValues, Local, Rule, Strategy, flat_values, replicated
 
 SCHEMA = (
     "Tensor input, {hx} hx, Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, "
@@ -36,14 +35,7 @@ def _layer(call: Call) -> list[Strategy]:
     batch = 0 if call["batch_first"] else 1
     states = len(flat_values(call["hx"]))
     params = [None] * len(call["params"])
-    whole = replace(replicated(call), cost=sum(slicing_cost(state) for state in flat_values(call["hx"])))
-    return [whole, Strategy((batch, *[1] * states, *params), (batch, *[1] * states))]
-
-
-def slicing_cost(state: Value) -> float:
-    """At most what slicing a state is charged with, as a call that shards what was not. Modules make their first state
-    themselves, whole, and a batch that lies in parts must not be gathered for its sake."""
-    return 25_002.0 + 2.001 * state.numel
+    return [replicated(call), Strategy((batch, *[1] * states, *params), (batch, *[1] * states))]
 
 
 def _layer_local(function: Callable) -> Callable[[Call, Sequence[Layout], Sequence[Layout]], Local]:

