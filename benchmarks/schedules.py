@@ -28,11 +28,17 @@ import torch
 from rich.console import Console
 
 import scheduled_blocks
-from scheduled import PORTS, Program, Size, judge, run_on
+import scheduled_modules
+import scheduled_vocabulary
 from race import Row, Table
+from scheduled import PORTS, Program, Size, judge, run_on
 from wire import Comparison, Schedule, Tally
 
-PROGRAMS: tuple[Program, ...] = (*scheduled_blocks.PROGRAMS,)
+PROGRAMS: tuple[Program, ...] = (
+    *scheduled_blocks.PROGRAMS,
+    *scheduled_modules.PROGRAMS,
+    *scheduled_vocabulary.PROGRAMS,
+)
 COLUMNS = ("program", "size", "pass", "person", "bytes", "ours", "bytes", "× bytes", "× number", "small", "ports", "")
 PASSES = ("forward", "backward")
 

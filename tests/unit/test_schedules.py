@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+
 from scheduled import Program, Size, judge, run_on, run_plain
 from schedules import PORTS, PROGRAMS, missing, same
 from wire import Collective, Schedule, Small, all_gather, all_reduce, all_to_all, reduce_scatter, ring_bytes
