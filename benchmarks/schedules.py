@@ -28,6 +28,7 @@ import torch
 from rich.console import Console
 
 import scheduled_blocks
+import scheduled_models
 import scheduled_modules
 import scheduled_vocabulary
 from race import Row, Table
@@ -38,6 +39,7 @@ PROGRAMS: tuple[Program, ...] = (
     *scheduled_blocks.PROGRAMS,
     *scheduled_modules.PROGRAMS,
     *scheduled_vocabulary.PROGRAMS,
+    *scheduled_models.PROGRAMS,
 )
 COLUMNS = ("program", "size", "pass", "person", "bytes", "ours", "bytes", "× bytes", "× number", "small", "ports", "")
 PASSES = ("forward", "backward")
