@@ -122,11 +122,12 @@ def both(name: str, variant: Variant) -> Program:
     return Program(f"dp × tp, {name}", make, hidden_states, schedule, BOTH, MEGATRON, ({"dp": 0},))
 
 
-def both_sequence(name: str, variant: Variant, *, norm_vectors: int) -> Program:
+def both_sequence(name: str, variant: Variant) -> Program:
     make = partial(build, variant)
 
     def schedule(size: Size) -> Schedule:
-        return sequence_parallel(size, norm_vectors=norm_vectors) + data_parallel(make, MEGATRON, size)
+        """The sums of the norms' vectors go over both axes at once: those over tp are not made apart."""
+        return sequence_parallel(size, norm_vectors=0) + data_parallel(make, MEGATRON, size)
 
     splits = ({"dp": 0, "tp": 1},)
     return Program(f"dp × sequence parallel, {name}", make, hidden_states, schedule, BOTH, MEGATRON, splits)
@@ -151,7 +152,7 @@ PROGRAMS = (
     batched("RMSNorm, gated", VARIANTS["gated"]),
     both("LayerNorm", VARIANTS["LayerNorm"]),
     both("RMSNorm, gated", VARIANTS["gated"]),
-    both_sequence("LayerNorm", LAYER, norm_vectors=4),
+    both_sequence("LayerNorm", LAYER),
     sharded_weights("LayerNorm", VARIANTS["LayerNorm"]),
     sharded_weights("RMSNorm, gated", VARIANTS["gated"]),
 )

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from scheduled import Program, Size, asked
-from scheduled_blocks import megatron
+from scheduled import Program, Size, Split, asked
+from scheduled_blocks import BOTH, data_parallel, megatron
+from scheduled_modules import CACHES, DECODING_SIZES, decoding, decoding_inputs
 from shardwise.experimental import implicit_replication
 from transformer import COLUMN, ROW, token_ids
 from wire import Schedule, all_reduce
@@ -52,8 +53,8 @@ def decoder_config(size: Size) -> dict[str, Any]:
         "intermediate_size": 2 * size.width,
         "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": size.heads,
-        "num_key_value_heads": max(size.tp, size.heads // 4),
-        "max_position_embeddings": size.seq,
+        "num_key_value_heads": size.heads if size.seq == 1 else max(size.tp, size.heads // 4),
+        "max_position_embeddings": 1 << 16,
         "use_cache": False,
     }
 
@@ -75,10 +76,26 @@ def decoder(size: Size, *, itemsize: int = 4) -> Schedule:
     return Schedule((stream, *halves, row, row, row), (stream, *halves))
 
 
+class NextToken(nn.Module):
+    """Hugging Face's Llama, one token for each sequence, and a cache of what came before."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.model = llama(size).model
+
+    def forward(self, tokens: Tensor, *caches: Tensor) -> Tensor:
+        from transformers import DynamicCache
+
+        past = DynamicCache(config=self.model.config)
+        for layer in range(NUM_LAYERS):
+            past.update(caches[2 * layer], caches[2 * layer + 1], layer)
+        return self.model(tokens, past_key_values=past, use_cache=True).logits.argmax(-1)
+
+
 ATTENTION = {"*.q_proj.*": COLUMN, "*.k_proj.*": COLUMN, "*.v_proj.*": COLUMN, "*.o_proj.weight": ROW}
 LLAMA = ATTENTION | {
-    "*.embed_tokens.weight": COLUMN,
-    "*.lm_head.weight": COLUMN,
+    "*embed_tokens.weight": COLUMN,
+    "*lm_head.weight": COLUMN,
     "*.gate_proj.weight": COLUMN,
     "*.up_proj.weight": COLUMN,
     "*.down_proj.weight": ROW,
@@ -229,6 +246,10 @@ VIT_SIZES = (
 )
 
 
+def both(size: Size) -> Schedule:
+    return decoder(size) + data_parallel(llama, LLAMA, size)
+
+
 def hugging_face(
     name: str,
     build: Callable[[Size], nn.Module],
@@ -237,6 +258,8 @@ def hugging_face(
     *,
     inputs: Callable[[Size], tuple[Tensor, ...]] = token_ids,
     sizes: tuple[Size, ...] = SIZES,
+    input_splits: tuple[Split, ...] = (),
+    trains: bool = True,
     tolerance: float = 1e-5,
 ) -> Program:
     return Program(
@@ -246,6 +269,8 @@ def hugging_face(
         schedule,
         sizes,
         splits,
+        input_splits,
+        trains=trains,
         inside=implicit_replication,
         needs="transformers",
         tolerance=tolerance,
@@ -256,6 +281,17 @@ PROGRAMS = (
     hugging_face("Llama", llama, decoder, LLAMA),
     hugging_face(
         "Llama, bfloat16", partial(llama, dtype=torch.bfloat16), partial(decoder, itemsize=2), LLAMA, tolerance=3e-2
+    ),
+    hugging_face("Llama, dp × tp", llama, both, LLAMA, sizes=BOTH, input_splits=({"dp": 0}, {"dp": 0})),
+    hugging_face(
+        "Llama, decoding",
+        NextToken,
+        decoding,
+        LLAMA,
+        inputs=decoding_inputs,
+        input_splits=CACHES,
+        sizes=DECODING_SIZES,
+        trains=False,
     ),
     hugging_face("Mixtral, expert parallel", mixtral, expert_parallel, MIXTRAL),
     hugging_face("T5", t5, encoder_and_decoder, T5),

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from scheduled import Program, Size
 from scheduled_blocks import BATCHED, SIZES, data_parallel
 from transformer import COLUMN, MEGATRON, ROW, VOCABULARY, Block, Loss, Variant, hidden_states
-from wire import Schedule, all_reduce, all_to_all
+from wire import Schedule, all_gather, all_reduce, all_to_all
 
 # --- nn.MultiheadAttention ---
 
@@ -89,6 +89,37 @@ def encoder(name: str, **options: Any) -> Program:
     )
 
 
+# --- Experts ---
+
+NUM_EXPERTS, TOP_K = 8, 2
+
+
+class Experts(nn.Module):
+    """A layer of experts, each of which runs on all tokens: batched products, and most of the weights that tokens are
+    routed by are zero."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        scale = size.width**-0.5
+        self.norm = nn.LayerNorm(size.width)
+        self.router = nn.Linear(size.width, NUM_EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(NUM_EXPERTS, size.width, size.hidden) * scale)
+        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, size.hidden, size.width) * scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x).flatten(0, 1)
+        best, chosen = self.router(rows).softmax(-1).topk(TOP_K, dim=-1)
+        weights = torch.zeros_like(rows[:, :NUM_EXPERTS]).scatter(1, chosen, best)
+        outputs = torch.matmul(F.gelu(torch.matmul(rows, self.up)), self.down)
+        return x + (outputs * weights.t().unsqueeze(-1)).sum(0).view(x.shape)
+
+
+def experts(size: Size) -> Schedule:
+    """As the MLP. Small: the gradient of the weights that tokens are routed by, of which each rank has its experts'."""
+    stream, routed = all_reduce(size.activation, size.tp), all_gather(NUM_EXPERTS * size.tokens, size.tp)
+    return Schedule((stream,), (stream, routed))
+
+
 # --- Decoding ---
 
 PAST = 32  # tokens in the cache
@@ -141,6 +172,7 @@ def decoding(size: Size) -> Schedule:
     return Schedule((stream,) * (1 + 2 * NUM_BLOCKS) + (found,) * 2)
 
 
+CACHES = ({}, *[{"tp": 1}] * (2 * NUM_BLOCKS))  # by heads
 DECODING_SIZES = (
     Size(1, 1, 64, tp=2),
     Size(4, 1, 64, tp=4),
@@ -159,7 +191,7 @@ def decoder(name: str, *, in_place: bool) -> Program:
         decoding,
         DECODING_SIZES,
         MEGATRON | VOCABULARY,
-        ({}, *[{"tp": 1}] * (2 * NUM_BLOCKS)),
+        CACHES,
         trains=False,
     )
 
@@ -184,6 +216,14 @@ PROGRAMS = (
     encoder("", batch_first=True),
     encoder(" (seq first)"),
     encoder(" (norm first, gelu)", batch_first=True, norm_first=True, activation="gelu"),
+    Program(
+        "experts split, as batched products",
+        lambda size: Loss(Experts(size)),
+        hidden_states,
+        experts,
+        SIZES,
+        {"*.up": COLUMN, "*.down": COLUMN},
+    ),
     decoder("appending to the cache", in_place=False),
     decoder("writing to the cache", in_place=True),
 )

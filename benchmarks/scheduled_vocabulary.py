@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from scheduled import Program, Size
-from scheduled_blocks import BOTH, SIZES, data_parallel, megatron
+from scheduled_blocks import BOTH, SIZES, data_parallel, megatron, sequence_parallel
 from transformer import COLUMN, GPT, MEGATRON, VOCABULARY, Variant, token_ids
-from wire import Schedule, all_reduce
+from wire import Schedule, all_gather, all_reduce, reduce_scatter
 
 
 def vocabulary(size: Size) -> Schedule:
@@ -18,6 +18,14 @@ def vocabulary(size: Size) -> Schedule:
     and so of the gradient of what the head takes. Small: the loss takes the greatest logit and two sums of each row."""
     stream, row = all_reduce(size.activation, size.tp), all_reduce(size.tokens, size.tp)
     return Schedule((stream, row, row, row), (stream,))
+
+
+def split_sequence(size: Size, *, num_blocks: int, norm_vectors: int) -> Schedule:
+    """With sequence parallelism: the embedding's sum is scattered, and what the head takes is gathered."""
+    gather, scatter = all_gather(size.activation, size.tp), reduce_scatter(size.activation, size.tp)
+    row, vector = all_reduce(size.tokens, size.tp), all_reduce(size.width, size.tp)
+    ends = Schedule((scatter, gather, row, row, row), (scatter, gather, *(vector,) * norm_vectors))
+    return ends + sequence_parallel(size, norm_vectors=2 * norm_vectors) * num_blocks
 
 
 def gpt(variant: Variant, *, num_blocks: int, tied: bool = False) -> partial[nn.Module]:
@@ -43,6 +51,17 @@ def of_tokens_batched(name: str, variant: Variant, *, num_blocks: int) -> Progra
         return vocabulary(size) + megatron(size) * num_blocks + data_parallel(make, splits, size)
 
     return Program(name, make, token_ids, schedule, BOTH, splits, ({"dp": 0}, {"dp": 0}))
+
+
+def of_tokens_scattered(name: str, variant: Variant, *, num_blocks: int, norm_vectors: int) -> Program:
+    return Program(
+        name,
+        gpt(variant, num_blocks=num_blocks),
+        token_ids,
+        partial(split_sequence, num_blocks=num_blocks, norm_vectors=norm_vectors),
+        SIZES,
+        MEGATRON | VOCABULARY,
+    )
 
 
 # --- A norm that works in float32 ---
@@ -81,6 +100,7 @@ def embedding_into_norm(size: Size) -> Schedule:
 
 
 LAYER, RMS = Variant(), Variant(norm=nn.RMSNorm, bias=False, gated=True)
+SEQUENCE = Variant(sequence_parallel=True)
 
 PROGRAMS = (
     of_tokens("vocabulary: embedding, norm, head, loss", LAYER, num_blocks=0),
@@ -97,5 +117,6 @@ PROGRAMS = (
     of_tokens("GPT of two blocks", LAYER, num_blocks=2),
     of_tokens("GPT of two blocks, RMSNorm, gated", RMS, num_blocks=2),
     of_tokens("GPT of two blocks, tied", LAYER, num_blocks=2, tied=True),
+    of_tokens_scattered("GPT of two blocks, sequence parallel", SEQUENCE, num_blocks=2, norm_vectors=2),
     of_tokens_batched("GPT of two blocks, dp × tp", LAYER, num_blocks=2),
 )

@@ -27,6 +27,12 @@ class Variant:
     """Attention as matrix products and a softmax, instead of torch's one function."""
     sequence_parallel: bool = False
 
+    def gathered(self, x: Tensor) -> Tensor:
+        return asked(x, dp=0) if self.sequence_parallel else x
+
+    def scattered(self, x: Tensor) -> Tensor:
+        return asked(x, dp=0, tp=1) if self.sequence_parallel else x
+
 
 class Attention(nn.Module):
     def __init__(self, size: Size, variant: Variant) -> None:
@@ -70,21 +76,16 @@ class Block(nn.Module):
 
     def __init__(self, size: Size, variant: Variant) -> None:
         super().__init__()
-        self.sequence_parallel = variant.sequence_parallel
+        self.variant = variant
         self.attention_norm = variant.norm(size.width)
         self.attention = Attention(size, variant)
         self.mlp_norm = variant.norm(size.width)
         self.mlp = MLP(size, variant)
 
-    def gathered(self, x: Tensor) -> Tensor:
-        return asked(x, dp=0) if self.sequence_parallel else x
-
-    def scattered(self, x: Tensor) -> Tensor:
-        return asked(x, dp=0, tp=1) if self.sequence_parallel else x
-
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.scattered(self.attention(self.gathered(self.attention_norm(x))))
-        return x + self.scattered(self.mlp(self.gathered(self.mlp_norm(x))))
+        gathered, scattered = self.variant.gathered, self.variant.scattered
+        x = x + scattered(self.attention(gathered(self.attention_norm(x))))
+        return x + scattered(self.mlp(gathered(self.mlp_norm(x))))
 
 
 class Loss(nn.Module):
@@ -103,6 +104,7 @@ class GPT(nn.Module):
 
     def __init__(self, size: Size, variant: Variant, *, num_blocks: int, tied: bool = False) -> None:
         super().__init__()
+        self.variant = variant
         self.tokens = nn.Embedding(size.vocab, size.width)
         self.positions = nn.Embedding(size.seq, size.width)
         self.blocks = nn.ModuleList(Block(size, variant) for _ in range(num_blocks))
@@ -112,10 +114,11 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight
+        x = self.variant.scattered(self.tokens(tokens) + self.positions.weight)
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        logits = self.head(self.variant.gathered(self.norm(x)))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 # How Megatron splits the weights: by what they put out, or by what they take in.
