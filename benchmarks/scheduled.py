@@ -33,6 +33,8 @@ class Size:
     width: int
     tp: int = 1
     dp: int = 1
+    layers: int = 2
+    """Of programs that have some."""
 
     @property
     def tokens(self) -> int:
@@ -75,7 +77,7 @@ class Size:
 
     def __str__(self) -> str:
         mesh = " ".join(f"{name} {ranks}" for name, ranks in (("dp", self.dp), ("tp", self.tp)) if ranks > 1)
-        return f"{self.batch}×{self.seq}×{self.width} {mesh}"
+        return f"{self.batch}×{self.seq}×{self.width} {mesh}" + (f", {self.layers} layers" if self.layers != 2 else "")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

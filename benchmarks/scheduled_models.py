@@ -20,7 +20,6 @@ from shardwise.experimental import implicit_replication
 from transformer import COLUMN, ROW, token_ids
 from wire import Schedule, all_reduce
 
-NUM_LAYERS = 2
 NUM_EXPERTS, TOP_K = 8, 2
 NUM_LABELS = 16
 SIZES = (
@@ -29,7 +28,7 @@ SIZES = (
     Size(2, 16, 64, tp=8),
     Size(1, 512, 1024, tp=4),
     Size(4, 256, 1024, tp=8),
-    Size(1, 2048, 4096, tp=8),
+    Size(1, 2048, 4096, tp=8, layers=32),  # as wide and deep as 7B
     Size(8, 8192, 8192, tp=8),
 )
 
@@ -50,8 +49,8 @@ def decoder_config(size: Size) -> dict[str, Any]:
     return {
         "vocab_size": size.vocab,
         "hidden_size": size.width,
-        "intermediate_size": 2 * size.width,
-        "num_hidden_layers": NUM_LAYERS,
+        "intermediate_size": 11 * size.width // 4,
+        "num_hidden_layers": size.layers,
         "num_attention_heads": size.heads,
         "num_key_value_heads": size.heads if size.seq == 1 else max(size.tp, size.heads // 4),
         "max_position_embeddings": 1 << 16,
@@ -72,7 +71,7 @@ def llama(size: Size, *, dtype: torch.dtype | None = None) -> nn.Module:
 def decoder(size: Size, *, itemsize: int = 4) -> Schedule:
     """A split vocabulary around Megatron's blocks. Small: the loss is made in float32."""
     stream, row = all_reduce(size.activation, size.tp, itemsize=itemsize), all_reduce(size.tokens, size.tp)
-    halves = (stream,) * (2 * NUM_LAYERS)
+    halves = (stream,) * (2 * size.layers)
     return Schedule((stream, *halves, row, row, row), (stream, *halves))
 
 
@@ -87,8 +86,8 @@ class NextToken(nn.Module):
         from transformers import DynamicCache
 
         past = DynamicCache(config=self.model.config)
-        for layer in range(NUM_LAYERS):
-            past.update(caches[2 * layer], caches[2 * layer + 1], layer)
+        for layer, (keys, values) in enumerate(zip(caches[::2], caches[1::2], strict=True)):
+            past.update(keys, values, layer)
         return self.model(tokens, past_key_values=past, use_cache=True).logits.argmax(-1)
 
 
@@ -153,7 +152,7 @@ def mixtral(size: Size, *, by_layout: bool = False) -> nn.Module:
 def expert_parallel(size: Size) -> Schedule:
     """The experts' sums are where the MLP's would be. Small: the gradient of the weights that tokens are routed by."""
     routed = all_reduce(TOP_K * size.tokens, size.tp)
-    return decoder(size) + Schedule((), (routed,) * NUM_LAYERS)
+    return decoder(size) + Schedule((), (routed,) * size.layers)
 
 
 MIXTRAL = LLAMA | {"*.experts.gate_up_proj": COLUMN, "*.experts.down_proj": COLUMN}
@@ -170,7 +169,7 @@ def t5(size: Size) -> nn.Module:
         d_model=size.width,
         d_kv=size.head_dim,
         d_ff=size.hidden,
-        num_layers=NUM_LAYERS,
+        num_layers=size.layers,
         num_heads=size.heads,
         dropout_rate=0.0,
         use_cache=False,
@@ -183,7 +182,7 @@ def encoder_and_decoder(size: Size) -> Schedule:
     """Two embeddings, two halves in each layer of the encoder, three in the decoder's; backward, all layers share the
     sum of the gradient of what the encoder gave."""
     stream, row = all_reduce(size.activation, size.tp), all_reduce(size.tokens, size.tp)
-    layers = (stream,) * (5 * NUM_LAYERS)
+    layers = (stream,) * (5 * size.layers)
     return Schedule((stream, stream, *layers, row, row, row), (stream, stream, *layers))
 
 
@@ -209,7 +208,7 @@ def vit(size: Size) -> nn.Module:
 
     config = ViTConfig(
         hidden_size=size.width,
-        num_hidden_layers=NUM_LAYERS,
+        num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
         intermediate_size=size.hidden,
         image_size=PATCH * sides(size),
@@ -233,7 +232,7 @@ def images(size: Size) -> tuple[Tensor, ...]:
 
 def image_classes(size: Size) -> Schedule:
     """Patches, positions and classes are whole on every rank."""
-    return megatron(size) * NUM_LAYERS
+    return megatron(size) * size.layers
 
 
 VIT = ATTENTION | {"*.fc1.*": COLUMN, "*.fc2.weight": ROW}

@@ -123,7 +123,6 @@ def experts(size: Size) -> Schedule:
 # --- Decoding ---
 
 PAST = 32  # tokens in the cache
-NUM_BLOCKS = 2
 GATED = Variant(norm=nn.RMSNorm, bias=False, gated=True)
 
 
@@ -137,7 +136,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.in_place = in_place
         self.tokens = nn.Embedding(size.vocab, size.width)
-        self.blocks = nn.ModuleList(Block(size, GATED) for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(Block(size, GATED) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.width)
         self.head = nn.Linear(size.width, size.vocab, bias=False)
 
@@ -163,16 +162,16 @@ class Decoder(nn.Module):
 
 def decoding_inputs(size: Size) -> tuple[Tensor, ...]:
     cache = (size.batch, size.heads, PAST, size.head_dim)
-    return (torch.randint(size.vocab, (size.batch, 1)), *(torch.randn(cache) for _ in range(2 * NUM_BLOCKS)))
+    return (torch.randint(size.vocab, (size.batch, 1)), *(torch.randn(cache) for _ in range(2 * size.layers)))
 
 
 def decoding(size: Size) -> Schedule:
     """The embedding and two halves of each block. Small: the greatest logit of each rank, and where it is."""
     stream, found = all_reduce(size.activation, size.tp), all_reduce(size.tokens, size.tp)
-    return Schedule((stream,) * (1 + 2 * NUM_BLOCKS) + (found,) * 2)
+    return Schedule((stream,) * (1 + 2 * size.layers) + (found,) * 2)
 
 
-CACHES = ({}, *[{"tp": 1}] * (2 * NUM_BLOCKS))  # by heads
+CACHES = ({}, *[{"tp": 1}] * 4)  # by heads
 DECODING_SIZES = (
     Size(1, 1, 64, tp=2),
     Size(4, 1, 64, tp=4),
