@@ -54,7 +54,7 @@ def decoder_config(size: Size) -> dict[str, Any]:
         "num_attention_heads": size.heads,
         "num_key_value_heads": size.heads if size.seq == 1 else max(size.tp, size.heads // 4),
         "max_position_embeddings": 1 << 16,
-        "use_cache": False,
+        "use_cache": True,  # without, the model looks for packed sequences in data, of which meta tensors have none
     }
 
 
@@ -143,7 +143,7 @@ def mixtral(size: Size, *, by_layout: bool = False) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(**decoder_config(size), num_local_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K)
-    model = MixtralForCausalLM(config).to(torch.float32)  # grouped products know no other but half precisions
+    model = MixtralForCausalLM(config).to(torch.bfloat16)  # on meta, grouped products are of nothing else
     for layer in model.model.layers if not by_layout else ():
         layer.mlp.experts = OwnExperts(layer.mlp.experts)
     return LossOf(model, "input_ids", "labels")
@@ -152,7 +152,7 @@ def mixtral(size: Size, *, by_layout: bool = False) -> nn.Module:
 def expert_parallel(size: Size) -> Schedule:
     """The experts' sums are where the MLP's would be. Small: the gradient of the weights that tokens are routed by."""
     routed = all_reduce(TOP_K * size.tokens, size.tp)
-    return decoder(size) + Schedule((), (routed,) * size.layers)
+    return decoder(size, itemsize=2) + Schedule((), (routed,) * size.layers)
 
 
 MIXTRAL = LLAMA | {"*.experts.gate_up_proj": COLUMN, "*.experts.down_proj": COLUMN}
@@ -292,9 +292,9 @@ PROGRAMS = (
         sizes=DECODING_SIZES,
         trains=False,
     ),
-    hugging_face("Mixtral, expert parallel", mixtral, expert_parallel, MIXTRAL, tolerance=1e-4),
+    hugging_face("Mixtral, expert parallel", mixtral, expert_parallel, MIXTRAL, tolerance=3e-2),
     hugging_face(
-        "Mixtral, experts by layout", partial(mixtral, by_layout=True), expert_parallel, MIXTRAL, tolerance=1e-4
+        "Mixtral, experts by layout", partial(mixtral, by_layout=True), expert_parallel, MIXTRAL, tolerance=3e-2
     ),
     hugging_face("T5", t5, encoder_and_decoder, T5),
     hugging_face("ViT", vit, image_classes, VIT, inputs=images, sizes=VIT_SIZES),

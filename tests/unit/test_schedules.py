@@ -63,11 +63,12 @@ def test_all_ports_communicate_alike(program: Program, size: Size) -> None:
 def test_computes_what_plain_torch_does(program: Program, size: Size, double_precision: None) -> None:
     skip_if_missing(program)
     ours, plain = run_on("simulated", program, size), run_plain(program, size)
-    tolerance = {"rtol": program.tolerance, "atol": program.tolerance}
-    torch.testing.assert_close(ours.result.full_tensor(), plain.result, **tolerance)
+    torch.testing.assert_close(ours.result.full_tensor(), plain.result, rtol=program.tolerance, atol=0)
     assert ours.gradients.keys() == plain.gradients.keys()
-    for name, gradient in ours.gradients.items():
-        torch.testing.assert_close(gradient.full_tensor(), plain.gradients[name], **tolerance, msg=name)
+    noise = 1e-3 * max((gradient.norm().item() for gradient in plain.gradients.values()), default=0.0)
+    for name, gradient in plain.gradients.items():  # those that are zero but for rounding, like that of a key's bias
+        error = (ours.gradients[name].full_tensor() - gradient).norm().item()
+        assert error <= program.tolerance * (gradient.norm().item() + noise), name
 
 
 def test_a_ring_sends_what_the_model_says() -> None:
