@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench coverage verify errors clean
+.PHONY: help install demo test check format bench schedules coverage verify errors clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -35,6 +35,11 @@ format: $(STAMP)  ## format the code and fix what the linter can fix
 bench: $(STAMP)  ## measure overhead and planning (benchmarks/)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/planning.py
+
+schedules: export OMP_NUM_THREADS := 1
+schedules: $(STAMP)  ## compare what programs communicate with the best schedules known (a few minutes)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,models]'
+	$(BIN)/python benchmarks/schedules.py --write
 
 coverage: export OMP_NUM_THREADS := 1
 coverage: $(STAMP)  ## run every operator of torch on DTensors in all layouts against plain torch (a quarter of an hour)
