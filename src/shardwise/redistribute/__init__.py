@@ -14,7 +14,7 @@ from shardwise.redistribute.execute import (
     second_order,
     transition,
 )
-from shardwise.redistribute.planner import path_cost, plan_moves
+from shardwise.redistribute.planner import path_bytes, path_cost, plan_moves
 from shardwise.redistribute.shared import forget, recall, remember, windows
 from shardwise.redistribute.transitions import DUAL, TABLE, Move, Typed
 
@@ -39,6 +39,7 @@ __all__ = [
     "let_go",
     "no_sync",
     "owing",
+    "path_bytes",
     "path_cost",
     "pay",
     "plan_moves",

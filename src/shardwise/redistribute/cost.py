@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from shardwise.comm.ring import ring_bytes
 from shardwise.layout import Mesh
 
 LATENCY = 50_000.0
@@ -18,17 +19,7 @@ _BYTES = 4  # per element: layouts know no dtype, and only ratios matter
 def wire_bytes(kind: str, size: float, ranks: int) -> float:
     """Bytes that each rank sends in one transition, by the ring algorithms, of a value that has `size` bytes where it
     is whole along the axes."""
-    share = (ranks - 1) / ranks
-    match kind:
-        case "nothing" | "slice" | "mask" | "pad":
-            return 0.0
-        case "all_reduce":
-            return 2 * share * size
-        case "all_gather" | "reduce_scatter":
-            return share * size
-        case "all_to_all":
-            return share * size / ranks
-    raise AssertionError(kind)
+    return 0.0 if kind in ("nothing", "slice", "mask", "pad") else ring_bytes(kind, size, ranks)
 
 
 def transition_cost(kind: str, elements: float, ranks: int) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import count
 
+from shardwise.comm.ring import ring_bytes
 from shardwise.errors import PlacementError
 from shardwise.layout import Layout, Partial, chunk_sizes
 from shardwise.redistribute.cost import LATENCY, LOCAL, group_size, transition_cost
@@ -37,6 +38,16 @@ def plan_moves(source: Layout, target: Layout, varying: frozenset[int] = frozens
 def path_cost(moves: tuple[Move, ...]) -> float:
     """The summed price of some moves."""
     return sum(_price(move.source.layout, move.axes, move.target.layout, move.kind) for move in moves)
+
+
+def path_bytes(moves: tuple[Move, ...], itemsize: int) -> float:
+    """The bytes that every rank sends for some moves, by the ring model."""
+    sent = 0.0
+    for move in moves:
+        if move.communicates:
+            whole, ranks = _whole_elements(move.source.layout, move.axes, move.target.layout, move.kind)
+            sent += ring_bytes(move.kind, whole * itemsize, ranks)
+    return sent
 
 
 def _check_reachable(source: Layout, target: Layout) -> None:
@@ -280,9 +291,13 @@ def _local_elements(layout: Layout) -> float:
 
 def _price(before: Layout, axes: tuple[int, ...], after: Layout, kind: str | None = None) -> float:
     kind = kind or TABLE[_type_at(before, axes[0]), _type_at(after, axes[0])]
-    whole = max(_local_elements(before), _local_elements(after))
-    ranks = group_size(before.mesh, axes)
-    return transition_cost(kind, whole * ranks if kind == "all_to_all" else whole, ranks)
+    return transition_cost(kind, *_whole_elements(before, axes, after, kind))
+
+
+def _whole_elements(before: Layout, axes: tuple[int, ...], after: Layout, kind: str) -> tuple[float, int]:
+    """The elements that a rank would have were the value whole along the axes, and the ranks along them."""
+    whole, ranks = max(_local_elements(before), _local_elements(after)), group_size(before.mesh, axes)
+    return (whole * ranks if kind == "all_to_all" else whole), ranks
 
 
 def _type_at(layout: Layout, axis: int) -> str:
