@@ -25,6 +25,7 @@ from shardwise.dispatch.trace import Trace, flat_tensors, map_tensors, written_f
 from shardwise.dispatch.views import Writes
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout
+from shardwise.redistribute import Move, plan_moves
 from shardwise.rules.foreach import FUSED, is_list_op, list_name
 from shardwise.rules.registry import refuse_shared_memory
 from shardwise.tensor import DTensor, as_layout, localise
@@ -146,6 +147,13 @@ class _Elsewhere:
             except InPlaceError:  # nothing was written
                 self.ways = tuple(other for other in self.ways if other is not way)
         raise InPlaceError(self.refusal)
+
+    def moves_of(self, tensors: Sequence[Tensor]) -> list[tuple[Move, ...]]:
+        """How the copies will move, for those who watch."""
+        return [
+            plan_moves(x._layout, self.ways[0](x._layout)) if at in self.written and isinstance(x, DTensor) else ()
+            for at, x in enumerate(tensors)
+        ]
 
     def _run(self, way: Callable[[Layout], Layout], args: tuple, kwargs: dict[str, Any]) -> Any:
         given = flat_tensors((args, kwargs))

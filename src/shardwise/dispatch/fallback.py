@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm.cause import is_ours, watchers
 from shardwise.comm.record import note_fallback
 from shardwise.dispatch.copies import storage_of, watch_copy
 from shardwise.dispatch.modes import is_strict
 from shardwise.dispatch.plan import Mover, wrap_fresh
 from shardwise.dispatch.trace import flat_tensors, map_tensors
+from shardwise.dispatch.watch import gathered
 from shardwise.errors import FallbackWarning, InPlaceError, StrictModeError
 from shardwise.layout import Layout, Mesh
 from shardwise.local import check_strided
@@ -71,14 +73,10 @@ def report(name: str, key: tuple, args: tuple, kwargs: dict[str, Any]) -> None:
 def _user_level() -> int:
     """How far up the stack the user's own line is."""
     level, frame = 1, sys._getframe(1)
-    while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
+    while frame is not None and is_ours(frame.f_globals.get("__name__", "")):
         frame = frame.f_back  # type: ignore[assignment]
         level += 1
     return level
-
-
-def _is_ours(module: str) -> bool:
-    return module.split(".")[0] in ("shardwise", "torch")
 
 
 SHARDED: dict[Any, Callable[..., Any]] = {}
@@ -125,6 +123,8 @@ class Gathered:
             if (out := _with_sizes(self.function, args, kwargs)) is not NotImplemented:
                 return out
             report(name, (self.function, *(x._layout for x in originals)), args, kwargs)
+            if watchers:
+                gathered(self.function, args, kwargs)
             if _writes(name):
                 raise _lost_write(name, args, kwargs)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,19 +14,77 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise.comm.cause import watchers
+
 _strict: ContextVar[bool] = ContextVar("strict", default=False)
 _implicit: ContextVar[bool] = ContextVar("implicit_replication", default=False)
 _listener = torch._C._autograd._top_saved_tensors_default_hooks
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Which implicit moves are refused: those of parameters, and those for which a rank sends more than `bytes`."""
+
+    parameters: bool = False
+    bytes: int | None = None
+
+
+_limits: ContextVar[Limits | None] = ContextVar("limits", default=None)
+
+
 @contextmanager
-def strict(enabled: bool = True) -> Iterator[None]:
-    """Inside, a call that cannot run on the shards it is given, and would gather them, raises `StrictModeError`."""
-    token = _strict.set(enabled)
+def strict(enabled: bool = True, *, moves: str | int | None = None) -> Iterator[None]:
+    """Inside, a call that cannot run on the shards it is given, and would gather them, raises `StrictModeError`.
+
+    `moves` refuses implicit moves as well, before anything is communicated: `moves="parameters"` those of parameters,
+    `moves=1_000_000` or `moves="1MB"` those for which each rank would send more bytes than that (by the ring model).
+    What is asked for (`redistribute`, `full_tensor`) is never refused, nor are the gradients of what was allowed.
+    Limits of `with` blocks around hold as well; `strict(False)` lifts them.
+
+    >>> import torch, shardwise as sw
+    >>> mesh = sw.simulate((2,), ("tp",))
+    >>> x, y = (sw.distribute_tensor(torch.ones(4, 4), mesh, [sw.Shard(dim)]) for dim in (0, 1))
+    >>> with sw.strict(moves=0):
+    ...     x * y
+    Traceback (most recent call last):
+    shardwise.errors.StrictModeError: strict mode: ...
+    """
+    around = _limits.get() if enabled else None
+    limits = around if moves is None else _joined(around, _parsed(moves))
+    tokens = _strict.set(enabled), _limits.set(limits)
+    if limits is not None:
+        watchers.append(limits)
     try:
         yield
     finally:
-        _strict.reset(token)
+        if limits is not None:
+            watchers.remove(limits)
+        _strict.reset(tokens[0])
+        _limits.reset(tokens[1])
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def _parsed(moves: str | int) -> Limits:
+    if moves == "parameters":
+        return Limits(parameters=True)
+    if isinstance(moves, str) and (
+        size := re.fullmatch(r"([\d_]*\.?\d+)\s*([KMG]?i?B|)", moves.strip(), re.IGNORECASE)
+    ):
+        return Limits(bytes=int(float(size[1]) * _UNITS[size[2].upper()]))
+    if isinstance(moves, int) and not isinstance(moves, bool) and moves >= 0:
+        return Limits(bytes=moves)
+    raise ValueError(
+        f'strict takes moves="parameters" or a number of bytes, such as 1_000_000 or "64MB"; got {moves!r}'
+    )
+
+
+def _joined(a: Limits | None, b: Limits) -> Limits:
+    if a is None:
+        return b
+    bytes = min((x.bytes for x in (a, b) if x.bytes is not None), default=None)
+    return Limits(a.parameters or b.parameters, bytes)
 
 
 @contextmanager
@@ -59,6 +119,10 @@ def _itself(x: Tensor) -> Tensor:
 
 def is_strict() -> bool:
     return _strict.get()
+
+
+def limits() -> Limits | None:
+    return _limits.get()
 
 
 def replicates_implicitly() -> bool:

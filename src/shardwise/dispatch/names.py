@@ -50,6 +50,13 @@ def _leading_parameters(func: Callable) -> list[tuple[str, ...]]:
     return [(name, "input") if name == "self" else (name,) for (name,) in _agreed(_schemas(packet))]
 
 
+def parameter_names(func: Any) -> list[str]:
+    """The names of a function's first parameters, methods of tensors included, as far as they are known."""
+    if (found := _leading_parameters(func)) or not hasattr(torch.ops.aten, getattr(func, "__name__", "")):
+        return [names[-1] for names in found]
+    return [name for (name,) in _agreed(_schemas(getattr(torch.ops.aten, func.__name__)))]
+
+
 def _schemas(op: Any) -> list[Any]:
     found = [op._schema] if isinstance(op, torch._ops.OpOverload) else [getattr(op, o)._schema for o in op.overloads()]
     return [schema for schema in found if any("Tensor" in str(argument.type) for argument in schema.arguments)]

@@ -1,0 +1,201 @@
+"""Why something is communicated: the user's line, the function called there, the argument that moves, and where to.
+
+While nobody watches, nothing here runs. While somebody does, whoever runs a call or a path of moves says so (`called`,
+`moved`), and the nodes that autograd makes meanwhile remember it: that line causes what their backward communicates.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+watchers: list[object] = []
+"""Who listens for collectives, or limits them. A plain list, not a ContextVar: on accelerators the backward pass, and
+the collectives in it, run on other threads."""
+
+ASKED = "asked for"
+CONFLICT = "operands in conflict"
+INSIDE = "inside the function"
+NO_RULE = "no rule"
+OF_REPLICATED = "gradient of a replicated tensor used on shards"
+UNSEEN = "gradient of a move made while nobody listened"
+
+Path = tuple[Any, ...]
+"""Moves, one after the other (`redistribute.Move`)."""
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_graph_task = torch._C._current_graph_task_id
+_Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_KEY = "shardwise.cause"
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What a collective is for. `path` are the moves that it is one of, if it is; `why` is of the forward pass."""
+
+    file: str
+    line: int
+    function: str
+    argument: str
+    why: str
+    path: Path
+
+
+class Call(Protocol):
+    """A torch function that runs on shards."""
+
+    function: str
+
+    def explain(self, path: Path, x: Tensor | None) -> tuple[str, str]:
+        """Which argument moves when `x` is taken along a path, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """What runs now, in the forward pass or in one backward pass."""
+
+    call: Call | None
+    path: Path
+    x: Tensor | None
+    task: int
+
+
+_scope: ContextVar[_Scope | None] = ContextVar("scope", default=None)
+
+
+def calling() -> Call | None:
+    """The call that runs now."""
+    scope = _current()
+    return None if scope is None else scope.call
+
+
+def is_moving(path: Sequence[Any]) -> bool:
+    """Whether it was already said that something is taken along this path."""
+    scope = _current()
+    return scope is not None and scope.path is path
+
+
+def called(call: Call, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
+    """`run()`, which is a call with these tensors."""
+    return _observed(_Scope(call, (), None, _graph_task()), tensors, run)
+
+
+def moved(path: Sequence[Any], x: Tensor, run: Callable[[], Any]) -> Any:
+    """`run()`, which takes a tensor along a path."""
+    return _observed(_Scope(calling(), path, x, _graph_task()), (x,), run)  # type: ignore[arg-type]
+
+
+def _observed(scope: _Scope, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
+    with _disabled():
+        known = {shard.grad_fn for x in tensors for shard in _shards(x)}
+    token = _scope.set(scope)
+    try:
+        out = run()
+        with _disabled():
+            _mark([shard.grad_fn for x in _tensors(out) for shard in _shards(x)], known)
+        return out
+    finally:
+        _scope.reset(token)
+
+
+def inherited(out: Sequence[Tensor]) -> None:
+    """What a backward pass makes, to be differentiated itself, has the cause of the node that makes it."""
+    _mark([x.grad_fn for x in out], set())
+
+
+def cause() -> tuple[Cause | None, bool]:
+    """What something communicated now is for, and whether it moves the gradient of that."""
+    scope = _current()
+    if scope is not None:
+        return _told(scope), False
+    if _graph_task() != -1:
+        node = torch._C._current_autograd_node()
+        return (None if node is None else node.metadata.get(_KEY)), True
+    file, line, function = users_line()
+    return Cause(file, line, function, "", ASKED, ()), False
+
+
+def _current() -> _Scope | None:
+    """What runs now. A backward pass begun inside of a call has causes of its own."""
+    scope = _scope.get()
+    return scope if scope is not None and scope.task == _graph_task() else None
+
+
+def _told(scope: _Scope) -> Cause:
+    file, line, function = users_line()
+    if scope.call is None:
+        return Cause(file, line, function, "", ASKED, scope.path)
+    return Cause(file, line, scope.call.function, *scope.call.explain(scope.path, scope.x), scope.path)
+
+
+# Nodes of the graph
+
+
+def _mark(nodes: Sequence[Any], known: set[Any]) -> None:
+    """Tell the nodes above `known` ones what they were made for."""
+    waiting = [node for node in nodes if node is not None]
+    why = cause()[0] if waiting else None
+    while waiting:
+        node = waiting.pop()
+        if node in known or node.__class__ is _Leaf or _KEY in node.metadata:
+            continue
+        node.metadata[_KEY] = why
+        waiting += [following for following, _ in node.next_functions if following is not None]
+
+
+def _shards(x: Tensor) -> tuple[Tensor, ...]:
+    return (x, *x.__dict__.get("_peers", ()))
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors(item)
+
+
+# The user's line
+
+
+def users_line() -> tuple[str, int, str]:
+    """The innermost line that is neither ours nor torch's: file, number, and what was called there."""
+    entry, frame = None, sys._getframe(1)
+    while frame is not None and is_ours(frame.f_globals.get("__name__", "")):
+        entry, frame = frame, frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return "", 0, ""
+    return frame.f_code.co_filename, frame.f_lineno, "" if entry is None else _entered(entry)
+
+
+def is_ours(module: str) -> bool:
+    return module.split(".")[0] in ("shardwise", "torch")
+
+
+def _entered(frame: FrameType) -> str:
+    """What a frame of ours runs: a torch function if that is how we came here, else the function of the frame."""
+    code, local = frame.f_code, frame.f_locals
+    if code.co_name in ("dispatch", "method"):  # dispatch.call, dispatch.straight
+        return name_of(local.get("func") or local.get("function"))
+    return code.co_qualname.replace(".__init__", "")
+
+
+@lru_cache(maxsize=4096)
+def name_of(func: Any) -> str:
+    """A torch function as users write it: `F.linear`, `Tensor.add`, `torch.cat`.
+
+    >>> name_of(torch.nn.functional.linear), name_of(torch.Tensor.add), name_of(torch.cat)
+    ('F.linear', 'Tensor.add', 'torch.cat')
+    """
+    known = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
+    for prefix, short in (("torch.nn.functional.", "F."), ("torch.Tensor.", "Tensor.")):
+        known = known.replace(prefix, short)
+    return known.removesuffix(".__get__")
