@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.comm import Ranked, ranked
+from shardwise.comm.cause import is_moving, moved, watchers
 from shardwise.errors import PlacementError
 from shardwise.layout import Mesh
+from shardwise.redistribute import Move
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
 
-def on_shards(local: Tensor, function: Callable[[Sequence[Tensor]], Any]) -> Tensor:
-    """Apply a function of all held shards to a local tensor."""
+def on_shards(local: Tensor, function: Callable[[Sequence[Tensor]], Any], moves: tuple[Move, ...] = ()) -> Tensor:
+    """Apply a function of all held shards to a local tensor. `moves` are those that it makes, or its gradient does."""
+    if watchers and moves and not is_moving(moves):
+        return moved(moves, local, partial(on_shards, local, function, moves))
     with _disabled():
         out = function((local, *local.__dict__.get("_peers", ())))
         if type(local) is not Ranked:

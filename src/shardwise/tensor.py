@@ -192,7 +192,7 @@ class DTensor(Tensor):
         local = aliases[0] if len(aliases) == 1 else ranked(aliases)
         if grad_placements is not None:
             back = plan_moves(layout.gradient, gradient_layout(layout, grad_placements))
-            local = on_shards(local, lambda shards: MoveGradient.apply(back, *shards))
+            local = on_shards(local, lambda shards: MoveGradient.apply(back, *shards), back)
         made = wrap(local, layout)
         if stride is not None:
             check_strides(layout, made.stride(), stride)
@@ -210,7 +210,7 @@ class DTensor(Tensor):
         leaves_the_graph = len(layout.mesh.held) == 1 and local.requires_grad and not self.is_leaf
         if not back and not (leaves_the_graph and torch.is_grad_enabled()):
             return local
-        return on_shards(local, lambda shards: MoveGradient.apply(back, *shards))
+        return on_shards(local, lambda shards: MoveGradient.apply(back, *shards), back)
 
     def redistribute(
         self,
@@ -245,7 +245,7 @@ class DTensor(Tensor):
             if len(moves) == 1 and moves[0].kind == "all_gather" and made.requires_grad:
                 made.__dict__["_gathered"] = gathered_from(local, moves[0], made)
             return made
-        return wrap(on_shards(local, lambda shards: CastBackward.apply(moves, backward_dtype, *shards)), target)
+        return wrap(on_shards(local, lambda shards: CastBackward.apply(moves, backward_dtype, *shards), moves), target)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
         """The whole tensor, plain, on every rank."""

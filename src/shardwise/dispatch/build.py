@@ -144,7 +144,7 @@ class Whole:
     """The function itself on the shards, in full generality: nested arguments, several results, the simulator,
     functions in Python. `plain` says that the function must see plain local tensors, not DTensors."""
 
-    __slots__ = ("function", "layouts", "mesh", "movers", "plain", "returned")
+    __slots__ = ("function", "layouts", "mesh", "movers", "plain", "returned", "labels")
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ def _fill(template: Any, slots: list[Any]) -> Any:
 class Steps:
     """A flat list of steps over numbered slots."""
 
-    __slots__ = ("mesh", "num_slots", "output", "outputs", "plain", "returned", "simulated", "steps")
+    __slots__ = ("mesh", "num_slots", "output", "outputs", "plain", "returned", "simulated", "steps", "labels")
 
     def __init__(self, lowered: Lowered) -> None:
         trace = lowered.trace

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm.cause import watchers
 from shardwise.dispatch.autocasting import AUTOCAST, Autocast, autocast_dtype
 from shardwise.dispatch.build import Steps, build, runs_in_cpp
 from shardwise.dispatch.copies import CopiedView
@@ -31,6 +32,7 @@ from shardwise.dispatch.special import SPECIAL
 from shardwise.dispatch.stand_ins import can_be_tried, refused, refused_dtypes, torchs_own
 from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call
 from shardwise.dispatch.views import MAY_COPY, ONLY_VIEWS, Copies, OfAllRanks, OfCopies, ViewOrCopy, Writes, only_views
+from shardwise.dispatch.watch import labelled, watched
 from shardwise.errors import InPlaceError, MeshError, StrideError
 from shardwise.layout import Layout
 from shardwise.rules import Value, flat_values, rule_for
@@ -119,7 +121,8 @@ def dispatch(
                     parts.append(arg._layout if kind is DTensor else arg if kind is int else key_of(arg))
             key = tuple(parts)
     except Uncacheable:
-        return unseen(make_plan, func, args, kwargs or {})(args, kwargs)
+        plan = unseen(make_plan, func, args, kwargs or {})
+        return watched(plan, func, args, kwargs) if watchers else plan(args, kwargs)
     _call()
     plan = _planned(key)
     if plan.__class__ is Direct:
@@ -131,6 +134,8 @@ def dispatch(
         return wrap_fresh(out, plan.layout)
     if plan is None:
         plan = _remember(key, func, args, kwargs or {})
+    if watchers:
+        return watched(plan, func, args, kwargs)
     return plan(args, kwargs)
 
 
@@ -207,11 +212,20 @@ class Variants:
         key = variant_key_now(args, kwargs)
         plan = self.plans.get(key)
         if plan is None:
-            if len(self.plans) >= 64:
-                del self.plans[next(iter(self.plans))]
-            _counted["misses"] += 1
-            plan = self.plans[key] = unseen(_plan, self.func, args, kwargs or {}, self.layouts)[0]
+            plan = self._made(key, args, kwargs)
         return plan(args, kwargs)
+
+    def plan_for(self, args: tuple, kwargs: dict[str, Any] | None) -> Plan:
+        """The plan that a call would run."""
+        key = variant_key_now(args, kwargs)
+        return self.plans.get(key) or self._made(key, args, kwargs)
+
+    def _made(self, key: tuple, args: tuple, kwargs: dict[str, Any] | None) -> Plan:
+        if len(self.plans) >= 64:
+            del self.plans[next(iter(self.plans))]
+        _counted["misses"] += 1
+        plan = self.plans[key] = unseen(_plan, self.func, args, kwargs or {}, self.layouts)[0]
+        return plan
 
 
 def _common_mesh(tensors: Sequence[Tensor]) -> Any:
@@ -274,7 +288,7 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
         return written_elsewhere(asked, args, kwargs, refusal, trace), False
     if func in ONLY_VIEWS:
         only_views(lowered)
-    plan = build(func, lowered, args, kwargs, asked)
+    plan = labelled(build(func, lowered, args, kwargs, asked), lowered)
     invariant = is_builtin(func) and _is_invariant(plan, lowered, args, kwargs)
     if isinstance(plan, Steps) and asked in AUTOCAST:
         plan = Autocast(plan, asked)
