@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.comm.cause import CONFLICT, INSIDE, NO_RULE, called, calling, name_of
+from shardwise.comm.cause import CONFLICT, INSIDE, NEEDED, NO_RULE, called, calling, name_of
 from shardwise.comm.record import listeners
 from shardwise.dispatch.limits import refuse_moves
 from shardwise.dispatch.lower import Lowered, LoweredCall
@@ -35,6 +35,7 @@ class Label:
     operand: str  # of which op inside of the call
     moves: Moves
     gathers: bool
+    alone: bool  # whether it meets no other tensor there
     itemsize: int
 
 
@@ -42,7 +43,14 @@ def labelled(plan: Plan, lowered: Lowered) -> Plan:
     """A plan that knows what it moves."""
     numbers = {value.index: number for number, value in reversed(list(enumerate(lowered.trace.inputs)))}
     labels = [
-        Label(numbers.get(value.index), _operand(call, at), call.moves[at], call.gathers, value.dtype.itemsize)
+        Label(
+            numbers.get(value.index),
+            _operand(call, at),
+            call.moves[at],
+            call.gathers,
+            len(call.call.inputs) == 1,
+            value.dtype.itemsize,
+        )
         for call in lowered.calls
         for at, value in enumerate(call.call.inputs)
         if not all(move.is_identity for move in call.moves[at])
@@ -70,7 +78,10 @@ def labels_of(plan: Any, args: tuple, kwargs: dict[str, Any] | None) -> tuple[La
         paths = moves_of(tensors)
     else:
         paths = [() if mover is None else mover.moves for mover in getattr(plan, "movers", ())]
-    return tuple(Label(at, "", moves, False, tensors[at].dtype.itemsize) for at, moves in enumerate(paths) if moves)
+    alone = len(tensors) == 1
+    return tuple(
+        Label(at, "", moves, False, alone, tensors[at].dtype.itemsize) for at, moves in enumerate(paths) if moves
+    )
 
 
 class SeenCall:
@@ -117,7 +128,9 @@ class SeenCall:
             return NO_RULE
         before, after = path[0].source.layout.pending, path[-1].target.layout.pending
         reduced = [p for p, q in zip(before, after, strict=True) if p is not None and q is None]
-        return f"pending {reduced[0].reduce_op} reduced" if reduced else CONFLICT
+        if reduced:
+            return f"pending {reduced[0].reduce_op} reduced"
+        return NEEDED if (len(self.tensors) == 1 if label is None else label.alone) else CONFLICT
 
     def _inside(self, argument: str) -> str:
         """Said of a call that another one makes."""
@@ -135,7 +148,7 @@ def gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     if limits() is not None:
         tensors = [(at, x) for at, x in enumerate(flat_tensors((args, kwargs))) if isinstance(x, DTensor)]
         whole = [(at, x, plan_moves(x._layout, Layout(x._layout.mesh, x._layout.shape))) for at, x in tensors]
-        labels = tuple(Label(at, "", moves, True, x.dtype.itemsize) for at, x, moves in whole if moves)
+        labels = tuple(Label(at, "", moves, True, False, x.dtype.itemsize) for at, x, moves in whole if moves)
         refuse_moves(SeenCall(func, args, kwargs, labels))
 
 
