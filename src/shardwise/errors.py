@@ -48,7 +48,7 @@ class UnreducedGradientError(ShardwiseError, RuntimeError):
 
 
 class StrictModeError(ShardwiseError, RuntimeError):
-    """Strict mode: a call cannot run on the shards it is given and would have to gather them."""
+    """Strict mode: a call would have to gather the shards it is given, or to move what it may not."""
 
 
 class FallbackWarning(UserWarning):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Ranked, ranked
-from shardwise.comm.cause import is_moving, moved, watchers
+from shardwise.comm.cause import is_moving, listeners, moved
 from shardwise.errors import PlacementError
 from shardwise.layout import Mesh
 from shardwise.redistribute import Move
@@ -20,7 +20,7 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 
 def on_shards(local: Tensor, function: Callable[[Sequence[Tensor]], Any], moves: tuple[Move, ...] = ()) -> Tensor:
     """Apply a function of all held shards to a local tensor. `moves` are those that it makes, or its gradient does."""
-    if watchers and moves and not is_moving(moves):
+    if listeners and moves and not is_moving(moves):
         return moved(moves, local, partial(on_shards, local, function, moves))
     with _disabled():
         out = function((local, *local.__dict__.get("_peers", ())))

@@ -31,7 +31,7 @@ from shardwise.debug import CommDebugMode
 assert bodies_errors and bodies_moves and bodies_ops and bodies_optimizers
 assert bodies_ragged and bodies_rules and bodies_second_order and bodies_training
 
-Record = list[tuple[str, tuple[str, ...], int, bool]]
+Record = list[tuple[Any, ...]]
 
 # How ranks may lie on a mesh of a given shape: in order, and otherwise.
 RANKS: dict[tuple[int, ...], dict[str, Any]] = {
@@ -61,7 +61,10 @@ def recorded(body: Body, mesh: Any) -> Record:
     """Run a body; what it communicated, as every rank must."""
     with CommDebugMode() as comm:
         body(mesh)
-    return [(c.kind, c.axes, c.ranks, c.backward) for c in comm.comms]
+    return [
+        (c.kind, c.axes, c.ranks, c.backward, c.line, c.function, c.argument, c.why, str(c.source), str(c.target))
+        for c in comm.comms
+    ]
 
 
 def run_all(rank: int, size: int, folder: Path) -> None:

@@ -192,7 +192,7 @@ def test_lists_name_their_elements(mesh: Any) -> None:
     with CommDebugMode() as comm:
         torch._foreach_add(xs, ys)
     assert [(c.function, c.argument, c.why) for c in comm.comms] == [
-        ("_foreach_add", "argument 1[1]", "operands in conflict")
+        ("torch._foreach_add", "argument 1[1]", "operands in conflict")
     ]
 
 

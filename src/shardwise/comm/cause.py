@@ -1,6 +1,6 @@
 """Why something is communicated: the user's line, the function called there, the argument that moves, and where to.
 
-While nobody watches, nothing here runs. While somebody does, whoever runs a call or a path of moves says so (`called`,
+While nobody listens, nothing here runs. While somebody does, whoever runs a call or a path of moves says so (`called`,
 `moved`), and the nodes that autograd makes meanwhile remember it: that line causes what their backward communicates.
 """
 
@@ -17,9 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+listeners: list[Any] = []
+"""Who is told about collectives: lists to which each is appended. A plain list, not a ContextVar: on accelerators the
+backward pass, and the collectives in it, run on other threads."""
+
 watchers: list[object] = []
-"""Who listens for collectives, or limits them. A plain list, not a ContextVar: on accelerators the backward pass, and
-the collectives in it, run on other threads."""
+"""Who watches calls: who listens, and who limits what they may move."""
 
 ASKED = "asked for"
 CONFLICT = "operands in conflict"
@@ -196,7 +199,12 @@ def name_of(func: Any) -> str:
     >>> name_of(torch.nn.functional.linear), name_of(torch.Tensor.add), name_of(torch.cat)
     ('F.linear', 'Tensor.add', 'torch.cat')
     """
-    known = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
-    for prefix, short in (("torch.nn.functional.", "F."), ("torch.Tensor.", "Tensor.")):
+    name = getattr(func, "__name__", str(func))
+    known = torch.overrides.resolve_name(func) or (f"torch.{name}" if getattr(torch, name, None) is func else name)
+    for prefix, short in (
+        ("torch.nn.functional.", "F."),
+        ("torch.Tensor.", "Tensor."),
+        ("torch.functional.", "torch."),
+    ):
         known = known.replace(prefix, short)
     return known.removesuffix(".__get__")

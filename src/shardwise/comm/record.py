@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import cause as causes
-from shardwise.comm.cause import OF_REPLICATED, UNSEEN, Cause
+from shardwise.comm.cause import OF_REPLICATED, UNSEEN, Cause, listeners
 from shardwise.comm.ring import ring_bytes_of
 from shardwise.layout import Layout, Mesh
 
@@ -44,10 +44,6 @@ class Comm:
     def wire_bytes(self) -> int:
         """The bytes that this rank sends, by the ring model."""
         return math.ceil(ring_bytes_of(self.kind, self.bytes, self.ranks))
-
-
-# A plain list, not a ContextVar: on accelerators the backward pass, and the collectives in it, run on other threads.
-listeners: list[list[Comm]] = []
 
 
 def note(kind: str, mesh: Mesh, axes: tuple[int, ...], payload: Tensor | list[Tensor] | tuple[Tensor, ...]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Ranked, ranked
-from shardwise.comm.cause import is_moving, watchers
+from shardwise.comm.cause import is_moving, listeners
 from shardwise.comm.cause import moved as observed
 from shardwise.layout import Layout
 from shardwise.redistribute import Gathered, Move, differentiable, forget, recall, remember, run_path, transition
@@ -59,7 +59,7 @@ class Mover:
                 return moved
         if "_gathered" in facts and len(self.moves) == 1 and facts["_gathered"].serves(self.moves[0], version):
             moved = self._regathered(x, facts["_gathered"])
-        elif self.only is not None and x.__class__ is DTensor and "_peers" not in facts and not watchers:
+        elif self.only is not None and x.__class__ is DTensor and "_peers" not in facts and not listeners:
             moved = self.only(x)
         else:
             moved = self._moved(x, facts)
@@ -72,7 +72,7 @@ class Mover:
         return shards[0] if len(shards) == 1 else ranked(shards)
 
     def _moved(self, x: Tensor, facts: dict[str, Any]) -> Tensor:
-        if watchers and not is_moving(self.moves):
+        if listeners and not is_moving(self.moves):
             return observed(self.moves, x, partial(self._moved, x, facts))
         if x.__class__ is DTensor and "_peers" not in facts:
             shards: Sequence[Tensor] = (x,)

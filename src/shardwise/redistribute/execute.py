@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.cause import inherited, is_moving, moved, watchers
+from shardwise.comm.cause import inherited, is_moving, listeners, moved
 from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
 from shardwise.redistribute.anchor import anchored, left_behind
@@ -32,7 +32,7 @@ def run_path(x: Tensor, moves: Sequence[Move]) -> Tensor:
     """Run moves one after the other on a local tensor. Plain in, plain out; `Ranked` in, `Ranked` out."""
     if not moves:
         return x
-    if watchers and not is_moving(moves):
+    if listeners and not is_moving(moves):
         return moved(moves, x, partial(run_path, x, moves))
     with _disabled():
         peers = x.__dict__.get("_peers")
@@ -196,7 +196,7 @@ def recorded(move: Move, grads: Sequence[Tensor]) -> Sequence[Tensor]:
     """A move of gradients, in a backward pass that will itself be differentiated."""
     with _disabled():
         out = left_behind(transition(move, anchored(grads)))
-        if watchers:
+        if listeners:
             inherited(out)
         return out
 
