@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardwise.comm.record import Comm
 
@@ -88,11 +89,12 @@ def _total(comms: Sequence[Comm]) -> Cells:
 
 
 def where(comm: Comm) -> str:
-    """The user's line, from where the program runs."""
+    """The user's line: its file as seen from where the program runs or, if it lies elsewhere, the end of its path."""
     if not comm.file:
         return "line unknown"
     near = os.path.relpath(comm.file) if os.path.isabs(comm.file) else comm.file
-    return f"{comm.file if near.startswith('..') else near}:{comm.line}"
+    name = near if not near.startswith("..") else os.sep.join(["…", *Path(comm.file).parts[-2:]])
+    return f"{name}:{comm.line}"
 
 
 def size(num_bytes: int) -> str:
