@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from shardwise.comm.cause import watchers
 from shardwise.comm.record import listeners
 from shardwise.debug import Comm, CommDebugMode, table
 from shardwise.errors import FallbackWarning
+from shardwise.redistribute import shared
 
 
 @pytest.fixture(params=["simulated", "process group", "recording"])
@@ -278,6 +281,18 @@ def test_nothing_is_left_behind_by_an_exception() -> None:
     with comm:
         x.full_tensor()
     assert comm.comms[0].function == "DTensor.full_tensor"
+
+
+def test_what_was_seen_is_freed(mesh: Any) -> None:
+    h, w = place(normal(6, 16), mesh).requires_grad_(), place(normal(32, 16), mesh, Shard(0))
+    with CommDebugMode() as comm:
+        y = F.linear(h, w).relu().softmax(1)
+        node, copy = y.grad_fn, h.redistribute(placements=[Shard(1)])
+    kept = [weakref.ref(x) for x in (h, w, y, copy)]
+    del h, w, y, copy, node
+    shared.windows.clear()  # moves of leaves are shared until the next backward pass
+    gc.collect()
+    assert comm.comms and not any(ref() is not None for ref in kept)
 
 
 # Numbers

@@ -121,7 +121,7 @@ def cause() -> tuple[Cause | None, bool]:
     if scope is not None:
         return _told(scope), False
     if _graph_task() != -1:
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         return (None if node is None else node.metadata.get(_KEY)), True
     file, line, function = users_line()
     return Cause(file, line, function, "", ASKED, ()), False

@@ -57,8 +57,9 @@ class CommDebugMode:
 
     def __exit__(self, *exception: Any) -> None:
         self._modules.stop()
-        for heard, mine in ((watchers, self), (record.listeners, self.comms), (record.fallbacks, self.fallbacks)):
-            heard[:] = [listener for listener in heard if listener is not mine]  # type: ignore[attr-defined, index]
+        told: list[tuple[list[Any], Any]] = [(watchers, self), (record.listeners, self.comms)]
+        for everybody, mine in (*told, (record.fallbacks, self.fallbacks)):
+            everybody[:] = [listener for listener in everybody if listener is not mine]
 
     def __repr__(self) -> str:
         return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"

@@ -53,7 +53,7 @@ class Counts(dict[Any, int]):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 def _kind(key: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -16,7 +17,7 @@ class ModuleParameters:
     def __init__(self) -> None:
         self.parameters: dict[str, dict[str, Tensor]] = {}
         self.placements: dict[str, tuple[Any, ...]] = {}
-        self._known: set[int] = set()
+        self._known: WeakSet[nn.Module] = WeakSet()
         self._handle: Any = None
 
     def start(self) -> None:
@@ -30,10 +31,10 @@ class ModuleParameters:
 
     def _see(self, module: nn.Module, args: Any) -> None:
         """Of a module that none around it brought along: all modules below it."""
-        if id(module) in self._known:
+        if module in self._known:
             return
         for path, inner in module.named_modules(prefix=type(module).__name__):
-            self._known.add(id(inner))
+            self._known.add(inner)
             for name, parameter in inner.named_parameters(recurse=False):
                 self.parameters.setdefault(path, {})[name] = parameter.data
                 if isinstance(parameter, DTensor):
