@@ -170,7 +170,7 @@ def test_values_that_leave_for_python() -> None:
     x = place(normal(8), sw.simulate((4,), ("tp",)), Shard(0)).sum()
     with CommDebugMode() as comm:
         x.item(); line = here()  # fmt: skip  # noqa: E702
-    assert [said(c) for c in comm.comms] == [("all_reduce", False, line, "Tensor.item", "", "asked for")]
+    assert [said(c) for c in comm.comms] == [("all_reduce", False, line, "Tensor.item", "", "pending sum reduced")]
 
 
 def test_moves_between_the_ops_of_a_function(mesh: Any) -> None:

@@ -123,8 +123,7 @@ def cause() -> tuple[Cause | None, bool]:
     if _graph_task() != -1:
         node: Any = torch._C._current_autograd_node()
         return (None if node is None else node.metadata.get(_KEY)), True
-    file, line, function = users_line()
-    return Cause(file, line, function, "", ASKED, ()), False
+    return _told(_Scope(None, (), None, -1)), False
 
 
 def _current() -> _Scope | None:
@@ -134,10 +133,23 @@ def _current() -> _Scope | None:
 
 
 def _told(scope: _Scope) -> Cause:
-    file, line, function = users_line()
-    if scope.call is None:
-        return Cause(file, line, function, "", ASKED, scope.path)
-    return Cause(file, line, scope.call.function, *scope.call.explain(scope.path, scope.x), scope.path)
+    file, line, entry = users_line()
+    if scope.call is not None:
+        return Cause(file, line, scope.call.function, *scope.call.explain(scope.path, scope.x), scope.path)
+    func = None if entry is None else _dispatched(entry)
+    if func is not None:  # one that has no plan: a value leaves for Python, say
+        return Cause(file, line, name_of(func), "", reduction(scope.path) or INSIDE, scope.path)
+    function = "" if entry is None else entry.f_code.co_qualname.replace(".__init__", "")
+    return Cause(file, line, function, "", ASKED, scope.path)
+
+
+def reduction(path: Path) -> str | None:
+    """What a path is for, if it reduces something that is pending."""
+    if not path:
+        return None
+    ends = zip(path[0].source.layout.pending, path[-1].target.layout.pending, strict=True)
+    reduced = [before for before, after in ends if before is not None and after is None]
+    return f"pending {reduced[0].reduce_op} reduced" if reduced else None
 
 
 # Nodes of the graph
@@ -170,26 +182,25 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 # The user's line
 
 
-def users_line() -> tuple[str, int, str]:
-    """The innermost line that is neither ours nor torch's: file, number, and what was called there."""
+def users_line() -> tuple[str, int, FrameType | None]:
+    """The innermost line that is neither ours nor torch's: file and number; and our frame that is nearest to it."""
     entry, frame = None, sys._getframe(1)
-    while frame is not None and is_ours(frame.f_globals.get("__name__", "")):
-        entry, frame = frame, frame.f_back  # type: ignore[assignment]
+    while frame is not None and is_ours(module := frame.f_globals.get("__name__", "")):
+        entry = frame if module.startswith("shardwise") else entry
+        frame = frame.f_back  # type: ignore[assignment]
     if frame is None:
-        return "", 0, ""
-    return frame.f_code.co_filename, frame.f_lineno, "" if entry is None else _entered(entry)
+        return "", 0, None
+    return frame.f_code.co_filename, frame.f_lineno, entry
 
 
 def is_ours(module: str) -> bool:
     return module.split(".")[0] in ("shardwise", "torch")
 
 
-def _entered(frame: FrameType) -> str:
-    """What a frame of ours runs: a torch function if that is how we came here, else the function of the frame."""
-    code, local = frame.f_code, frame.f_locals
-    if code.co_name in ("dispatch", "method"):  # dispatch.call, dispatch.straight
-        return name_of(local.get("func") or local.get("function"))
-    return code.co_qualname.replace(".__init__", "")
+def _dispatched(frame: FrameType) -> Any:
+    """The torch function that a frame of ours is to run, if it is one of `dispatch.call` or `dispatch.straight`."""
+    name = {"dispatch": "func", "method": "function", "_asked": "function"}.get(frame.f_code.co_name)
+    return None if name is None else frame.f_locals.get(name)
 
 
 @lru_cache(maxsize=4096)

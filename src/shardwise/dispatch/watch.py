@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.comm.cause import CONFLICT, INSIDE, NEEDED, NO_RULE, called, calling, name_of
+from shardwise.comm.cause import CONFLICT, INSIDE, NEEDED, NO_RULE, called, calling, name_of, reduction
 from shardwise.comm.record import listeners
 from shardwise.dispatch.limits import refuse_moves
 from shardwise.dispatch.lower import Lowered, LoweredCall
@@ -126,15 +126,12 @@ class SeenCall:
     def _why(self, path: Moves, label: Label | None) -> str:
         if self.gathers or (label is not None and label.gathers):
             return NO_RULE
-        before, after = path[0].source.layout.pending, path[-1].target.layout.pending
-        reduced = [p for p, q in zip(before, after, strict=True) if p is not None and q is None]
-        if reduced:
-            return f"pending {reduced[0].reduce_op} reduced"
-        return NEEDED if (len(self.tensors) == 1 if label is None else label.alone) else CONFLICT
+        alone = len(self.tensors) == 1 if label is None else label.alone
+        return reduction(path) or (NEEDED if alone else CONFLICT)
 
     def _inside(self, argument: str) -> str:
         """Said of a call that another one makes."""
-        return argument if self.outer is None else ", ".join(filter(None, (self.name, argument)))
+        return argument if self.name == self.function else ", ".join(filter(None, (self.name, argument)))
 
 
 def _numbered(names: list[str], at: int) -> str:
