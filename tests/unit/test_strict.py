@@ -159,6 +159,13 @@ def test_calls_without_a_rule(function: Callable[[Tensor], Any]) -> None:
         assert "cannot run on these shards" in refused(lambda: function(x))
 
 
+def test_results_as_long_as_the_data_say() -> None:
+    x = place(normal(8, 8), Shard(1))
+    text = refused(lambda: torch.nonzero(x), moves=0)
+    assert "torch.nonzero would move a value inside of it (brought where" in text
+    assert "from [8,8] S(1)@tp to [8,8] S(0)@tp" in text and text.endswith("nothing has to move, or allow more")
+
+
 def test_values_inside_of_a_function() -> None:
     x, w, out = place(normal(6, 4, 8), Shard(2)), place(normal(24, 8), Shard(1)), place(normal(8, 8))
 

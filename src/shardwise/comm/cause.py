@@ -7,7 +7,7 @@ While nobody listens, nothing here runs. While somebody does, whoever runs a cal
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -98,13 +98,12 @@ def moved(path: Sequence[Any], x: Tensor, run: Callable[[], Any]) -> Any:
 
 
 def _observed(scope: _Scope, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
-    with _disabled():
-        known = {shard.grad_fn for x in tensors for shard in _shards(x)}
+    known = _nodes(tensors) if listeners else []
     token = _scope.set(scope)
     try:
         out = run()
-        with _disabled():
-            _mark([shard.grad_fn for x in _tensors(out) for shard in _shards(x)], known)
+        if listeners:
+            _mark(_nodes(_tensors(out)), set(known))
         return out
     finally:
         _scope.reset(token)
@@ -167,8 +166,9 @@ def _mark(nodes: Sequence[Any], known: set[Any]) -> None:
         waiting += [following for following, _ in node.next_functions if following is not None]
 
 
-def _shards(x: Tensor) -> tuple[Tensor, ...]:
-    return (x, *x.__dict__.get("_peers", ()))
+def _nodes(tensors: Iterable[Tensor]) -> list[Any]:
+    with _disabled():
+        return [shard.grad_fn for x in tensors for shard in (x, *x.__dict__.get("_peers", ()))]
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

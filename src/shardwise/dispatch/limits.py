@@ -6,6 +6,7 @@ these, so all refuse alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 _disabled = torch._C.DisableTorchFunctionSubclass
 
 
-def refuse_moves(call: SeenCall) -> None:
+def refuse_moves(call: SeenCall, labels: Sequence[Label]) -> None:
     """Raise `StrictModeError` if the limits in force forbid something that a call would move."""
-    for label in call.labels:
+    for label in labels:
         if any(move.communicates for move in label.moves):
             _refuse(call, label)
 

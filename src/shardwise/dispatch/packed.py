@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.comm.cause import watchers
 from shardwise.comm.ranked import join, per_rank, shards_of
 from shardwise.dispatch.fallback import keeps_shards
 from shardwise.dispatch.ragged import Axes, axes_of, cut, mesh_of, on_mesh, shards_in, sizes_of
+from shardwise.dispatch.watch import unplanned
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.sizes import offsets
 from shardwise.local import spread
@@ -236,8 +238,10 @@ def _layer(
 
 def _varying(x: DTensor, axes: Axes) -> Tensor:
     """A whole weight, used by every rank for rows of its own."""
-    layout = Layout(x._layout.mesh, x._layout.shape)
-    return run_path(localise(x), plan_moves(x._layout, layout, frozenset(axes)))
+    moves = plan_moves(x._layout, Layout(x._layout.mesh, x._layout.shape), frozenset(axes))
+    if watchers:
+        unplanned(x, moves)
+    return run_path(localise(x), moves)
 
 
 def _layer_here(

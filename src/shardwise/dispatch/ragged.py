@@ -15,14 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.comm.cause import watchers
 from shardwise.comm.ranked import per_rank, shards_of
 from shardwise.dispatch.fallback import keeps_shards
 from shardwise.dispatch.special import handles
 from shardwise.dispatch.stand_ins import torchs_own
 from shardwise.dispatch.subscripts import everywhere, in_full, is_mask, items_of, num_dims, numbered
 from shardwise.dispatch.trace import flat_tensors
+from shardwise.dispatch.watch import unplanned
 from shardwise.layout import Layout, Mesh
-from shardwise.redistribute import Group
+from shardwise.redistribute import Group, plan_moves
 from shardwise.tensor import DTensor, as_layout, distribute_tensor, localise, wrap
 
 aten = torch.ops.aten
@@ -69,6 +71,8 @@ def in_order(layout: Layout, dim: int) -> Layout:
 
 def shards_in(x: DTensor, layout: Layout) -> Tensor:
     """The shards of a tensor that is brought into a layout."""
+    if watchers and x._layout.shape == layout.shape:
+        unplanned(x, plan_moves(x._layout, layout))
     return localise(as_layout(x, layout, "input"))
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.comm.cause import CONFLICT, INSIDE, NEEDED, NO_RULE, called, calling, name_of, reduction
-from shardwise.comm.record import listeners
 from shardwise.dispatch.limits import refuse_moves
 from shardwise.dispatch.lower import Lowered, LoweredCall
 from shardwise.dispatch.modes import limits
@@ -99,7 +98,7 @@ class SeenCall:
         self.gathers = False  # set where it turns out that there is no rule
 
     def explain(self, path: Any, x: Tensor | None) -> tuple[str, str]:
-        number = next((at for at, tensor in enumerate(self.tensors) if tensor is x), None)
+        number = self.number(x)
         found = [label for label in self.labels if label.moves is path]
         label = next((label for label in found if label.argument == number), found[0] if found else None)
         if number is None and label is not None:
@@ -108,6 +107,10 @@ class SeenCall:
             return self._inside(""), NO_RULE if self.gathers and path else INSIDE
         argument = self.argument(number) if number is not None else "" if label is None else label.operand
         return self._inside(argument), self._why(path, label)
+
+    def number(self, x: Tensor | None) -> int | None:
+        """Which of the tensors of the call a tensor is."""
+        return next((at for at, tensor in enumerate(self.tensors) if tensor is x), None)
 
     def argument(self, number: int) -> str:
         """An argument as users know it: `argument 1 (weight)`."""
@@ -146,14 +149,19 @@ def gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         tensors = [(at, x) for at, x in enumerate(flat_tensors((args, kwargs))) if isinstance(x, DTensor)]
         whole = [(at, x, plan_moves(x._layout, Layout(x._layout.mesh, x._layout.shape))) for at, x in tensors]
         labels = tuple(Label(at, "", moves, True, False, x.dtype.itemsize) for at, x, moves in whole if moves)
-        refuse_moves(SeenCall(func, args, kwargs, labels))
+        refuse_moves(SeenCall(func, args, kwargs, labels), labels)
+
+
+def unplanned(x: Tensor, moves: Moves) -> None:
+    """A call is about to move a tensor, and its plan did not tell."""
+    if limits() is not None and isinstance(call := calling(), SeenCall):
+        label = Label(call.number(x), "brought where the call needs it", moves, False, False, x.dtype.itemsize)
+        refuse_moves(call, [label])
 
 
 def watched(plan: Plan, func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> Any:
     """Run a plan for those who watch."""
     call = SeenCall(func, args, kwargs, labels_of(plan, args, kwargs))
     if limits() is not None:
-        refuse_moves(call)
-    if not listeners:
-        return plan(args, kwargs)
+        refuse_moves(call, call.labels)
     return called(call, call.tensors, partial(plan, args, kwargs))
