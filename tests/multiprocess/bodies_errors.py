@@ -80,3 +80,22 @@ def an_anomaly_on_one_rank(mesh: Any) -> None:
                     found.append("nan values" if "returned nan values" in str(error) else str(error))
     assert found == ["nan values"] * 6, found
     assert_close(sw.distribute_tensor(whole, mesh, [S(0)]).sum(), whole.sum(), "afterwards")
+
+
+@body(2)
+def moves_that_are_not_allowed_are_refused_on_every_rank(mesh: Any) -> None:
+    """Also on a rank that holds nothing of the parameter."""
+    whole = doubles(2, 3, 3)
+    matrices, numbers = (torch.nn.Parameter(sw.distribute_tensor(x, mesh, [S(2)])) for x in (whole, doubles(4, 1, 1)))
+    found = []
+    for moved in (matrices, numbers.transpose(1, 2)):
+        torch.linalg.det(moved.detach())
+        with sw.debug.CommDebugMode() as comm, sw.strict(moves="parameters"):
+            try:
+                torch.linalg.det(moved)
+            except sw.errors.StrictModeError as error:
+                found.append(str(error).partition(" from ")[0])
+        assert not comm.comms
+    assert found == ["strict mode: torch.linalg.det would move argument 0 (A)"] * 2
+    everywhere(dict.fromkeys(as_mesh(mesh).held, 0))
+    assert_close(torch.linalg.det(matrices), torch.linalg.det(whole))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.comm.cause import CONFLICT, INSIDE, NEEDED, NO_RULE, called, calling, name_of, reduction
 from shardwise.dispatch.limits import refuse_moves
-from shardwise.dispatch.lower import Lowered, LoweredCall
+from shardwise.dispatch.lower import Lowered
 from shardwise.dispatch.modes import limits
 from shardwise.dispatch.names import parameter_names
 from shardwise.dispatch.plan import Plan
@@ -31,11 +31,18 @@ class Label:
     """A value that a plan moves: an argument, by its number among the tensors of the call, or one inside of it."""
 
     argument: int | None
-    operand: str  # of which op inside of the call
     moves: Moves
-    gathers: bool
-    alone: bool  # whether it meets no other tensor there
     itemsize: int
+    gathers: bool = False
+    alone: bool = False  # whether it meets no other tensor
+    op: Any = None  # inside of the call, of which it is the operand numbered `at`
+    at: int = 0
+
+    @property
+    def operand(self) -> str:
+        if self.op is None:
+            return "brought where the call needs it"
+        return f"{self.op._schema.name.replace('::', '.')}, {_numbered(parameter_names(self.op), self.at)}"
 
 
 def labelled(plan: Plan, lowered: Lowered) -> Plan:
@@ -44,11 +51,12 @@ def labelled(plan: Plan, lowered: Lowered) -> Plan:
     labels = [
         Label(
             numbers.get(value.index),
-            _operand(call, at),
             call.moves[at],
+            value.dtype.itemsize,
             call.gathers,
             len(call.call.inputs) == 1,
-            value.dtype.itemsize,
+            call.call.op,
+            at,
         )
         for call in lowered.calls
         for at, value in enumerate(call.call.inputs)
@@ -57,10 +65,6 @@ def labelled(plan: Plan, lowered: Lowered) -> Plan:
     if labels:
         plan.labels = tuple(labels)  # type: ignore[attr-defined]
     return plan
-
-
-def _operand(lowered: LoweredCall, at: int) -> str:
-    return f"{lowered.call.op._schema.name.replace('::', '.')}, {_numbered(parameter_names(lowered.call.op), at)}"
 
 
 def labels_of(plan: Any, args: tuple, kwargs: dict[str, Any] | None) -> tuple[Label, ...]:
@@ -78,9 +82,7 @@ def labels_of(plan: Any, args: tuple, kwargs: dict[str, Any] | None) -> tuple[La
     else:
         paths = [() if mover is None else mover.moves for mover in getattr(plan, "movers", ())]
     alone = len(tensors) == 1
-    return tuple(
-        Label(at, "", moves, False, alone, tensors[at].dtype.itemsize) for at, moves in enumerate(paths) if moves
-    )
+    return tuple(Label(at, moves, tensors[at].dtype.itemsize, alone=alone) for at, moves in enumerate(paths) if moves)
 
 
 class SeenCall:
@@ -148,15 +150,14 @@ def gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     if limits() is not None:
         tensors = [(at, x) for at, x in enumerate(flat_tensors((args, kwargs))) if isinstance(x, DTensor)]
         whole = [(at, x, plan_moves(x._layout, Layout(x._layout.mesh, x._layout.shape))) for at, x in tensors]
-        labels = tuple(Label(at, "", moves, True, False, x.dtype.itemsize) for at, x, moves in whole if moves)
+        labels = tuple(Label(at, moves, x.dtype.itemsize, gathers=True) for at, x, moves in whole if moves)
         refuse_moves(SeenCall(func, args, kwargs, labels), labels)
 
 
 def unplanned(x: Tensor, moves: Moves) -> None:
     """A call is about to move a tensor, and its plan did not tell."""
     if limits() is not None and isinstance(call := calling(), SeenCall):
-        label = Label(call.number(x), "brought where the call needs it", moves, False, False, x.dtype.itemsize)
-        refuse_moves(call, [label])
+        refuse_moves(call, [Label(call.number(x), moves, x.dtype.itemsize)])
 
 
 def watched(plan: Plan, func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> Any:
