@@ -6,6 +6,7 @@ import gc
 import inspect
 import json
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -208,6 +209,17 @@ def test_shared_moves_name_the_first_use(mesh: Any) -> None:
     assert [(c.kind, c.line, c.function) for c in comm.comms] == [("all_reduce", line, "F.linear")]
 
 
+def test_a_backward_pass_on_another_thread(mesh: Any) -> None:
+    """As on accelerators."""
+    h, w = place(normal(6, 16), mesh).requires_grad_(), place(normal(32, 16), mesh, Shard(0))
+    with CommDebugMode() as comm:
+        y = F.linear(h, w).to_local().sum(); line = here()  # fmt: skip  # noqa: E702
+        thread = threading.Thread(target=y.backward)
+        thread.start()
+        thread.join()
+    assert [(c.backward, c.line, c.function) for c in comm.comms] == [(True, line, "F.linear")]
+
+
 def test_gradients_of_a_forward_pass_that_nobody_saw(mesh: Any) -> None:
     h, w = place(normal(6, 16), mesh).requires_grad_(), place(normal(32, 16), mesh, Shard(0))
     y = F.linear(h, w).to_local().sum()
@@ -229,6 +241,18 @@ def test_second_derivatives_know_the_first_line() -> None:
     again = [c for c in comm.comms[first:] if c.function == "F.linear"]
     assert again and all(c.backward and c.line == line for c in again)
     assert all(c.file for c in comm.comms)
+
+
+def test_second_derivatives_of_exchanges_know_the_first_line() -> None:
+    x = place(normal(2, 3, 16), sw.simulate((4,), ("tp",)), Shard(2)).requires_grad_()
+    with CommDebugMode() as comm:
+        y = F.conv1d(x, place(normal(3, 3, 3), x._layout.mesh), padding=1); line = here()  # fmt: skip  # noqa: E702
+        (grad,) = torch.autograd.grad(y.square().to_local().sum(), x, create_graph=True)
+        first = comm.get_total_counts()
+        grad.square().to_local().sum().backward()
+    again = comm.comms[first:]
+    assert any(c.kind == "all_to_all" for c in again)
+    assert {(c.line, c.function) for c in again} == {(line, "F.conv1d")}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -109,9 +109,9 @@ def _observed(scope: _Scope, tensors: Sequence[Tensor], run: Callable[[], Any]) 
         _scope.reset(token)
 
 
-def inherited(out: Sequence[Tensor]) -> None:
-    """What a backward pass makes, to be differentiated itself, has the cause of the node that makes it."""
-    _mark([x.grad_fn for x in out], set())
+def inherited(out: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """What a backward pass makes of gradients, to be differentiated itself, has the cause of the node that makes it."""
+    _mark(_nodes(out), set(_nodes(grads)))
 
 
 def cause() -> tuple[Cause | None, bool]:
@@ -158,7 +158,7 @@ def _mark(nodes: Sequence[Any], known: set[Any]) -> None:
     """Tell the nodes above `known` ones what they were made for."""
     waiting = [node for node in nodes if node is not None]
     why = cause()[0] if waiting else None
-    while waiting:
+    while waiting and why is not None:
         node = waiting.pop()
         if node in known or node.__class__ is _Leaf or _KEY in node.metadata:
             continue

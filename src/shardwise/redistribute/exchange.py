@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.comm.cause import inherited, listeners
 from shardwise.layout import Mesh
 from shardwise.redistribute.anchor import anchored, left_behind
 from shardwise.redistribute.kernels import members
@@ -111,7 +112,10 @@ class _Exchanged(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return None, *run_exchange(back, grads)
         with _disabled():
-            return None, *left_behind(run_exchange(back, anchored(grads)))
+            out = left_behind(run_exchange(back, anchored(grads)))
+            if listeners:
+                inherited(out, grads)
+            return None, *out
 
 
 def _common(a: Interval, b: Interval) -> Interval:

@@ -197,7 +197,7 @@ def recorded(move: Move, grads: Sequence[Tensor]) -> Sequence[Tensor]:
     with _disabled():
         out = left_behind(transition(move, anchored(grads)))
         if listeners:
-            inherited(out)
+            inherited(out, grads)
         return out
 
 
