@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.comm import Ranked
 from shardwise.dispatch.lower import Lowered, LoweredCall, is_builtin, local_call
-from shardwise.dispatch.plan import Direct, Mover, Plan, localised, moved_first, mover_of, wrap_fresh
+from shardwise.dispatch.plan import Direct, Mover, Plan, localised, moved_first, mover_of, runs_in_cpp, wrap_fresh
 from shardwise.dispatch.randomness import is_random, random_call
 from shardwise.dispatch.trace import OPAQUE, flat_tensors, map_tensors, written_families
 from shardwise.dispatch.whole import runs_alike
@@ -37,12 +37,6 @@ def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, A
             return moved_first(function, [(at, m) for at, m in zip(positions, movers, strict=True) if m], layouts[0])
     returned = [_argument_index(value, lowered) for value in flat_values(lowered.trace.output)]
     return Whole(function, movers, layouts, returned, lowered.mesh)
-
-
-def runs_in_cpp(mesh: Mesh) -> bool:
-    """Whether local calls can take DTensors as they are: not in the simulator, and not on meta shards, whose kernels
-    are partly Python and would see the global shape."""
-    return len(mesh.held) == 1 and mesh.device_type != "meta"
 
 
 def _positions(args: tuple, kwargs: dict[str, Any]) -> list[int] | None:

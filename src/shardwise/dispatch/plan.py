@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Ranked
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import Move, differentiable, forget, recall, remember, run_path, transition
 from shardwise.tensor import DTensor, localise, spread
 
@@ -27,14 +27,16 @@ class Mover:
     and backward (see `redistribute.shared`).
     """
 
-    __slots__ = ("key", "mesh", "moves", "only", "only_gradient")
+    __slots__ = ("direct", "key", "mesh", "moves", "only", "only_gradient")
 
     def __init__(self, moves: tuple[Move, ...]) -> None:
         self.moves = moves
         self.mesh = moves[0].source.layout.mesh
         self.key = id(moves)  # the planner gives equal paths as one object
         self.only_gradient = all(move.keeps_value for move in moves)
-        self.only = differentiable(moves[0]) if len(moves) == 1 and moves[0].is_linear else None
+        in_cpp = runs_in_cpp(self.mesh)
+        self.direct = DTensor if in_cpp else None  # the class of what goes to kernels as it is
+        self.only = differentiable(moves[0]) if in_cpp and len(moves) == 1 and moves[0].is_linear else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` in the new layout. It is a DTensor, or a plain tensor taken as replicated; under `_disabled`."""
@@ -62,7 +64,7 @@ class Mover:
         return moved
 
     def _moved(self, x: Tensor, facts: dict[str, Any]) -> Tensor:
-        if x.__class__ is DTensor and "_peers" not in facts:
+        if x.__class__ is self.direct and "_peers" not in facts:
             shards: Sequence[Tensor] = (x,)
             for move in self.moves:
                 shards = transition(move, shards)
@@ -73,7 +75,13 @@ class Mover:
 def local_of(x: Tensor, moves: Sequence[Move]) -> Tensor:
     if x.__class__ is not DTensor:
         return spread(x, moves[0].source.layout.mesh)
-    return localise(x) if "_peers" in x.__dict__ else x
+    return localise(x) if "_peers" in x.__dict__ or not runs_in_cpp(x._layout.mesh) else x
+
+
+def runs_in_cpp(mesh: Mesh) -> bool:
+    """Whether local calls can take DTensors as they are: not in the simulator, and not on meta shards, whose kernels
+    are partly Python and would see the global shape."""
+    return len(mesh.held) == 1 and mesh.device_type != "meta"
 
 
 def mover_of(moves: tuple[Move, ...]) -> Mover | None:

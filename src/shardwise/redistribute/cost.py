@@ -17,6 +17,8 @@ _BYTES = 4  # per element: layouts know no dtype, and only ratios matter
 
 def transition_cost(kind: str, elements: float, ranks: int) -> float:
     """The price of one transition of a value that has `elements` elements where it is whole along the axes."""
+    if ranks == 1 and kind != "nothing":
+        return LOCAL
     share = (ranks - 1) / ranks
     size = elements * _BYTES
     match kind:

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
 from shardwise.redistribute.anchor import anchored, left_behind
-from shardwise.redistribute.aside import blocks, collected, owing
+from shardwise.redistribute.aside import SECOND_ORDER, blocks, collected, owing
 from shardwise.redistribute.cost import group_size
 from shardwise.redistribute.kernels import KERNELS, run_move
 from shardwise.redistribute.shared import forget
@@ -128,7 +128,6 @@ def _silencing(move: Move) -> Callable[[Tensor], Tensor]:
     return silence
 
 
-SECOND_ORDER = "shardwise.second_order"
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
