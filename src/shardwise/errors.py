@@ -47,6 +47,10 @@ class UnreducedGradientError(ShardwiseError, RuntimeError):
     """An optimizer is about to step while gradients are kept aside."""
 
 
+class NoDataError(ShardwiseError, NotImplementedError):
+    """A call needs the data of tensors that have none: they lie on the meta device."""
+
+
 class StrictModeError(ShardwiseError, RuntimeError):
     """Strict mode: a call would have to gather the shards it is given, or to move what it may not."""
 

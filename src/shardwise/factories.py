@@ -44,8 +44,10 @@ def _drawn(
     mesh, layout = _mesh_and_layout(size, device_mesh, placements)
     check_in_step(mesh)
     whole = make(layout.shape)
-    moved = run_path(spread(whole, mesh), plan_moves(Layout(mesh, layout.shape), layout))
-    return wrap(moved.clone() if layout.replicated or layout.has_pending else moved, layout).requires_grad_(grad)
+    moves = plan_moves(Layout(mesh, layout.shape), layout)
+    moved = run_path(spread(whole, mesh), moves)
+    shared = all(move.shares_memory for move in moves)
+    return wrap(moved.clone() if shared else moved, layout).requires_grad_(grad)
 
 
 def zeros(

@@ -128,7 +128,10 @@ class DTensor(Tensor):
         peers = self.__dict__.get("_peers", ())
         with _disabled():
             grad = as_layout(value, self._layout.gradient, "grad")
-            _set_grad(self, grad)
+            seen = kernels_see(grad)
+            _set_grad(self, seen)
+            if seen is not grad:
+                self.__dict__["_grad"] = seen, grad
             for peer, piece in zip(peers, grad.__dict__.get("_peers", ()), strict=True):
                 peer.grad = piece
 
@@ -148,12 +151,22 @@ class DTensor(Tensor):
                 )
             if grad.requires_grad and _summed_axes(self._layout):
                 return gradient_tensor((grad, *others), self._layout)
+            if grad.is_meta and self._layout.mesh.device_type == "meta":
+                return self._labelled_on_meta(grad)
             if not isinstance(grad, DTensor):
                 grad.__class__ = DTensor
                 grad.__dict__["_layout"] = self._layout.gradient
             if peers:
                 grad._peers = others
             return grad
+
+    def _labelled_on_meta(self, grad: Tensor) -> DTensor:
+        """An alias of what torch accumulated: torch goes on adding to it, which on meta a function in Python does, and
+        that would see the global shape."""
+        known = self.__dict__.get("_grad")
+        if known is None or known[0] is not grad:
+            known = self.__dict__["_grad"] = grad, wrap(_as_subclass(grad, Tensor), self._layout.gradient)
+        return known[1]
 
     if TYPE_CHECKING:  # torch says that these return a Tensor
 
@@ -239,7 +252,7 @@ class DTensor(Tensor):
         linear = all(p is None or p.reduce_op == "sum" for p in layout.pending)
         if backward_dtype is None or backward_dtype == local.dtype or not linear:
             moved = run_path(local, moves)
-            if any(move.kind == "mask" for move in moves):  # some ranks would share storage with the source, others not
+            if moves and all(move.shares_memory for move in moves):  # some ranks would share it with the source
                 moved = moved.clone()
             made = wrap(moved, target)
             if len(moves) == 1 and moves[0].kind == "all_gather" and made.requires_grad:
@@ -314,6 +327,11 @@ def wrap(local: Tensor, layout: Layout) -> DTensor:
     return made
 
 
+def kernels_see(x: DTensor) -> Tensor:
+    """A DTensor as torch's kernels may see it: itself, but on meta, where they are partly Python, its shard."""
+    return _on_shard(_as_subclass, (), (x, Tensor)) if x._layout.mesh.device_type == "meta" else x  # type: ignore[call-arg]
+
+
 def localise(x: DTensor) -> Tensor:
     """The shard as a plain tensor that shares storage and history; in the simulator, a `Ranked` of all shards."""
     peers = x.__dict__.get("_peers")
@@ -376,7 +394,21 @@ def _summed_axes(layout: Layout) -> tuple[int, ...]:
 
 
 OURS = frozenset(
-    {"_layout", "_peers", "_is_param", "_hooks", "_moved", "_gathered", "_strides", "_copied", "_source", "_whole"}
+    {
+        *(
+            "_layout",
+            "_peers",
+            "_is_param",
+            "_hooks",
+            "_moved",
+            "_gathered",
+            "_strides",
+            "_copied",
+            "_source",
+            "_whole",
+        ),
+        "_grad",
+    }
 )
 """What we keep on a tensor ourselves."""
 
@@ -435,11 +467,12 @@ def distribute_tensor(
     with torch.no_grad():
         plain = tensor.detach() if tensor.is_meta else tensor.detach().to(mesh.device_type)
         plain = plain.contiguous()  # what is sent between ranks arrives so
-        if src_data_rank is not None and not plain.is_meta:
+        if src_data_rank is not None and (not plain.is_meta or mesh.device_type == "meta"):
             for axis in range(mesh.ndim):
                 plain = mesh.port.broadcast([plain] * len(mesh.held), mesh, (axis,), src_data_rank)[0]
-        moved = run_path(spread(plain, mesh), plan_moves(Layout(mesh, tensor.shape), layout))
-        if layout.replicated or layout.has_pending:  # some ranks would share storage with the user's tensor
+        moves = plan_moves(Layout(mesh, tensor.shape), layout)
+        moved = run_path(spread(plain, mesh), moves)
+        if all(move.shares_memory for move in moves):  # some ranks would share storage with the user's tensor
             moved = moved.clone()
         made = wrap(moved, layout)
     return made.requires_grad_(tensor.requires_grad)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
+import pytest
 import torch
 from sweep import mesh_of
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.record import Comm
+from shardwise.debug import CommDebugMode
 
 To = Callable[..., Tensor]
 """Brings a tensor to the mesh, where there is one: into the placements given, or any."""
@@ -41,8 +45,16 @@ def sharded(model: nn.Module, mesh: Any, chance: random.Random) -> nn.Module:
     return model
 
 
-def check_program(make: Callable[[], nn.Module], step: Step, *, mesh: tuple[int, ...] = (2, 2), seeds: int = 2) -> None:
-    """`step` does the same to a model wherever its parameters and data lie."""
+def check_program(
+    make: Callable[[], nn.Module],
+    step: Step,
+    *,
+    mesh: tuple[int, ...] = (2, 2),
+    seeds: int = 2,
+    meta: str = "the same",
+) -> None:
+    """`step` does the same to a model wherever its parameters and data lie; and without data it communicates the same,
+    unless `meta` says what comes of that instead."""
     for seed in range(seeds):
         torch.manual_seed(seed)
         chance, lying = random.Random(seed), mesh_of(mesh)
@@ -51,10 +63,8 @@ def check_program(make: Callable[[], nn.Module], step: Step, *, mesh: tuple[int,
         torch.manual_seed(seed)
         expected = step(plain, lambda x, *where: x)
         torch.manual_seed(seed)
-        found = step(
-            dist,
-            lambda x, *where: sw.distribute_tensor(x, lying, where) if where else anywhere(x, lying, chance),  # noqa: B023
-        )
+        with CommDebugMode() as comm:
+            found = step(dist, _bringing(lying, chance))
         for e, f in zip(expected, found, strict=True):
             torch.testing.assert_close(f.detach().full_tensor(), e.detach())
         for (name, p), q in zip(plain.named_parameters(), dist.parameters(), strict=True):
@@ -63,3 +73,44 @@ def check_program(make: Callable[[], nn.Module], step: Step, *, mesh: tuple[int,
                 torch.testing.assert_close(q.grad.full_tensor(), p.grad, msg=lambda m, name=name: f"grad {name}: {m}")
         for p, q in zip(plain.buffers(), dist.buffers(), strict=True):
             torch.testing.assert_close(q.full_tensor(), p)
+        check_on_meta(make, step, lying, seed, comm.comms, meta)
+
+
+def _bringing(mesh: Any, chance: random.Random) -> To:
+    return lambda x, *where: sw.distribute_tensor(x, mesh, where) if where else anywhere(x, mesh, chance)
+
+
+def check_on_meta(
+    make: Callable[[], nn.Module], step: Step, mesh: Any, seed: int, comms: list[Comm], expected: str
+) -> None:
+    """The same program without data, built on the meta device, on one rank of a mesh of the same shape."""
+    torch.manual_seed(seed)
+    chance, recording = random.Random(seed), sw.recording(mesh.shape, mesh.names)
+
+    def run() -> None:
+        with torch.device("meta"):
+            model = make()
+        model = sharded(model, recording, chance)
+        torch.manual_seed(seed)
+        with comm:
+            step(model, _bringing(recording, chance))
+
+    comm = CommDebugMode()
+    if expected in REFUSALS:
+        with pytest.raises(REFUSALS[expected], match="meta"):
+            run()
+        return
+    run()
+    if expected == "the same":
+        pairs = zip_longest(map(facts, comm.comms), map(facts, comms))
+        different = [f"{i}: {a} on meta, {b} in the simulator" for i, (a, b) in enumerate(pairs) if a != b]
+        assert not different, "\n".join(different[:4])
+
+
+REFUSALS: dict[str, type[Exception]] = {"needs data": sw.errors.NoDataError, "refused by torch": RuntimeError}
+"""What may come of a program on meta tensors but `the same` communication, or `less` of it, where torch skips steps."""
+
+
+def facts(comm: Comm) -> tuple[Any, ...]:
+    """What every port records of a collective."""
+    return comm.kind, comm.axes, comm.ranks, comm.bytes, comm.backward

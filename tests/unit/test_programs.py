@@ -105,7 +105,7 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name: str) -> None:
-    check_program(LanguageModel, trained(OPTIMIZERS[name], clip=True), seeds=1)
+    check_program(LanguageModel, trained(OPTIMIZERS[name], clip=True), seeds=1, meta="refused by torch")
 
 
 def test_saving_and_going_on() -> None:
@@ -186,4 +186,4 @@ def test_tagging_sequences(lengths: Any) -> None:
         scores.square().mean().backward()
         return [scores]
 
-    check_program(Tagger, step)
+    check_program(Tagger, step, meta="the same" if lengths is None else "refused by torch")

@@ -51,7 +51,7 @@ PARAMETRISED: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", PARAMETRISED)
 def test_parametrisations(name: str) -> None:
-    check_program(PARAMETRISED[name], trained)
+    check_program(PARAMETRISED[name], trained, meta="refused by torch" if "orthogonal" in name else "the same")
 
 
 def pruned(model: Any, to: To) -> list[Tensor]:
@@ -94,7 +94,7 @@ def averaged(model: nn.Module, to: To) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 @pytest.mark.parametrize("step", [pruned, pruned_together, as_a_vector, averaged], ids=lambda f: f.__name__)
 def test_utilities(step: Callable[[Any, To], list[Tensor]]) -> None:
-    check_program(small, step)
+    check_program(small, step, meta="needs data" if step is pruned_together else "the same")
 
 
 class Adversaries(nn.Module):
@@ -159,7 +159,7 @@ def test_a_recommender(mode: str) -> None:
         F.binary_cross_entropy_with_logits(scores, to(torch.rand(4, 1).round())).backward()
         return [scores]
 
-    check_program(lambda: Recommender(mode), step)
+    check_program(lambda: Recommender(mode), step, meta="needs data")
 
 
 def test_a_transformer_of_torchs() -> None:
@@ -173,7 +173,7 @@ def test_a_transformer_of_torchs() -> None:
     def make() -> nn.Module:
         return nn.Transformer(8, 2, 1, 1, 12, dropout=0.0, batch_first=True)
 
-    check_program(make, step)
+    check_program(make, step, meta="needs data")  # whether the mask is causal
 
 
 @pytest.mark.parametrize("grad_first", [True, False])

@@ -68,7 +68,8 @@ def test_flags_of_optimizers(name: str) -> None:
             scheduler.step()
         return losses
 
-    check_program(small, step, mesh=(2, 3), seeds=1)
+    meta = "refused by torch" if "fused" in name else "needs data" if "Adafactor" in name else "the same"
+    check_program(small, step, mesh=(2, 3), seeds=1, meta=meta)
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
@@ -78,7 +79,7 @@ def test_clipping_by_any_norm(order: float, foreach: bool | None) -> None:
         model(to(torch.randn(4, 5))).square().sum().backward()
         return [nn.utils.clip_grad_norm_(model.parameters(), 0.1, order, foreach=foreach)]
 
-    check_program(small, step, mesh=(3,), seeds=1)
+    check_program(small, step, mesh=(3,), seeds=1, meta="refused by torch" if foreach else "the same")
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
@@ -182,7 +183,7 @@ def test_around_the_backward_pass(step: Callable[[Any, To], list[Tensor]], mesh:
 
 
 def test_averages_of_weights_and_of_statistics() -> None:
-    check_program(normed, averaged_weights, mesh=(2, 3))
+    check_program(normed, averaged_weights, mesh=(2, 3), meta="needs data")
 
 
 def test_scaled_losses_in_half_precision() -> None:
@@ -254,7 +255,7 @@ def routed(model: nn.Module, to: To) -> list[Tensor]:
 
 @pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
 def test_a_mixture_of_experts(mesh: tuple[int, ...]) -> None:
-    check_program(Experts, routed, mesh=mesh)
+    check_program(Experts, routed, mesh=mesh, meta="needs data")
 
 
 def learning_to_learn(model: Any, to: To) -> list[Tensor]:

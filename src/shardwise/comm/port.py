@@ -3,43 +3,180 @@
 A port holds the shards of one or more ranks. Every method takes one entry per *held* rank and returns one entry per
 held rank: a process holds one, the simulator holds all. `axes` are axes of `mesh`, merged into one group whose
 members are numbered in row-major order of those axes, in the order given. Nothing here knows about layouts or autograd.
+
+Each collective has a form that starts it and returns a `Handle`; the other form waits as well. What all ports have in
+common is here: axes of one rank are left out, so that a group of one communicates nothing, and the rest is recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
+from shardwise.comm import record
 from shardwise.layout import Mesh
 
 Shards = Sequence[Tensor]
 Chunks = Sequence[Sequence[Tensor]]
 Axes = tuple[int, ...]
+Shapes = Sequence[Sequence[tuple]]
+
+_as_subclass = torch._C.TensorBase.as_subclass
+_T = TypeVar("_T")
 
 
-class Port(Protocol):
-    """What every port can do."""
+class Handle(Generic[_T]):
+    """A collective under way. It keeps the memory that is sent from and received into, and is waited for at the latest
+    when nobody wants it any more: a backend may still write there."""
+
+    __slots__ = ("__weakref__", "_error", "_finish", "_result")
+
+    def __init__(self, finish: Callable[[], _T]) -> None:
+        self._finish: Callable[[], _T] | None = finish
+        self._error: Exception | None = None
+        self._result: Any = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._finish is None
+
+    def wait(self) -> _T:
+        """What the collective brings, once it has."""
+        if self._finish is not None:
+            try:
+                self._result = self._finish()
+            except Exception as error:
+                self._error = error
+            self._finish = None
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def __del__(self) -> None:
+        if self._finish is not None:
+            with suppress(Exception):  # nobody asks how it ended
+                self.wait()
+
+
+def done(result: _T) -> Handle[_T]:
+    """The handle of a collective that is complete."""
+    handle = Handle(lambda: result)
+    handle.wait()
+    return handle
+
+
+def communicating(mesh: Mesh, axes: Axes) -> Axes:
+    """The axes with several ranks."""
+    return tuple([axis for axis in axes if mesh.shape[axis] > 1])
+
+
+def _note(kind: str, mesh: Mesh, axes: Axes, shards: Sequence[Tensor]) -> None:
+    """A shard may come as the DTensor that it is the storage of, whose `numel` is global."""
+    record.note(kind, mesh, axes, [_as_subclass(x, Tensor) for x in shards])
+
+
+class Port(ABC):
+    """What every port can do. Each implements the underlined forms: they start a collective over axes with several
+    ranks, in the way that suits its being `awaited` at once or not."""
 
     def all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
         """Each member gets the reduction (`sum`, `max`, `min`, `product`) over its group."""
+        return self.start_all_reduce(shards, mesh, axes, op, awaited=True).wait()
 
-    def all_gather(
-        self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Sequence[Sequence[tuple]]
-    ) -> list[list[Tensor]]:
+    def start_all_reduce(
+        self, shards: Shards, mesh: Mesh, axes: Axes, op: str, *, awaited: bool = False
+    ) -> Handle[list[Tensor]]:
+        axes = communicating(mesh, axes)
+        if not axes:
+            return done([x.clone() for x in shards])
+        if record.listeners:
+            _note("all_reduce", mesh, axes, shards[:1])
+        return self._all_reduce(shards, mesh, axes, op, awaited)
+
+    def all_gather(self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes) -> list[list[Tensor]]:
         """Each member gets all members' shards; `shapes[held][member]` are theirs."""
+        return self.start_all_gather(shards, mesh, axes, shapes, awaited=True).wait()
+
+    def start_all_gather(
+        self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes, *, awaited: bool = False
+    ) -> Handle[list[list[Tensor]]]:
+        axes = communicating(mesh, axes)
+        if not axes:
+            return done([[x.clone()] for x in shards])
+        if record.listeners:
+            _note("all_gather", mesh, axes, shards[:1])
+        return self._all_gather(shards, mesh, axes, shapes, awaited)
 
     def reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
         """Each member brings one chunk per member and gets the reduction of the chunks meant for it."""
+        return self.start_reduce_scatter(chunks, mesh, axes, op, awaited=True).wait()
 
-    def all_to_all(
-        self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Sequence[Sequence[tuple]]
-    ) -> list[list[Tensor]]:
+    def start_reduce_scatter(
+        self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str, *, awaited: bool = False
+    ) -> Handle[list[Tensor]]:
+        axes = communicating(mesh, axes)
+        if not axes:
+            return done([chunk.clone() for (chunk,) in chunks])
+        if record.listeners:
+            _note("reduce_scatter", mesh, axes, chunks[0])
+        return self._reduce_scatter(chunks, mesh, axes, op, awaited)
+
+    def all_to_all(self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes) -> list[list[Tensor]]:
         """Each member brings one chunk per member and gets those meant for it; `shapes[held][member]` are theirs."""
+        return self.start_all_to_all(chunks, mesh, axes, shapes, awaited=True).wait()
+
+    def start_all_to_all(
+        self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes, *, awaited: bool = False
+    ) -> Handle[list[list[Tensor]]]:
+        axes = communicating(mesh, axes)
+        if not axes:
+            return done([[chunk.clone()] for (chunk,) in chunks])
+        if record.listeners:
+            _note("all_to_all", mesh, axes, chunks[0])
+        return self._all_to_all(chunks, mesh, axes, shapes, awaited)
 
     def broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int) -> list[Tensor]:
         """Each member gets the shard of the member numbered `source`."""
+        return self.start_broadcast(shards, mesh, axes, source, awaited=True).wait()
 
+    def start_broadcast(
+        self, shards: Shards, mesh: Mesh, axes: Axes, source: int, *, awaited: bool = False
+    ) -> Handle[list[Tensor]]:
+        axes = communicating(mesh, axes)
+        if not axes:
+            return done([x.clone() for x in shards])
+        if record.listeners:
+            _note("broadcast", mesh, axes, shards[:1])
+        return self._broadcast(shards, mesh, axes, source, awaited)
+
+    @abstractmethod
+    def _all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Handle[list[Tensor]]: ...
+
+    @abstractmethod
+    def _all_gather(
+        self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
+    ) -> Handle[list[list[Tensor]]]: ...
+
+    @abstractmethod
+    def _reduce_scatter(
+        self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str, awaited: bool
+    ) -> Handle[list[Tensor]]: ...
+
+    @abstractmethod
+    def _all_to_all(
+        self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
+    ) -> Handle[list[list[Tensor]]]: ...
+
+    @abstractmethod
+    def _broadcast(
+        self, shards: Shards, mesh: Mesh, axes: Axes, source: int, awaited: bool
+    ) -> Handle[list[Tensor]]: ...
+
+    @abstractmethod
     def rebuild_mesh(self, mesh: Mesh) -> tuple[Any, tuple]:
         """How pickle makes the mesh again."""

@@ -6,44 +6,39 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from shardwise.comm import record
-from shardwise.comm.port import Axes, Chunks, Shards
+from shardwise.comm.port import Axes, Chunks, Handle, Port, Shapes, Shards, done
 from shardwise.comm.simulated import checked_axes
 from shardwise.layout import Mesh
 
 
-class RecordingPort:
+class RecordingPort(Port):
     """One rank of a mesh of any size, on meta shards: nothing moves, everything is counted."""
 
     def __init__(self, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
         self.shape = shape
         self.names = names
 
-    def all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
-        record.note("all_reduce", mesh, axes, shards[0])
-        return [shards[0].clone()]
+    def _all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Handle[list[Tensor]]:
+        return done([x.clone(memory_format=torch.contiguous_format) for x in shards])
 
-    def all_gather(
-        self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Sequence[Sequence[tuple]]
-    ) -> list[list[Tensor]]:
-        record.note("all_gather", mesh, axes, shards[0])
-        return [[shards[0].new_empty(shape) for shape in shapes[0]]]
+    def _all_gather(
+        self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
+    ) -> Handle[list[list[Tensor]]]:
+        return done([[shards[0].new_empty(shape) for shape in shapes[0]]])
 
-    def reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
-        record.note("reduce_scatter", mesh, axes, list(chunks[0]))
-        return [chunks[0][0].clone()]
+    def _reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Handle[list[Tensor]]:
+        return done([chunks[0][0].clone(memory_format=torch.contiguous_format)])
 
-    def all_to_all(
-        self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Sequence[Sequence[tuple]]
-    ) -> list[list[Tensor]]:
-        record.note("all_to_all", mesh, axes, list(chunks[0]))
-        return [[chunks[0][0].new_empty(shape) for shape in shapes[0]]]
+    def _all_to_all(
+        self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
+    ) -> Handle[list[list[Tensor]]]:
+        return done([[chunks[0][0].new_empty(shape) for shape in shapes[0]]])
 
-    def broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int) -> list[Tensor]:
-        record.note("broadcast", mesh, axes, shards[0])
-        return [shards[0]]
+    def _broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int, awaited: bool) -> Handle[list[Tensor]]:
+        return done([x.clone(memory_format=torch.contiguous_format) for x in shards])
 
     def rebuild_mesh(self, mesh: Mesh) -> tuple[Any, tuple]:
         return rebuild_recording, (self.shape, self.names, mesh.names)

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import record
-from shardwise.comm.port import Axes, Chunks, Shards
+from shardwise.comm.port import Axes, Chunks, Handle, Port, Shapes, Shards, done
 from shardwise.errors import MeshError
 from shardwise.layout import Mesh
 
@@ -23,7 +22,7 @@ _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class SimulatedPort:
+class SimulatedPort(Port):
     """All ranks of a mesh, numbered row-major over its axes."""
 
     def __init__(self, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
@@ -50,49 +49,38 @@ class SimulatedPort:
                 results[rank] = result
         return results
 
-    def all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
-        if record.listeners:
-            record.note("all_reduce", mesh, axes, shards[0])
+    def _all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Handle[list[Tensor]]:
         combine = _REDUCE[op]
 
         def run(group: list[int]) -> list[Tensor]:
             total = reduce(combine, [shards[rank] for rank in group])
             return [total.clone() for _ in group]
 
-        return self._each(mesh, axes, run)
+        return done(self._each(mesh, axes, run))
 
-    def all_gather(
-        self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Sequence[Sequence[tuple]]
-    ) -> list[list[Tensor]]:
-        if record.listeners:
-            record.note("all_gather", mesh, axes, shards[0])
-        return self._each(mesh, axes, lambda group: [[shards[rank] for rank in group]] * len(group))
+    def _all_gather(
+        self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
+    ) -> Handle[list[list[Tensor]]]:
+        return done(self._each(mesh, axes, lambda group: [[shards[rank] for rank in group]] * len(group)))
 
-    def reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
-        if record.listeners:
-            record.note("reduce_scatter", mesh, axes, list(chunks[0]))
+    def _reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Handle[list[Tensor]]:
         combine = _REDUCE[op]
 
         def run(group: list[int]) -> list[Tensor]:
             return [reduce(combine, [chunks[rank][member] for rank in group]).clone() for member in range(len(group))]
 
-        return self._each(mesh, axes, run)
+        return done(self._each(mesh, axes, run))
 
-    def all_to_all(
-        self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Sequence[Sequence[tuple]]
-    ) -> list[list[Tensor]]:
-        if record.listeners:
-            record.note("all_to_all", mesh, axes, list(chunks[0]))
-
+    def _all_to_all(
+        self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
+    ) -> Handle[list[list[Tensor]]]:
         def run(group: list[int]) -> list[list[Tensor]]:
             return [[chunks[rank][member].clone() for rank in group] for member in range(len(group))]
 
-        return self._each(mesh, axes, run)
+        return done(self._each(mesh, axes, run))
 
-    def broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int) -> list[Tensor]:
-        if record.listeners:
-            record.note("broadcast", mesh, axes, shards[0])
-        return self._each(mesh, axes, lambda group: [shards[group[source]].clone() for _ in group])
+    def _broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int, awaited: bool) -> Handle[list[Tensor]]:
+        return done(self._each(mesh, axes, lambda group: [shards[group[source]].clone() for _ in group]))
 
     def rebuild_mesh(self, mesh: Mesh) -> tuple[Any, tuple]:
         return rebuild_simulated, (self.shape, self.names, mesh.device_type, mesh.names)

@@ -18,7 +18,7 @@ from shardwise.dispatch.special import handles, shards_of
 from shardwise.errors import HookError
 from shardwise.layout import Mesh
 from shardwise.redistribute import alone, anchors, forget, let_go, owing, pay, second_order, tied, trail
-from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, localise
+from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, kernels_see, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled
@@ -194,7 +194,8 @@ def _of_empty_shards(inputs: Sequence[Any], grads: Sequence[Tensor | None]) -> l
 def _anywhere(mesh: Mesh, held: Sequence[bool]) -> bool:
     """Whether something holds for any rank."""
     flags = [torch.tensor(int(flag), device=mesh.device_type) for flag in held]
-    return bool(mesh.port.all_reduce(flags, mesh, tuple(range(mesh.ndim)), "max")[0])
+    found = mesh.port.all_reduce(flags, mesh, tuple(range(mesh.ndim)), "max")[0]
+    return any(held) if found.is_meta else bool(found)
 
 
 def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[tuple, tuple]:
@@ -226,7 +227,7 @@ def _seed(x: DTensor, gradient: Tensor | None) -> list[Tensor]:
         if x._layout.numel != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         with _disabled():
-            return [torch.ones_like(shard) for shard in shards_of(x)]
+            return [torch.ones_like(shard) for shard in (kernels_see(x), *shards_of(x)[1:])]
     if not isinstance(gradient, DTensor) and gradient.dim() == 0 and x._layout.numel == 1:
         with _disabled():
             return [gradient.expand(shard.shape) for shard in shards_of(x)]

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from shardwise.comm import Ranked
 from shardwise.dispatch.lower import Lowered, LoweredCall, is_builtin, local_call
-from shardwise.dispatch.plan import Direct, Mover, Plan, localised, moved_first, mover_of, reduced_after, wrap_fresh
+from shardwise.dispatch.plan import (
+    Direct,
+    Mover,
+    Plan,
+    localised,
+    moved_first,
+    mover_of,
+    reduced_after,
+    runs_in_cpp,
+    wrap_fresh,
+)
 from shardwise.dispatch.randomness import RandomCall, drawn, is_exact, is_random, random_call, streams
 from shardwise.dispatch.trace import OPAQUE, flat_tensors, map_tensors, written_families
 from shardwise.dispatch.whole import runs_alike
@@ -101,12 +111,6 @@ def _reduced_plan(function: Callable, lowered: Lowered, args: tuple, kwargs: dic
         return None
     movers = [(at, mover) for at, m in zip(positions, input_moves, strict=True) if (mover := mover_of(m))]
     return reduced_after(function, movers, in_place(moves[0]), lowered.layouts[lowered.trace.output.index])
-
-
-def runs_in_cpp(mesh: Mesh) -> bool:
-    """Whether local calls can take DTensors as they are: not in the simulator, and not on meta shards, whose kernels
-    are partly Python and would see the global shape."""
-    return len(mesh.held) == 1 and mesh.device_type != "meta"
 
 
 def _positions(args: tuple, kwargs: dict[str, Any]) -> list[int] | None:

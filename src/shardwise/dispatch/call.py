@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from shardwise.comm.cause import watchers
 from shardwise.dispatch.autocasting import AUTOCAST, Autocast, autocast_dtype
-from shardwise.dispatch.build import Steps, build, runs_in_cpp
+from shardwise.dispatch.build import Steps, build
 from shardwise.dispatch.copies import CopiedView
 from shardwise.dispatch.elsewhere import written_arguments, written_elsewhere
 from shardwise.dispatch.entries import is_collective, refuse_collective
@@ -27,12 +28,13 @@ from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.names import by_position
 from shardwise.dispatch.nothing import OnNothing
 from shardwise.dispatch.outs import plan_out
-from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
+from shardwise.dispatch.plan import Direct, Plan, runs_in_cpp, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
 from shardwise.dispatch.stand_ins import can_be_tried, refused, refused_dtypes, torchs_own
 from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call
 from shardwise.dispatch.views import MAY_COPY, ONLY_VIEWS, Copies, OfAllRanks, OfCopies, ViewOrCopy, Writes, only_views
 from shardwise.dispatch.watch import labelled, watched
+from shardwise.dispatch.without_data import WithoutData, lie_on_meta
 from shardwise.errors import InPlaceError, MeshError, StrideError
 from shardwise.layout import Layout
 from shardwise.rules import Value, flat_values, rule_for
@@ -121,7 +123,7 @@ def dispatch(
                     parts.append(arg._layout if kind is DTensor else arg if kind is int else key_of(arg))
             key = tuple(parts)
     except Uncacheable:
-        plan = unseen(make_plan, func, args, kwargs or {})
+        plan = _new_plan(func, args, kwargs or {})
         return watched(plan, func, args, kwargs) if watchers else plan(args, kwargs)
     _call()
     plan = _planned(key)
@@ -141,13 +143,19 @@ def dispatch(
 
 def _remember(key: tuple, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     _counted["misses"] += 1
-    plan = unseen(make_plan, func, args, kwargs)
+    plan = _new_plan(func, args, kwargs)
     if not isinstance(plan, (Direct, FunctionType)):
         plan = plan.__call__  # bound: a call of an object that is not a function takes a detour
     while len(_plans) >= MAX_PLANS:
         del _plans[next(iter(_plans))]
     _plans[key] = plan
     return plan
+
+
+def _new_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
+    if not lie_on_meta(args, kwargs):
+        return unseen(make_plan, func, args, kwargs)
+    return WithoutData(WithoutData(partial(unseen, make_plan, func), func)(args, kwargs), func)
 
 
 def make_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import shards_of
-from shardwise.dispatch.build import Whole, runs_in_cpp
-from shardwise.dispatch.plan import Mover, Plan, direct_list, mover_of
+from shardwise.dispatch.build import Whole
+from shardwise.dispatch.plan import Mover, Plan, direct_list, mover_of, runs_in_cpp
 from shardwise.dispatch.stand_ins import refused
 from shardwise.dispatch.trace import flat_tensors
 from shardwise.errors import InPlaceError

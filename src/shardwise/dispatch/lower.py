@@ -268,7 +268,8 @@ class _Aliases:
                     f"nothing was changed. Redistribute them alike first"
                 )
         if call.is_view and call.inputs and call.inputs[0].index in self.views:
-            stays = not lowered.moves[0] and (lowered.local is None or lowered.local.resized)
+            moved = any(not move.is_identity for move in lowered.moves[0])
+            stays = not moved and (lowered.local is None or lowered.local.resized)
             for value in call.outputs:
                 if value.index not in self.views:
                     self.views[value.index] = stays and self.views[call.inputs[0].index]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import ranked, shards_of
-from shardwise.tensor import DTensor, wrap
+from shardwise.tensor import DTensor, kernels_see, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _on_shard = torch._C._disabled_torch_function_impl
@@ -86,7 +86,7 @@ def on_one_device(x: Any) -> Tensor:
 def copied(x: DTensor, memory_format: torch.memory_format = torch.contiguous_format) -> DTensor:
     """A copy, shard by shard."""
     if "_peers" not in x.__dict__:
-        made: Any = _on_shard(_clone, (), (x,), {"memory_format": memory_format})
+        made: Any = _on_shard(_clone, (), (kernels_see(x),), {"memory_format": memory_format})
         made.__class__ = DTensor
         made.__dict__["_layout"] = x._layout
         return made

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.comm import Ranked, ranked
 from shardwise.comm.cause import is_moving, listeners
 from shardwise.comm.cause import moved as observed
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import Gathered, Move, differentiable, forget, recall, remember, run_path, transition
 from shardwise.tensor import DTensor, localise, spread
 
@@ -30,14 +30,16 @@ class Mover:
     and backward (see `redistribute.shared`).
     """
 
-    __slots__ = ("key", "mesh", "moves", "only", "only_gradient")
+    __slots__ = ("direct", "key", "mesh", "moves", "only", "only_gradient")
 
     def __init__(self, moves: tuple[Move, ...]) -> None:
         self.moves = moves
         self.mesh = moves[0].source.layout.mesh
         self.key = id(moves)  # the planner gives equal paths as one object
         self.only_gradient = all(move.keeps_value for move in moves)
-        self.only = differentiable(moves[0]) if len(moves) == 1 and moves[0].is_linear else None
+        in_cpp = runs_in_cpp(self.mesh)
+        self.direct = DTensor if in_cpp else None  # the class of what goes to kernels as it is
+        self.only = differentiable(moves[0]) if in_cpp and len(moves) == 1 and moves[0].is_linear else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` in the new layout. It is a DTensor, or a plain tensor taken as replicated; under `_disabled`."""
@@ -74,7 +76,7 @@ class Mover:
     def _moved(self, x: Tensor, facts: dict[str, Any]) -> Tensor:
         if listeners and not is_moving(self.moves):
             return observed(self.moves, x, partial(self._moved, x, facts))
-        if x.__class__ is DTensor and "_peers" not in facts:
+        if x.__class__ is self.direct and "_peers" not in facts:
             shards: Sequence[Tensor] = (x,)
             for move in self.moves:
                 shards = transition(move, shards)
@@ -85,7 +87,13 @@ class Mover:
 def local_of(x: Tensor, moves: Sequence[Move]) -> Tensor:
     if x.__class__ is not DTensor:
         return spread(x, moves[0].source.layout.mesh)
-    return localise(x) if "_peers" in x.__dict__ else x
+    return localise(x) if "_peers" in x.__dict__ or not runs_in_cpp(x._layout.mesh) else x
+
+
+def runs_in_cpp(mesh: Mesh) -> bool:
+    """Whether local calls can take DTensors as they are: not in the simulator, and not on meta shards, whose kernels
+    are partly Python and would see the global shape."""
+    return len(mesh.held) == 1 and mesh.device_type != "meta"
 
 
 def mover_of(moves: tuple[Move, ...]) -> Mover | None:

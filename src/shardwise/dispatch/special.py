@@ -19,6 +19,7 @@ from shardwise.dispatch.copies import CopiedView, watch_view
 from shardwise.dispatch.memory import copied, lies_plainly, on_one_device
 from shardwise.dispatch.trace import map_tensors
 from shardwise.dispatch.views import OfCopies
+from shardwise.dispatch.without_data import WithoutData, lie_on_meta, needs_data
 from shardwise.errors import MixedTensorError
 from shardwise.tensor import DTensor, arrive, as_layout, wrap
 
@@ -146,6 +147,13 @@ def _whole(x: Any) -> Any:
         return x.detach().full_tensor()
 
 
+def _of_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a function makes of whole tensors that Python is to see."""
+    if func != Tensor.__dlpack_device__ and lie_on_meta(args, kwargs):
+        raise needs_data(func, args, kwargs)
+    return func(*map(_whole, args), **kwargs)
+
+
 @handles(
     *(Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__complex__),
     *(Tensor.is_nonzero, torch.is_nonzero),
@@ -154,12 +162,12 @@ def _to_number(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if x._layout.numel != 1:  # torch refuses, in its own words
         return func(torch.zeros((), dtype=x.dtype).expand(x.shape))
-    return func(_whole(x), **kwargs)
+    return _of_data(func, args, kwargs)
 
 
 @handles(Tensor.tolist, Tensor.__contains__, Tensor.__dlpack_device__)
 def _to_python(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return func(*(_whole(arg) for arg in args), **kwargs)
+    return _of_data(func, args, kwargs)
 
 
 @handles(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
@@ -167,7 +175,7 @@ def _to_array(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     x, *rest = args
     if x.requires_grad and not kwargs.get("force"):  # torch refuses, in its own words
         return func(torch.zeros((), dtype=x.dtype, requires_grad=True), *rest, **kwargs)
-    return func(_whole(x), *rest, **kwargs)
+    return _of_data(func, args, kwargs)
 
 
 @handles(Tensor.__format__)
@@ -232,7 +240,9 @@ def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         if not linear:
             x = as_layout(x, x._layout.with_(pending=[None] * x._layout.mesh.ndim), "self")
     rest = [arg for arg in args[1:] if isinstance(arg, Tensor)]
-    plan = Whole(func, [None] * (1 + len(rest)), [x._layout], [None], x._layout.mesh)
+    plan: Any = Whole(func, [None] * (1 + len(rest)), [x._layout], [None], x._layout.mesh)
+    if x._layout.mesh.device_type == "meta":
+        plan = WithoutData(plan, func)
     out = plan((x, *args[1:]), kwargs)
     arrive(out.device.type)
     return x if shards_of(out)[-1] is shards_of(x)[-1] else out  # nothing to change

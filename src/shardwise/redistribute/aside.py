@@ -28,6 +28,9 @@ _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _size = torch._C.TensorBase.size
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
+SECOND_ORDER = "shardwise.second_order"
+"""Under this name a node of torch's that stands for a move knows what it does to gradients that are differentiated."""
+
 blocks: list[str] = []
 """Open blocks, the innermost last: in it gradients are "kept", "reduced" with those kept before, or left "alone"."""
 
@@ -100,12 +103,19 @@ def _gone(key: int, found: ref[Tensor]) -> None:
 
 
 def _leaf(node: Any) -> Tensor | None:
-    """The leaf that a node's gradient is for; in the simulator, rank 0's shard is an alias of it."""
-    if node is None:
-        return None
-    if node.name() == "AliasBackward0":
+    """The leaf that a node's gradient is for, as it is. Moves whose backward does nothing may lie between: some ranks
+    do without them, and all must find the same leaf. So may an alias: rank 0's shard in the simulator is one."""
+    while node is not None and _passes_on(node):
         node = node.next_functions[0][0]
     return getattr(node, "variable", None)
+
+
+def _passes_on(node: Any) -> bool:
+    back = node.metadata.get(SECOND_ORDER)
+    move = getattr(node, "move", None)
+    if back is None and isinstance(move, Move):
+        back = move.dual
+    return back.kind == "nothing" if back is not None else node.name() == "AliasBackward0"
 
 
 def _held(parameter: Tensor) -> Sequence[Tensor]:

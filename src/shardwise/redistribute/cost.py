@@ -24,6 +24,8 @@ def wire_bytes(kind: str, size: float, ranks: int) -> float:
 
 def transition_cost(kind: str, elements: float, ranks: int) -> float:
     """The price of one transition of a value that has `elements` elements where it is whole along the axes."""
+    if ranks == 1 and kind != "nothing":
+        return LOCAL
     size = elements * _BYTES
     match kind:
         case "nothing":

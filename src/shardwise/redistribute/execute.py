@@ -17,7 +17,7 @@ from shardwise.comm.cause import inherited, is_moving, listeners, moved
 from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
 from shardwise.redistribute.anchor import anchored, left_behind
-from shardwise.redistribute.aside import blocks, collected, owing
+from shardwise.redistribute.aside import SECOND_ORDER, blocks, collected, owing
 from shardwise.redistribute.cost import group_size
 from shardwise.redistribute.kernels import KERNELS, run_move
 from shardwise.redistribute.ownership import function_of_one, is_ours
@@ -157,7 +157,6 @@ def nothing_like(x: Tensor) -> Tensor:
     return x.new_zeros(()).expand(x.shape)
 
 
-SECOND_ORDER = "shardwise.second_order"
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 

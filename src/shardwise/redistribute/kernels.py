@@ -24,7 +24,7 @@ Kernel = Callable[[Move, Sequence[Tensor]], list[Tensor]]
 
 def run_move(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
     """The held ranks' shards after a move, from those before it."""
-    if _autocasting():  # it has opinions about joining tensors, too
+    if _autocasting() and not shards[0].is_meta:  # it has opinions about joining tensors, too
         with torch.autocast(shards[0].device.type, enabled=False):
             return KERNELS[move.kind](move, shards)
     return KERNELS[move.kind](move, shards)

@@ -123,6 +123,8 @@ def _search(source: Layout, target: Layout, bound: float) -> list[Edge] | None:
 def _at_least(layout: Layout, goal: Layout) -> float:
     """What it costs at the least to get from a layout to another that is the goal."""
     for axis, pending in enumerate(layout.pending):
+        if layout.mesh.shape[axis] == 1:
+            continue
         if pending is not None:
             if goal.pending[axis] != pending:
                 return LATENCY

@@ -43,5 +43,5 @@ def forget(mesh: Mesh) -> None:
     """Start afresh: uses on a mesh from here on share nothing with those before."""
     if windows:
         windows.pop(mesh, None)
-        for other in [other for other in windows if other.is_within(mesh)] if windows else ():
-            del windows[other]
+        for other in [other for other in tuple(windows) if other.is_within(mesh)] if windows else ():
+            windows.pop(other, None)  # ranks may be threads

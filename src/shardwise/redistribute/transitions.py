@@ -71,6 +71,8 @@ class Move:
 
     @cached_property
     def kind(self) -> str:
+        if self.is_linear and _differ_on_one_rank_only(self.source.layout, self.target.layout):
+            return "nothing"
         axis = self.axes[0]
         return TABLE[self.source.at(axis), self.target.at(axis)]
 
@@ -113,6 +115,22 @@ class Move:
         """Whether the ranks held here keep both their values and their gradients."""
         return self.is_linear and self.keeps_value and self.dual.keeps_value
 
+    @cached_property
+    def shares_memory(self) -> bool:
+        """Whether the result of the move may lie where its source does, on some ranks if not on all."""
+        return self.kind in ("nothing", "mask")
+
     def __str__(self) -> str:
         names = ",".join(self.source.layout.mesh.names[axis] for axis in self.axes)
         return f"{self.kind}({names}): {self.source.layout} → {self.target.layout}"
+
+
+def _differ_on_one_rank_only(a: Layout, b: Layout) -> bool:
+    """Whether two layouts differ at most along axes of one rank, where a value is whole, a part, and a sum of one."""
+    return 1 in a.mesh.shape and _on_several_ranks(a) == _on_several_ranks(b)
+
+
+def _on_several_ranks(layout: Layout) -> tuple:
+    extents = layout.mesh.shape
+    splits = tuple(tuple(axis for axis in cut if extents[axis] > 1) for cut in layout.splits)
+    return splits, tuple(p for p, extent in zip(layout.pending, extents, strict=True) if extent > 1), layout.sizes

@@ -243,7 +243,7 @@ def _sharded_cross_entropy(
 
 def _rounded(loss: Tensor, of: _Entropy) -> Tensor:
     """A loss in its dtype. Autocast leaves one of half precision in single precision, which a trace does not see."""
-    return loss if torch.is_autocast_enabled(loss.device.type) else loss.to(of.dtype)
+    return loss if not loss.is_meta and torch.is_autocast_enabled(loss.device.type) else loss.to(of.dtype)
 
 
 def _local_rows(x: Tensor, target: Tensor, weight: Tensor | None, of: _Entropy) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
+from shardwise.rules.agreement import unknown
 from shardwise.rules.reductions import LAST
 from shardwise.rules.types import Call, Collectives, HeldValues, Local
 
@@ -35,7 +36,10 @@ class Bound:
             if found != LAST:
                 self.refuse(found)
                 raise IndexError(f"index {found} is out of bounds for dimension with size {self.size}")
-        elif index.device.type != "meta":  # without waiting for it, as torch does there
+        elif index.is_meta:
+            if self.split:
+                unknown(group, index)
+        else:  # without waiting for it, as torch does there
             torch._assert_async(((index >= self.low) & (index < self.size)).all())
 
 

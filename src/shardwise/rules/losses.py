@@ -117,7 +117,8 @@ def _sharded_gaussian(
     reduction: str,
     count: int,
 ) -> Tensor:
-    if not var.is_meta and int(group.reduce((var < 0).any().long(), "max")):
+    negative = group.reduce((var < 0).any().long(), "max")
+    if not var.is_meta and int(negative):
         raise ValueError("var has negative entry/entries")
     terms = group.map(_gaussian_terms, x, target, var.unsqueeze(-1) if by_row else var, full, eps)
     return terms if reduction == "none" else (wide(terms).sum() / count).to(terms.dtype)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import Layout
+from shardwise.rules.agreement import unknown
 from shardwise.rules.notation import Factor, Factors, dims_of
 from shardwise.rules.reductions import LAST, PROGRAM_COST, wide
 from shardwise.rules.registry import register
@@ -275,6 +276,8 @@ def _checked_unpool(
         if first != LAST:
             volumes = "x".join(map(str, sizes))
             raise RuntimeError(f"Found an invalid max index: {first} (output volumes are of size {volumes})")
+    elif indices.is_meta:
+        unknown(group, indices)
     return group.map(_unpool_or_empty, op, shape, x, indices, *rest)
 
 

@@ -1,0 +1,85 @@
+"""Data on the wire. Shards may be uneven, strided, conjugated or of a dtype that a backend does not know."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def padded(flat: Tensor, room: int) -> Tensor:
+    short = room - flat.numel()
+    flat = torch.nn.functional.pad(flat, (0, short)) if short else flat.contiguous()
+    return flat.resolve_conj().resolve_neg()
+
+
+_KNOWN = frozenset(
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+)
+"""The dtypes that every backend moves and reduces."""
+
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+"""Small integers wrap around alike whether each addition is cut short or only the last."""
+
+
+def lent(out: Tensor) -> Tensor:
+    """The same memory as another tensor, that does not refer to `out` as a view would.
+
+    A backend's thread may hold what it was given a little longer than the collective lasts; a result should not live
+    longer for that, nor its end differ between the ranks.
+    """
+    return out.data
+
+
+def movable(flat: Tensor) -> Tensor:
+    """A contiguous flat tensor as any backend moves it: as bytes where the dtype may be unknown there. One of a single
+    element is contiguous whatever its stride is, but has no bytes to be seen through that."""
+    return flat if flat.dtype in _KNOWN else flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def is_reducible(dtype: torch.dtype, op: str) -> bool:
+    """Whether every backend reduces a dtype as torch does. Extrema of floats are not: backends lose NaNs."""
+    return dtype in _KNOWN and (op not in ("max", "min") or not dtype.is_floating_point)
+
+
+def reducible(fresh: Tensor, op: str) -> tuple[Tensor, str]:
+    """A contiguous tensor of our own as any backend reduces it, and the operator that does to it what `op` means."""
+    if is_reducible(fresh.dtype, op):
+        return fresh, op
+    if fresh.dtype.is_floating_point:
+        return _ordered(fresh, op), op
+    if fresh.dtype == torch.bool:
+        return fresh.view(torch.uint8), "max" if op == "sum" else op
+    if fresh.is_complex():
+        if op != "sum":
+            raise TypeError(f"complex numbers have no {op}")
+        return torch.view_as_real(fresh), op
+    return fresh.to(_WIDER.get(fresh.dtype, fresh.dtype)), op
+
+
+def restored(wire: Tensor, dtype: torch.dtype) -> Tensor:
+    if wire.dtype == dtype:
+        return wire
+    if dtype == torch.bool:
+        return wire.view(torch.bool)
+    if dtype.is_floating_point:
+        return _flipped(wire).view(_FLOATS[wire.dtype]).to(dtype)
+    return torch.view_as_complex(wire) if dtype.is_complex else wire.to(dtype)
+
+
+# Floats as integers of the same order, in which a NaN is the end that wins
+
+
+_FLOATS = {torch.int32: torch.float32, torch.int64: torch.float64}
+
+
+def _ordered(x: Tensor, op: str) -> Tensor:
+    x = x if x.dtype == torch.float64 else x.float()
+    bits = torch.int64 if x.dtype == torch.float64 else torch.int32
+    ends = torch.iinfo(bits)
+    return torch.where(x.isnan(), ends.max if op == "max" else ends.min, _flipped(x.view(bits)))
+
+
+def _flipped(bits: Tensor) -> Tensor:
+    """The bits of a float as an integer of the same order, and back: negative floats grow downwards."""
+    ends = torch.iinfo(bits.dtype)
+    return torch.where(bits < 0, bits ^ ends.max, bits)

@@ -1,0 +1,112 @@
+"""Any process group that torch.distributed's functions run on: of threads, fake ones, and ones written in Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from groups import Mirror, alone_in, run_threads
+from recorded import PROGRAMS, recorded
+from torch import Tensor, nn
+from torch.testing._internal.distributed import fake_pg
+
+import shardwise as sw
+from shardwise.errors import MeshError
+
+R, S, P = sw.Replicate(), sw.Shard, sw.Partial
+WAYS = [[R, R], [S(0), R], [S(1), S(0)], [S(0), S(0)], [R, S(1)]]
+
+
+def mesh_of_threads() -> Any:
+    return sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def moves(rank: int) -> list[Tensor]:
+    mesh, found = mesh_of_threads(), []
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
+    for before in WAYS:
+        for after in WAYS:
+            laid = sw.distribute_tensor(x, mesh, before).requires_grad_()
+            moved = laid.redistribute(placements=after)
+            (moved * moved).sum().backward()
+            found += [moved.detach().full_tensor(), laid.grad.full_tensor()]
+    for op in ("sum", "avg", "max", "min", "product"):
+        for after in WAYS:
+            terms = sw.DTensor.from_local(x * (rank + 1), mesh, [P(op), P(op)])
+            found.append(terms.redistribute(placements=after).full_tensor())
+    return found
+
+
+def test_moves_on_threads() -> None:
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
+    by_rank = run_threads(moves, 4)
+    for found in by_rank:
+        for value, grad in zip(found[:50:2], found[1:50:2], strict=True):
+            torch.testing.assert_close(value, x)
+            torch.testing.assert_close(grad, 2 * x)
+        terms = torch.stack([x * i for i in (1, 2, 3, 4)])
+        expected = [terms.sum(0), terms.mean(0), terms.amax(0), terms.amin(0), terms.prod(0)]
+        for i, value in enumerate(found[50:]):
+            torch.testing.assert_close(value, expected[i // len(WAYS)])
+
+
+def trained(rank: int) -> tuple[Tensor, dict[str, Tensor], Any]:
+    mesh = mesh_of_threads()
+    torch.manual_seed(0)
+    weights = {"up": torch.randn(8, 4), "down": torch.randn(4, 8)}
+    up = nn.Parameter(sw.distribute_tensor(weights["up"], mesh, [R, S(0)]))
+    down = nn.Parameter(sw.distribute_tensor(weights["down"], mesh, [R, S(1)]))
+    x = sw.distribute_tensor(torch.randn(6, 4), mesh, [S(0), R])
+    loss = (nn.functional.linear(nn.functional.linear(x, up).relu(), down) + x).square().mean()
+    loss.backward()
+    return loss.detach().full_tensor(), up.grad.full_tensor(), down.grad.full_tensor()
+
+
+def test_a_perceptron_on_threads() -> None:
+    torch.manual_seed(0)
+    up, down = torch.randn(8, 4, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    x = torch.randn(6, 4)
+    loss = ((x @ up.mT).relu() @ down.mT + x).square().mean()
+    loss.backward()
+    for found in run_threads(trained, 4):
+        for value, expected in zip(found, (loss.detach(), up.grad, down.grad), strict=True):
+            torch.testing.assert_close(value, expected)
+
+
+def test_the_fake_group_records_what_the_simulator_does() -> None:
+    dist.init_process_group("fake", rank=0, world_size=4, store=fake_pg.FakeStore())
+    try:
+        for name in PROGRAMS:
+            assert recorded(name, mesh_of_threads()) == recorded(name, sw.simulate((2, 2), ("dp", "tp"))), name
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_in_python_that_communicates_by_lists() -> None:
+    with alone_in(Mirror) as made:
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = sw.DTensor.from_local(torch.arange(6.0).view(3, 2), mesh, [S(0)])
+        assert torch.equal(x.full_tensor(), torch.arange(6.0).view(3, 2).repeat(2, 1))
+        turned = x.redistribute(placements=[S(1)])
+        assert torch.equal(turned.to_local(), x.to_local()[:, :1].repeat(2, 1))
+        terms = sw.DTensor.from_local(torch.ones(4, 2), mesh, [P("sum")])
+        assert torch.equal(terms.full_tensor(), torch.full((4, 2), 2.0))
+        assert torch.equal(terms.redistribute(placements=[S(0)]).to_local(), torch.full((2, 2), 2.0))
+        laid = sw.distribute_tensor(torch.ones(4, 2), mesh, [S(0)])  # a broadcast, of ones from either rank
+        assert torch.equal(laid.to_local(), torch.full((2, 2), 2.0))
+        called = {name for group in made for name in group.calls}
+    assert called == {"allgather", "alltoall", "allreduce"}
+
+
+def test_a_group_that_lacks_a_method_says_which() -> None:
+    class Deaf(Mirror):
+        def allgather(self, *args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError
+
+    with alone_in(Deaf):
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = sw.DTensor.from_local(torch.ones(3, 2), mesh, [S(0)])
+        with pytest.raises(MeshError, match=r"Deaf cannot all-gather .* it would need one of the methods .*allgather"):
+            x.full_tensor()
