@@ -34,6 +34,16 @@ _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
 
+class _Withheld:
+    """An attribute that torch's tensors have and DTensors do not."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, x: Any, owner: type) -> Any:
+        raise AttributeError(f"{owner.__name__} has no {self.name}: it would give out a shard for the whole")
+
+
 class DTensor(Tensor):
     """A tensor with a layout on a mesh. It holds this rank's shard and behaves as the global tensor.
 
@@ -56,6 +66,8 @@ class DTensor(Tensor):
             raise TypeError(
                 "DTensor is not to be subclassed: results of calls are DTensors, whatever their arguments are"
             )
+
+    __dlpack_c_exchange_api__ = _Withheld()  # functions in C that give out memory without asking: not for a shard's
 
     # The global view, as plain properties: they cost no dispatch.
 
