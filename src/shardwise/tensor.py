@@ -286,16 +286,27 @@ class DTensor(Tensor):
         return _rebuild, (*facts, attributes) if attributes else facts
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """This rank's part of the tensor, under its name unless it is the whole; nothing is communicated."""
         names = ", ".join(f"{name}: {p}" for name, p in zip(self._layout.mesh.names, self.placements, strict=True))
         with _disabled(), torch.no_grad():
-            local = repr(_as_subclass(self.detach(), Tensor))
+            shard = repr(_as_subclass(self.detach(), Tensor))
             node = self.grad_fn
             history = f", grad_fn=<{node.name()}>" if node is not None else ", requires_grad=True"
             told = history if self.requires_grad else ""
-        return f"DTensor({local}, shape={list(self._layout.shape)}, {{{names}}}{told})"
+        begin = f"DTensor({_part(self._layout)}"
+        shard = shard.replace("\n", "\n" + " " * len(begin))
+        return f"{begin}{shard}, shape={list(self._layout.shape)}, {{{names}}}{told})"
 
     def __hash__(self) -> int:
         return id(self)
+
+
+def _part(layout: Layout) -> str:
+    """What the first rank held here has of a tensor that lies so: `shard at dp=0: `, or nothing if it has the whole."""
+    mesh = layout.mesh
+    apart = [f"{mesh.names[i]}={mesh.held[0][i]}" for i, p in enumerate(layout.placements) if p != Replicate()]
+    kinds = [kind for kind, there in (("pending term", layout.has_pending), ("shard", any(layout.splits))) if there]
+    return f"{' of the '.join(kinds)} at {', '.join(apart)}: " if apart else ""
 
 
 # Between DTensors and local tensors

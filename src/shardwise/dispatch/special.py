@@ -166,7 +166,7 @@ def _to_python(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @handles(Tensor.__format__)
 def _format(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str:
     x, spec = args
-    return format(x.item(), spec) if not x.ndim else object.__format__(x, spec)
+    return format(x.item(), spec) if not x.ndim and not x.is_meta else object.__format__(x, spec)
 
 
 @handles(Tensor.equal, torch.equal)
