@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -100,9 +99,13 @@ def on_cpu(program: Callable[[], Any]) -> tuple[int, int]:
         result = program()
     del result
     results = profiler.profiler.kineto_results  # type: ignore[union-attr]
-    events = sorted(_allocations(results.experimental_event_tree()), key=lambda event: event.start_time_ns)
-    totals = [0, *accumulate(event.extra_fields.alloc_size for event in events)]
-    return totals[-1], max(totals)
+    events = list(_allocations(results.experimental_event_tree()))
+    if not events:
+        return 0, 0
+    first = min(events, key=lambda event: event.start_time_ns).extra_fields
+    before = first.total_allocated - first.alloc_size
+    peak = max(event.extra_fields.total_allocated for event in events) - before
+    return sum(event.extra_fields.alloc_size for event in events), max(peak, 0)
 
 
 def _allocations(tree: Iterable[Any]) -> Iterator[Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from saved import fake_mesh
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
@@ -56,6 +57,12 @@ def test_a_part_is_called_so(text: str) -> None:
         assert repr(d) == str(d) == f"{d!s}" == f"{d!r}" == text
         assert str([d]) == f"[{text}]"
     assert comm.get_comm_counts() == {}
+
+
+def test_a_rank_says_which_one_it_is() -> None:
+    with fake_mesh(2, 2, names=("dp", "tp"), rank=2) as mesh:
+        d = sw.distribute_tensor(torch.arange(4.0), mesh, [S0, Partial()])
+        assert repr(d).startswith("DTensor(pending term of the shard at dp=1, tp=0: tensor([2., 3.]), shape=[4]")
 
 
 @pytest.mark.parametrize("placements", [(R, R), (Partial(), R), (Partial("max"), R)], ids=str)

@@ -151,6 +151,17 @@ class Gathered(torch.autograd.Function):
         return grad.narrow(1, 0, TIME // NUM_RANKS).clone()
 
 
+def test_embedding_of_a_sharded_vocabulary(mesh: DeviceMesh) -> None:
+    """The schedule needs to know which rows are here: a byte for each token, beside the rows' numbers in this part."""
+    tokens = torch.randint(CLASSES // NUM_RANKS, (BATCH, TIME))
+    (table,), (plain,) = inputs(mesh, [((CLASSES, WIDTH), S0)])
+    whole = sw.distribute_tensor(tokens, mesh, [R])
+    ours = measure(lambda: F.embedding(whole, table))
+    theirs = measure(lambda: F.embedding(tokens, plain))
+    assert ours.saved == theirs.saved + Counter({tokens.numel(): 1})
+    assert ours.kept == theirs.kept + tokens.numel() * (8 + 1)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_cross_entropy_over_sharded_classes(smoothing: float, mesh: DeviceMesh) -> None:
     """As on one device one tensor as large as the logits is saved, and a few numbers for each row: which logit the
