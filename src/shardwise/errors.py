@@ -27,6 +27,10 @@ class MixedTensorError(ShardwiseError, RuntimeError):
     """A plain tensor meets DTensors in one call and its layout is unknown."""
 
 
+class ShardMemoryError(ShardwiseError, RuntimeError, BufferError):
+    """The memory of one rank's shard would be taken for the whole tensor's."""
+
+
 class InPlaceError(ShardwiseError, RuntimeError):
     """An in-place operation would need a layout its target does not have."""
 

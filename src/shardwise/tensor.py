@@ -35,6 +35,16 @@ _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
 
+class _Withheld:
+    """An attribute that torch's tensors have and DTensors do not."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, x: Any, owner: type) -> Any:
+        raise AttributeError(f"{owner.__name__} has no {self.name}: it would give out a shard for the whole")
+
+
 class DTensor(Tensor):
     """A tensor with a layout on a mesh. It holds this rank's shard and behaves as the global tensor.
 
@@ -57,6 +67,8 @@ class DTensor(Tensor):
             raise TypeError(
                 "DTensor is not to be subclassed: results of calls are DTensors, whatever their arguments are"
             )
+
+    __dlpack_c_exchange_api__ = _Withheld()  # functions in C that give out memory without asking: not for a shard's
 
     # The global view, as plain properties: they cost no dispatch.
 
@@ -291,16 +303,27 @@ class DTensor(Tensor):
         return _rebuild, (*facts, attributes) if attributes else facts
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """This rank's part of the tensor, under its name unless it is the whole; nothing is communicated."""
         names = ", ".join(f"{name}: {p}" for name, p in zip(self._layout.mesh.names, self.placements, strict=True))
         with _disabled(), torch.no_grad():
-            local = repr(_as_subclass(self.detach(), Tensor))
+            shard = repr(_as_subclass(self.detach(), Tensor))
             node = self.grad_fn
             history = f", grad_fn=<{node.name()}>" if node is not None else ", requires_grad=True"
             told = history if self.requires_grad else ""
-        return f"DTensor({local}, shape={list(self._layout.shape)}, {{{names}}}{told})"
+        begin = f"DTensor({_part(self._layout)}"
+        shard = shard.replace("\n", "\n" + " " * len(begin))
+        return f"{begin}{shard}, shape={list(self._layout.shape)}, {{{names}}}{told})"
 
     def __hash__(self) -> int:
         return id(self)
+
+
+def _part(layout: Layout) -> str:
+    """What the first rank held here has of a tensor that lies so: `shard at dp=0: `, or nothing if it has the whole."""
+    mesh = layout.mesh
+    apart = [f"{mesh.names[i]}={mesh.held[0][i]}" for i, p in enumerate(layout.placements) if p != Replicate()]
+    kinds = [kind for kind, there in (("pending term", layout.has_pending), ("shard", any(layout.splits))) if there]
+    return f"{' of the '.join(kinds)} at {', '.join(apart)}: " if apart else ""
 
 
 # Between DTensors and local tensors

@@ -63,8 +63,7 @@ RIGHT: dict[str, Callable[[Any], Any]] = {
     "percent": lambda d: float("%.1f" % d.sum()),  # noqa: UP031
     "list": lambda d: [float(x) for x in d.sum(1)],
     "in": lambda d: 7.0 in d,
-    "dlpack": lambda d: torch.from_dlpack(d),
-    "to_dlpack": lambda d: torch.from_dlpack(torch.utils.dlpack.to_dlpack(d)),
+    "dlpack": lambda d: torch.from_dlpack(d, copy=True),
     # constructors
     "tensor": lambda d: torch.tensor(d),
     "tensor of another dtype": lambda d: torch.tensor(d, dtype=torch.int32),

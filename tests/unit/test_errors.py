@@ -112,9 +112,10 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: ones(S0, R) + torch.ones(4),
         errors.MixedTensorError,
-        "a plain tensor of shape [4] meets DTensors in one call, and how it lies on the mesh is unknown. Make it a "
-        "DTensor with shardwise.distribute_tensor(tensor, mesh, placements), or, if every rank holds the same values, "
-        "run the call inside shardwise.experimental.implicit_replication()",
+        "torch.Tensor.add(self: DTensor f32[4,4] S(0)@dp, other: plain f32[4]): argument 'other' is a plain "
+        "torch.Tensor, and how it lies on the mesh is unknown. Make it a DTensor with "
+        "shardwise.distribute_tensor(tensor, mesh, placements), or, if every rank holds the same values, run the call "
+        "inside shardwise.experimental.implicit_replication()",
     ),
 ]
 

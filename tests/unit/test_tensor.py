@@ -193,7 +193,7 @@ def test_metadata_is_of_the_whole() -> None:
 
 def test_repr() -> None:
     d = sw.distribute_tensor(torch.arange(4.0), MESH, [S0, R])
-    text = "DTensor(tensor([0., 1.]), shape=[4], {dp: S(0), tp: R})"
+    text = "DTensor(shard at dp=0: tensor([0., 1.]), shape=[4], {dp: S(0), tp: R})"
     assert repr(d) == str(d) == f"{d}" == text
     assert f"{d.sum():.2f}" == "6.00"
 

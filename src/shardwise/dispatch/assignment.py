@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import _StopRecomputationError
 
 from shardwise.comm import Ranked
+from shardwise.dispatch.mixing import mixed
 from shardwise.dispatch.modes import replicates_implicitly
 from shardwise.dispatch.ragged import with_chosen
 from shardwise.dispatch.special import handles
@@ -42,7 +43,9 @@ def _set_item(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         items = items if fills else numbered(items)
         known = tuple(items)
         _assign(x, items, _apart_from(x, value), fills=fills)
-    except (MixedTensorError, _StopRecomputationError):  # the latter is how checkpoints end what they do again
+    except MixedTensorError:
+        raise mixed(func, args, kwargs) from None  # what the user called, not what it is made of
+    except _StopRecomputationError:  # how checkpoints end what they do again
         raise
     except Exception as error:
         raise torchs_own(error, func, (x, known, value), {}) or error from None

@@ -19,11 +19,12 @@ from shardwise.dispatch.copies import CopiedView
 from shardwise.dispatch.elsewhere import written_arguments, written_elsewhere
 from shardwise.dispatch.entries import is_collective, refuse_collective
 from shardwise.dispatch.fallback import Gathered, describe, report
-from shardwise.dispatch.key import Uncacheable, is_parameter, key_of, variant_key
+from shardwise.dispatch.key import PlainTensor, Uncacheable, is_parameter, key_of, variant_key
 from shardwise.dispatch.lists import plan_list_call
 from shardwise.dispatch.lower import LostWriteError, Lowered, is_builtin, lower
 from shardwise.dispatch.lying import Lying, may_hide
 from shardwise.dispatch.memory import whole_lies_plainly, whole_strides
+from shardwise.dispatch.mixing import mixed
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.names import by_position
 from shardwise.dispatch.nothing import OnNothing
@@ -125,6 +126,8 @@ def dispatch(
     except Uncacheable:
         plan = _new_plan(func, args, kwargs or {})
         return watched(plan, func, args, kwargs) if watchers else plan(args, kwargs)
+    except PlainTensor:
+        raise mixed(func, args, kwargs) from None
     _call()
     plan = _planned(key)
     if plan.__class__ is Direct:

@@ -59,7 +59,7 @@ def _counts(length: int, some: bool, x: Tensor, weights: Tensor | None = None) -
 
 
 @keeps_shards(torch.histogram, Tensor.histogram, *forms(aten.histogram))
-def _histogram(x: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+def _histogram(x: Any, bins: Any = 100, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
     """Each rank counts what it holds, over the range of all. The sum is pending."""
     if not x.numel():
         return NotImplemented

@@ -262,7 +262,7 @@ _watch_method(Tensor, "as_subclass", _other_class)
 _watch_method(Tensor, "_make_subclass", _other_class, static=True)
 _watch_method(torch.jit.ScriptFunction, "__call__", _scripted)
 for _home in (torch, torch.utils.dlpack):
-    _watch(_home, "to_dlpack", lambda original, x: original(x.detach().full_tensor()))
+    _watch(_home, "to_dlpack", lambda original, x: x.__dlpack__())
 for _name in ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow"):
     _watch(torch.nested, _name, _dense_only, lists=True)
 for _name in ("coo", "csr", "csc", "bsr", "bsc", "compressed"):

@@ -31,21 +31,23 @@ _told: set[tuple] = set()
 
 def describe(name: str, args: tuple, kwargs: dict[str, Any]) -> str:
     """A call as its user thinks of it: `aten.add(f32[8,4] S(0)@tp, …)`."""
-
-    def show(value: Any) -> str:
-        if isinstance(value, DTensor):
-            with _disabled():
-                dtype = str(value.dtype).removeprefix("torch.")
-            return f"{_SHORT.get(dtype, dtype)}{value._layout}"
-        if isinstance(value, Tensor):
-            return f"{_SHORT.get(str(value.dtype).removeprefix('torch.'), 'tensor')}[{','.join(map(str, value.shape))}]"
-        if isinstance(value, (list, tuple)):
-            shown = [show(item) for item in value[:4]] + (["…"] if len(value) > 4 else [])
-            return f"[{', '.join(shown)}]"
-        return repr(value)
-
-    parts = [show(arg) for arg in args] + [f"{name}={show(arg)}" for name, arg in kwargs.items()]
+    parts = [shown(arg) for arg in args] + [f"{name}={shown(arg)}" for name, arg in kwargs.items()]
     return f"{name}({', '.join(parts)})"
+
+
+def shown(value: Any, *, kinds: bool = False) -> str:
+    """An argument as its user thinks of it; with `kinds`, whether a tensor is a DTensor."""
+    if isinstance(value, DTensor):
+        with _disabled():
+            dtype = str(value.dtype).removeprefix("torch.")
+        return f"{'DTensor ' if kinds else ''}{_SHORT.get(dtype, dtype)}{value._layout}"
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{'plain ' if kinds else ''}{_SHORT.get(dtype, dtype)}[{','.join(map(str, value.shape))}]"
+    if isinstance(value, (list, tuple)):
+        items = [shown(item, kinds=kinds) for item in value[:4]] + (["…"] if len(value) > 4 else [])
+        return f"[{', '.join(items)}]"
+    return repr(value)
 
 
 _SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "i32"}

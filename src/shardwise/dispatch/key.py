@@ -11,7 +11,6 @@ from torch import Tensor
 
 from shardwise.dispatch.copies import CopiedView, StaleView, stale
 from shardwise.dispatch.modes import replicates_implicitly
-from shardwise.errors import MixedTensorError
 from shardwise.tensor import DTensor
 
 FINEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -20,6 +19,10 @@ FINEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).ma
 
 class Uncacheable(Exception):
     """An argument that cannot be part of a key: the call is planned each time."""
+
+
+class PlainTensor(Exception):
+    """A plain tensor, of which nobody said how it lies on the mesh. Who knows the call says so (`dispatch.mixing`)."""
 
 
 def key_of(value: Any) -> Any:
@@ -65,22 +68,18 @@ def _plain_tensor(value: Tensor) -> Any:
     if isinstance(value, StaleView):
         raise stale()
     shape = tuple(value.shape)
-    if shape and not replicates_implicitly() and (value.requires_grad or not _made_by_torch()):
-        raise MixedTensorError(
-            f"a plain tensor of shape {list(shape)} meets DTensors in one call, and how it lies on the mesh is "
-            f"unknown. Make it a DTensor with shardwise.distribute_tensor(tensor, mesh, placements), or, if every rank "
-            f"holds the same values, run the call inside shardwise.experimental.implicit_replication()"
-        )
+    if shape and not replicates_implicitly() and (value.requires_grad or caller() not in MAKERS):
+        raise PlainTensor
     return (Tensor, shape)
 
 
-def _made_by_torch() -> bool:
-    """Whether the call comes from code of torch's that makes tensors of its own, the same ones everywhere."""
+def caller() -> str | None:
+    """The module that a call comes from."""
     frame: Any = sys._getframe(1)
     between = ("shardwise.", "torch._tensor", "torch._ops")
     while frame is not None and frame.f_globals.get("__name__", "").startswith(between):
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") in MAKERS
+    return None if frame is None else frame.f_globals.get("__name__")
 
 
 MAKERS = frozenset(
@@ -89,8 +88,9 @@ MAKERS = frozenset(
         *("torch.nn.modules.transformer", "torch.nn.utils.parametrizations"),
     }
 )
-"""Counts; the zeros that a recurrent layer starts from, and the lengths of sequences; causal masks, unit matrices.
-Nothing random: whether the ranks drew the same is not known here."""
+"""Code of torch's that makes tensors of its own, the same ones everywhere: counts; the zeros that a recurrent layer
+starts from, and the lengths of sequences; causal masks, unit matrices. Nothing random: whether the ranks drew the same
+is not known here."""
 
 
 def is_parameter(x: Tensor) -> bool:

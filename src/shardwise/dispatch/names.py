@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Named = dict[str, Any]
 
@@ -50,11 +51,47 @@ def _leading_parameters(func: Callable) -> list[tuple[str, ...]]:
     return [(name, "input") if name == "self" else (name,) for (name,) in _agreed(_schemas(packet))]
 
 
-def parameter_names(func: Any) -> list[str]:
-    """The names of a function's first parameters, methods of tensors included, as far as they are known."""
-    if (found := _leading_parameters(func)) or not hasattr(torch.ops.aten, getattr(func, "__name__", "")):
-        return [names[-1] for names in found]
-    return [name for (name,) in _agreed(_schemas(getattr(torch.ops.aten, func.__name__)))]
+def argument_names(func: Callable, args: Sequence[Any]) -> list[str]:
+    """What the arguments that a call gives by position are called, for its user to read."""
+    known = _OF_METHODS.get(getattr(func, "__name__", ""))
+    if known is None and inspect.isfunction(func):
+        known = [p.name for p in inspect.signature(func).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    if known is None:
+        known = next((names for schema in _overloads(func) if (names := _names_for(schema, args))), [])
+        if inspect.isbuiltin(func) and not func.__name__.startswith("_"):
+            known = ["input" if name == "self" else name for name in known]
+    return [*known, *(str(i + 1) for i in range(len(known), len(args)))][: len(args)]
+
+
+_OF_METHODS = {
+    "__getitem__": ["self", "index"],
+    "__setitem__": ["self", "index", "value"],
+    "map_": ["self", "tensor", "callable"],
+    "map2_": ["self", "x", "y", "callable"],
+}
+"""No ops, so without a schema."""
+
+
+def _names_for(schema: Any, args: Sequence[Any]) -> list[str]:
+    """The names of a schema's parameters; none if it is not for these arguments."""
+    parameters = [a for a in schema.arguments if not a.kwarg_only]
+    fits = len(parameters) >= len(args) and all(
+        "Tensor" in str(parameter.type) for parameter, x in zip(parameters, args) if _holds_tensors(x)
+    )
+    return [parameter.name for parameter in parameters] if fits else []
+
+
+def _holds_tensors(x: Any) -> bool:
+    return isinstance(x, Tensor) or (isinstance(x, (list, tuple)) and any(isinstance(item, Tensor) for item in x))
+
+
+def _overloads(func: Callable) -> list[Any]:
+    """The schemas of an op, or of the op that a function or a method (`__eq__`) is named after."""
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return _schemas(func)
+    name = getattr(func, "__name__", "")
+    found = (getattr(torch.ops.aten, name, None), getattr(torch.ops.aten, name.strip("_"), None))
+    return next((_schemas(op) for op in found if isinstance(op, torch._ops.OpOverloadPacket)), [])
 
 
 def _schemas(op: Any) -> list[Any]:

@@ -78,7 +78,7 @@ def _getters(*names: str) -> list[Any]:
         Tensor.is_pinned,
         Tensor.is_coalesced,
     ),
-    *(Tensor.storage_offset, Tensor.data_ptr, Tensor.untyped_storage, Tensor.dense_dim, Tensor.is_shared),
+    *(Tensor.dense_dim, Tensor.is_shared, Tensor.storage_type),
     Tensor.__dir__,  # asked for by tracebacks, on one rank alone
     *(torch.result_type, torch.can_cast, torch._has_compatible_shallow_copy_type),
 )
@@ -140,7 +140,8 @@ def _is_same_size(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
 # Values that leave for Python
 
 
-def _whole(x: Any) -> Any:
+def whole_of(x: Any) -> Any:
+    """The values of a DTensor, plain and outside the graph."""
     if not isinstance(x, DTensor):
         return x
     with torch.no_grad():
@@ -149,9 +150,9 @@ def _whole(x: Any) -> Any:
 
 def _of_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What a function makes of whole tensors that Python is to see."""
-    if func != Tensor.__dlpack_device__ and lie_on_meta(args, kwargs):
+    if lie_on_meta(args, kwargs):
         raise needs_data(func, args, kwargs)
-    return func(*map(_whole, args), **kwargs)
+    return func(*map(whole_of, args), **kwargs)
 
 
 @handles(
@@ -165,23 +166,15 @@ def _to_number(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return _of_data(func, args, kwargs)
 
 
-@handles(Tensor.tolist, Tensor.__contains__, Tensor.__dlpack_device__)
+@handles(Tensor.tolist, Tensor.__contains__)
 def _to_python(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return _of_data(func, args, kwargs)
-
-
-@handles(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
-def _to_array(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    x, *rest = args
-    if x.requires_grad and not kwargs.get("force"):  # torch refuses, in its own words
-        return func(torch.zeros((), dtype=x.dtype, requires_grad=True), *rest, **kwargs)
     return _of_data(func, args, kwargs)
 
 
 @handles(Tensor.__format__)
 def _format(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str:
     x, spec = args
-    return format(x.item(), spec) if not x.ndim else object.__format__(x, spec)
+    return format(x.item(), spec) if not x.ndim and not x.is_meta else object.__format__(x, spec)
 
 
 @handles(Tensor.equal, torch.equal)
@@ -225,12 +218,12 @@ def _divide_number(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tenso
 
 @handles(
     *(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type_as, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
-    *(Tensor.int, Tensor.long, Tensor.short, Tensor.char, Tensor.byte, Tensor.bool),
+    *(Tensor.int, Tensor.long, Tensor.short, Tensor.char, Tensor.byte, Tensor.bool, Tensor.pin_memory),
 )
 def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     x = args[0]
     if not isinstance(x, DTensor):  # `plain.type_as(x)`: of x only the dtype and the device are asked for
-        return func(*map_tensors(args, _of_its_kind), **map_tensors(kwargs, _of_its_kind))
+        return func(*map_tensors(args, kind_of), **map_tensors(kwargs, kind_of))
     if isinstance(x, CopiedView):
         return OfCopies(func)(args, kwargs)
     if x._layout.has_pending:
@@ -248,7 +241,7 @@ def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     return x if shards_of(out)[-1] is shards_of(x)[-1] else out  # nothing to change
 
 
-def _of_its_kind(x: Tensor) -> Tensor:
+def kind_of(x: Tensor) -> Tensor:
     """In place of a DTensor, a plain tensor of its dtype, where it is."""
     if not isinstance(x, DTensor):
         return x
@@ -284,7 +277,7 @@ def _settle(x: DTensor, requires_grad: bool = True) -> None:
     x._layout = layout
 
 
-@handles(Tensor.requires_grad.__set__, Tensor.retain_grad, Tensor.detach_)  # type: ignore[attr-defined]
+@handles(Tensor.requires_grad.__set__, Tensor.retain_grad, Tensor.detach_, Tensor.record_stream)  # type: ignore[attr-defined]
 def _on_every_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
         _settle(*args)

@@ -16,7 +16,7 @@ from shardwise.comm.cause import CONFLICT, INSIDE, NEEDED, NO_RULE, called, call
 from shardwise.dispatch.limits import refuse_moves
 from shardwise.dispatch.lower import Lowered
 from shardwise.dispatch.modes import limits
-from shardwise.dispatch.names import parameter_names
+from shardwise.dispatch.names import argument_names
 from shardwise.dispatch.plan import Plan
 from shardwise.dispatch.trace import flat_tensors
 from shardwise.layout import Layout
@@ -42,7 +42,7 @@ class Label:
     def operand(self) -> str:
         if self.op is None:
             return "brought where the call needs it"
-        return f"{self.op._schema.name.replace('::', '.')}, {_numbered(parameter_names(self.op), self.at)}"
+        return f"{self.op._schema.name.replace('::', '.')}, {_numbered([argument.name for argument in self.op._schema.arguments], self.at)}"
 
 
 def labelled(plan: Plan, lowered: Lowered) -> Plan:
@@ -124,7 +124,7 @@ class SeenCall:
                 named = at - len(self.args)
                 if named >= 0:
                     return f"argument {list(self.kwargs)[named]}{inside}"
-                return f"{_numbered(parameter_names(self.func), at)}{inside}"
+                return f"{_numbered(argument_names(self.func, self.args), at)}{inside}"
             seen += count
         raise AssertionError(number)
 

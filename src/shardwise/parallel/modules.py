@@ -22,7 +22,8 @@ def distribute_module(
 ) -> nn.Module:
     """Turn a module's parameters and buffers into DTensors on a mesh.
 
-    `partition_fn(name, submodule, mesh)` distributes what it wants of each submodule; the rest is replicated.
+    `partition_fn(name, submodule, mesh)` distributes what it wants of each submodule; the rest is replicated. What
+    several modules share stays one parameter or buffer: what `partition_fn` makes of it first counts for all of them.
     `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run before and after the module's forward.
 
     >>> import torch, shardwise as sw
@@ -37,11 +38,12 @@ def distribute_module(
     if getattr(module, "_distribute_module_applied", False):
         raise RuntimeError("distribute_module was already applied to this module; its hooks would run twice")
     before, after = _of_module("input_fn", input_fn), _of_module("output_fn", output_fn)
-    replicas: dict[Tensor, Any] = {}  # a parameter or buffer that two modules share stays one
-    for name, submodule in module.named_modules():
+    places = _places(module)
+    for name, submodule in tuple(module.named_modules()):
         if partition_fn is not None:
             partition_fn(name, submodule, device_mesh)
-        _replicate_rest(submodule, device_mesh, replicas)
+    _tie_again(places)
+    _replicate_rest(module, device_mesh)
     if before is not None:
         module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, device_mesh))
     if after is not None:
@@ -68,16 +70,45 @@ def _of_module(name: str, function: Callable[..., Any] | None) -> Callable[[nn.M
     return lambda module, values, mesh: function(values, mesh)
 
 
-def _replicate_rest(module: nn.Module, device_mesh: Any, replicas: dict[Tensor, Any]) -> None:
+Place = tuple[nn.Module, str]
+"""Where a parameter or a buffer is kept: a module, and the name there."""
+
+
+def _places(module: nn.Module) -> dict[Tensor, list[Place]]:
+    """Where each parameter and buffer is kept: in several places if it is tied."""
+    found: dict[Tensor, list[Place]] = {}
+    for submodule in module.modules():
+        for name, tensor in (*submodule._parameters.items(), *submodule._buffers.items()):
+            if isinstance(tensor, Tensor):
+                found.setdefault(tensor, []).append((submodule, name))
+    return found
+
+
+def _kept(module: nn.Module, name: str) -> Any:
+    return module._parameters.get(name, module._buffers.get(name))
+
+
+def _keep(tensor: Tensor, places: list[Place]) -> None:
+    for module, name in places:
+        if _kept(module, name) is not tensor:
+            setattr(module, name, tensor)  # recurrent layers keep lists of their weights, and listen
+
+
+def _tie_again(places_of: dict[Tensor, list[Place]]) -> None:
+    """What was one tensor is one tensor again: the first DTensor made of it, or else the first that replaced it. What
+    was taken out of its module stays out."""
+    for tensor, places in places_of.items():
+        present = [place for place in places if isinstance(_kept(*place), Tensor)]
+        made = [x for place in present if (x := _kept(*place)) is not tensor]
+        if made:
+            _keep(next((x for x in made if isinstance(x, DTensor)), made[0]), present)
+
+
+def _replicate_rest(module: nn.Module, device_mesh: Any) -> None:
     placements = [Replicate()] * device_mesh.ndim
-    for key, param in module._parameters.items():
-        if param is not None and not isinstance(param, DTensor):
-            if param not in replicas:
-                made = distribute_tensor(param.detach(), device_mesh, placements)
-                replicas[param] = nn.Parameter(made, requires_grad=param.requires_grad)
-            module.register_parameter(key, replicas[param])
-    for key, buffer in module._buffers.items():
-        if isinstance(buffer, Tensor) and not isinstance(buffer, DTensor):
-            if buffer not in replicas:
-                replicas[buffer] = distribute_tensor(buffer, device_mesh, placements)
-            module._buffers[key] = replicas[buffer]
+    for tensor, places in _places(module).items():
+        if isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor):
+            made: Any = distribute_tensor(tensor.detach(), device_mesh, placements)
+            _keep(nn.Parameter(made, requires_grad=tensor.requires_grad), places)
+        elif not isinstance(tensor, DTensor):
+            _keep(distribute_tensor(tensor, device_mesh, placements), places)

@@ -57,8 +57,16 @@ def _look_up(x: Tensor, dim: int, target: Tensor, offset: int) -> tuple[Tensor, 
     mine = (index >= 0) & (index < x.shape[dim])
     if not x.shape[dim]:
         return remembered(x).sum(dim), mine
-    picked = x.gather(dim, index.clamp(0, x.shape[dim] - 1).unsqueeze(dim)).squeeze(dim)
+    places = _places(x.shape, dim, index.clamp(0, x.shape[dim] - 1))
+    picked = x.reshape(-1).index_select(0, places).view(index.shape)  # `gather` would keep `x` for its backward pass
     return torch.where(mine, picked, 0), mine
+
+
+def _places(shape: Sequence[int], dim: int, index: Tensor) -> Tensor:
+    """Where in a flat tensor the entries lie that an index names along a dim."""
+    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+    begin = torch.arange(outer, device=index.device).unsqueeze(1) * (shape[dim] * inner)
+    return (index.reshape(outer, inner) * inner + begin + torch.arange(inner, device=index.device)).reshape(-1)
 
 
 def _weights_of(weight: Tensor, target: Tensor, offset: int, ignore: int) -> Tensor:

@@ -55,6 +55,94 @@ def test_requires_grad_and_shared_parameters_are_kept() -> None:
     assert not net[0].bias.requires_grad and net[1].bias.requires_grad
 
 
+class Tied(nn.Module):
+    """A language model's weights: a table that is also the head, and a mask that two layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4, dtype=torch.float64)
+        self.inner = nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), nn.Tanh())
+        self.head = nn.Linear(4, 8, bias=False, dtype=torch.float64)
+        self.head.weight = self.table.weight
+        for module in (self.inner[0], self.head):
+            module.register_buffer("mask", torch.ones(4, dtype=torch.float64) if module is not self.head else None)
+        self.head.mask = self.inner[0].mask
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(tokens)
+        return self.head(self.inner(hidden * self.inner[0].mask) * self.head.mask)
+
+
+def each_apart(name: str, module: nn.Module, mesh: Any) -> None:
+    for key, param in list(module._parameters.items()):
+        if param is not None:
+            setattr(module, key, nn.Parameter(sw.distribute_tensor(param.detach(), mesh, [R, S0])))
+    for key, buffer in list(module._buffers.items()):
+        setattr(module, key, sw.distribute_tensor(buffer, mesh, [R, S0]))
+
+
+def only(chosen: str, *placements: sw.Placement) -> Any:
+    def partition(name: str, module: nn.Module, mesh: Any) -> None:
+        if name == chosen:
+            module.weight = nn.Parameter(sw.distribute_tensor(module.weight.detach(), mesh, placements))
+
+    return partition
+
+
+def differently(name: str, module: nn.Module, mesh: Any) -> None:
+    only("table", S0, R)(name, module, mesh)
+    only("head", R, S1)(name, module, mesh)
+
+
+def from_above(name: str, module: nn.Module, mesh: Any) -> None:
+    if not name:
+        only("", R, S0)("", module.head, mesh)
+
+
+PARTITIONS = {
+    "none": (None, (R, R)),
+    "each apart": (each_apart, (R, S0)),
+    "nothing": (lambda name, module, mesh: None, (R, R)),
+    "only the first": (only("table", R, S0), (R, S0)),
+    "only the last": (only("head", R, S1), (R, S1)),
+    "differently": (differently, (S0, R)),
+    "from above": (from_above, (R, S0)),
+    "in place": (lambda name, module, mesh: module.double(), (R, R)),
+}
+
+
+@pytest.mark.parametrize("how", PARTITIONS)
+def test_tied_weights_stay_tied(how: str) -> None:
+    torch.manual_seed(0)
+    partition, placements = PARTITIONS[how]
+    plain = Tied()
+    net = sw.distribute_module(copy.deepcopy(plain), MESH, partition)
+    assert net.head.weight is net.table.weight and net.head.weight.placements == placements
+    assert net.head.mask is net.inner[0].mask and isinstance(net.head.mask, DTensor)
+    assert len(list(net.parameters())) == 3 and all(isinstance(p, DTensor) for p in net.parameters())
+    tokens = torch.tensor([[1, 5, 7], [0, 2, 5]])
+    for model, given in ((plain, tokens), (net, sw.distribute_tensor(tokens, MESH, [S0, R]))):
+        model(given).square().mean().backward()
+    check_equal(net, plain, grads=True)
+
+
+def test_a_weight_that_partition_fn_takes_out_stays_out() -> None:
+    def without_the_head(name: str, module: nn.Module, mesh: Any) -> None:
+        if name == "head":
+            module.weight = None
+
+    net = sw.distribute_module(Tied(), MESH, without_the_head)
+    assert net.head.weight is None and net.table.weight.placements == (R, R)
+
+
+def test_the_weights_that_a_recurrent_layer_lists_are_its_parameters() -> None:
+    layer = nn.LSTM(4, 4, num_layers=2)
+    layer.weight_hh_l1 = layer.weight_hh_l0
+    sw.distribute_module(layer, MESH, lambda name, module, mesh: None)
+    assert layer.weight_hh_l1 is layer.weight_hh_l0
+    assert all(listed is getattr(layer, name) for listed, name in zip(layer._flat_weights, layer._flat_weights_names))
+
+
 def test_input_and_output_functions() -> None:
     plain = nn.Linear(4, 6, dtype=torch.float64)
     net = sw.distribute_module(
