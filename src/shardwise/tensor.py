@@ -186,7 +186,7 @@ class DTensor(Tensor):
         local = local_tensor if isinstance(local_tensor, Ranked) else spread(local_tensor, mesh)
         layout = layout_of_shards(local, mesh, placements, run_check=run_check, shape=shape)
         with _disabled():
-            aliases = [_as_subclass(shard, Tensor) for shard in laid_out(shards_of(local), layout)]
+            aliases = [_alias(shard) for shard in laid_out(shards_of(local), layout)]
             arrive(aliases[0].device.type)
         local = aliases[0] if len(aliases) == 1 else ranked(aliases)
         if grad_placements is not None:
@@ -318,6 +318,12 @@ def localise(x: DTensor) -> Tensor:
             return ranked(x._hooks.uses(x))  # type: ignore[attr-defined]
         local = _as_subclass(x, Tensor)
         return local if peers is None else ranked((local, *peers))
+
+
+def _alias(shard: Tensor) -> Tensor:
+    """The same shard as a plain tensor. What needs no gradient is no view to autograd: it may become a leaf, and autograd
+    would look for the history of views of it in what they all are views of."""
+    return _as_subclass(shard, Tensor) if shard.requires_grad else shard.detach()
 
 
 def as_layout(value: Tensor, layout: Layout, name: str) -> DTensor:

@@ -29,7 +29,7 @@ from shardwise.dispatch.outs import plan_out
 from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
 from shardwise.dispatch.stand_ins import can_be_tried, refused, refused_dtypes, torchs_own
-from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call
+from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, is_leaf, map_tensors, trace_call
 from shardwise.dispatch.views import MAY_COPY, ONLY_VIEWS, Copies, OfAllRanks, OfCopies, ViewOrCopy, Writes, only_views
 from shardwise.errors import InPlaceError, MeshError, StrideError
 from shardwise.layout import Layout
@@ -233,7 +233,7 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
         """One for each argument, even where two are the same tensor: the plan must hold for two that are not."""
         shape = x._layout.shape if isinstance(x, DTensor) else tuple(x.shape)
         made = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
-        metas.append(made if x.is_leaf else made.clone())  # functions may branch on either
+        metas.append(made if is_leaf(x) else made.clone())  # functions may branch on either
         return metas[-1]
 
     with _disabled(), torch.inference_mode(False):
