@@ -321,8 +321,8 @@ def localise(x: DTensor) -> Tensor:
 
 
 def _alias(shard: Tensor) -> Tensor:
-    """The same shard as a plain tensor. What needs no gradient is no view to autograd: it may become a leaf, and autograd
-    would look for the history of views of it in what they all are views of."""
+    """The same shard as a plain tensor. What needs no gradient is no view to autograd: it may become a leaf, and of
+    views of a view autograd looks for the history in what they all are views of."""
     return _as_subclass(shard, Tensor) if shard.requires_grad else shard.detach()
 
 
@@ -339,6 +339,14 @@ def as_layout(value: Tensor, layout: Layout, name: str) -> DTensor:
     if value._layout.shape != layout.shape:
         raise ShardShapeError(f"{name} has shape {list(value.shape)}, the tensor it belongs to {list(layout.shape)}")
     return wrap(run_path(localise(value), plan_moves(value._layout, layout)), layout)
+
+
+def settled(x: Any) -> Any:
+    """A result whose gradient has a layout: those of the terms of a product, or of a norm, are not its terms."""
+    if not isinstance(x, DTensor):
+        return x
+    keep = [p if p is not None and p.divides_gradients else None for p in x._layout.pending]
+    return as_layout(x, x._layout.with_(pending=keep), "a result")
 
 
 # A gradient of a pending sum is whole on every rank, and what each rank computes from it differs: `V` in the table of

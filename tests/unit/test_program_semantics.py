@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from compare import full
+from compare import beside, full
 from sweep import mesh_of, normal, place
 from torch import Tensor
+from torch.nn import functional as F
 
 import shardwise as sw
 
@@ -124,7 +125,7 @@ def test_writes_to_a_row_of_a_leaf_are_refused_before_anything_is_written(placem
 @pytest.mark.parametrize("change", [Tensor.t_, lambda x: x.unsqueeze_(0), lambda x: x.transpose_(0, 1)])
 def test_the_shape_of_a_copied_view_does_not_change_in_place(change: Callable[[Tensor], Any]) -> None:
     x = place(normal(2, 4, 3), S(1))
-    with pytest.raises(sw.errors.InPlaceError, match="use .*, which gives another view"):
+    with pytest.raises(sw.errors.InPlaceError, match=r"use .*, which gives another view"):
         change(x[:, 0])
 
 
@@ -154,3 +155,148 @@ def test_a_leaf_made_of_shards_is_no_view_of_them(view: Callable[[Tensor], Tenso
             (v * v).sum().backward()
         assert x.grad is not None and d.grad is not None
         torch.testing.assert_close(d.grad.full_tensor(), x.grad)
+
+
+# Arguments that do not lie in one piece
+
+
+NORMS: dict[str, Callable[..., Tensor]] = {
+    "group norm": lambda x, scale, shift: F.group_norm(x, 2, scale, shift),
+    "batch norm": lambda x, scale, shift: F.batch_norm(x, None, None, scale, shift, training=True),
+    "evaluated": lambda x, scale, shift: F.batch_norm(x, scale.detach(), scale.detach().abs(), scale, shift),
+    "instance norm": lambda x, scale, shift: F.instance_norm(x, None, None, scale, shift),
+    "layer norm": lambda x, scale, shift: F.layer_norm(x, (4,), scale, shift),
+    "rms norm": lambda x, scale, shift: F.rms_norm(x, (4,), scale) + shift,
+    "convolution": lambda x, scale, shift: F.conv1d(x, scale.view(1, 4, 1).expand(4, 4, 1), shift),
+    "linear": lambda x, scale, shift: F.linear(x, scale.expand(4, 4), shift),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_parameters_with_gaps_between_their_numbers(name: str) -> None:
+    """What a network predicts of scale and shift, `film.unbind(1)`, has the other between its numbers."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        film = beside(x, normal(4, 2)).requires_grad_()
+        y = NORMS[name](x, *film.unbind(1))
+        (y * y.cos()).sum().backward()
+        return y, x.grad, film.grad
+
+    for placement in (R, S(0), S(1), S(2), P()):
+        same(program, normal(4, 4, 4), placement)
+
+
+# Gradients of what is not a leaf, and of what a loss does not depend on
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cdist": lambda y: torch.cdist(y, y.detach() + 1),
+    "cdist of order 3": lambda y: torch.cdist(y, y.detach() + 1, p=3),
+    "pdist": F.pdist,
+    "dist": lambda y: torch.dist(y, y.detach() + 1),
+    "norm": torch.norm,
+    "norms": lambda y: torch.stack(torch._foreach_norm([y, 3 * y])),
+    "norms of order 3": lambda y: torch._foreach_norm([y, 3 * y], 3)[1],
+    "largest": lambda y: torch._foreach_norm([y, 3 * y], float("inf"))[1],
+    "product": torch.prod,
+    "maximum": torch.amax,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_gradients_of_intermediate_results(name: str) -> None:
+    """What is pending on a result must be such that its gradient has a layout."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        n = NUMBERS[name](x * 2)
+        n.retain_grad()
+        (found,) = torch.autograd.grad((n**3).sum(), n, retain_graph=True)
+        (n**3).sum().backward()
+        return n, found, n.grad, x.grad
+
+    for mesh in ((2,), (3,)):
+        for placement in (S(0), S(1), P(), R):
+            same(program, normal(4, 4), placement, mesh=mesh)
+
+
+LISTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "mul": lambda a, b: torch._foreach_mul([a, b], 2.0),
+    "mul by lists": lambda a, b: torch._foreach_mul([a, b], [b, a.detach()]),
+    "addcmul": lambda a, b: torch._foreach_addcmul([a, b], [a, b], [a, b], [2.0, 3.0]),
+    "exp": lambda a, b: torch._foreach_exp([a, b]),
+    "norm": lambda a, b: torch._foreach_norm([a, b]),
+    "maximum": lambda a, b: torch._foreach_maximum([a, b], 0.5),
+    "in place": lambda a, b: (torch._foreach_mul_([a, b], 3.0), [a, b])[1],
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_call_does_not_join_its_tensors(name: str) -> None:
+    """A tensor that the loss does not depend on has no gradient, not one of zeros: optimizers would decay it."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        other = (x.detach() + 1).requires_grad_()
+        first, _ = LISTS[name](x * 1, other * 1)
+        first.sum().backward()
+        return first, x.grad, other.grad
+
+    for placement in (S(0), S(1), P(), R):
+        same(program, normal(4, 4), placement)
+
+
+def test_a_list_call_after_a_collective_does_not_join_its_tensors() -> None:
+    x, y = (place(normal(4, 4), S(0)).requires_grad_() for _ in range(2))
+    first, _ = torch._foreach_mul([x.redistribute(placements=[R]), y.redistribute(placements=[R])], 2.0)
+    first.sum().backward()
+    assert x.grad is not None and y.grad is None
+
+
+TWICE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "mul": lambda v, x: torch._foreach_mul_([v, v], 3.0),
+    "other numbers": lambda v, x: torch._foreach_mul_([v, v], [3.0, 2.0]),
+    "itself": lambda v, x: torch._foreach_mul_([v, v], [v, x]),
+    "addcmul": lambda v, x: torch._foreach_addcmul_([v, v], [x, x], [x, x], 3.0),
+    "views": lambda v, x: torch._foreach_mul_([v.view(-1), v.t()], 3.0),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_list_may_name_a_tensor_twice(name: str) -> None:
+    """What torch makes of it, whose graph of such a write has it only once."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        v = x * 1
+        TWICE[name](v, x)
+        (v * v).sum().backward()
+        return v, x.grad
+
+    for placement in (S(0), R) if name == "views" else (S(0), S(1), P(), R):
+        same(program, normal(4, 4), placement)
+
+
+@pytest.mark.parametrize("views", [lambda v: [v.view(-1), v.t()], lambda v: [v[:, 0], v[:, 0]]])
+def test_views_that_do_not_show_each_others_writes_are_refused_in_a_list(views: Callable[[Tensor], Any]) -> None:
+    v = place(normal(4, 4), S(1))
+    before = v.clone()
+    with pytest.raises(sw.errors.InPlaceError, match="write to one after the other"):
+        torch._foreach_mul_(views(v), 3.0)
+    assert torch.equal(v, before)
+
+
+def test_what_a_list_call_wrote_is_seen_by_its_later_elements() -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        v, w = x.detach() * 1, x.detach() * 2
+        torch._foreach_add_([v, w], [w, v])
+        return v, w
+
+    for placement in (S(0), P(), R):
+        same(program, normal(4, 4), placement)
+
+
+def test_a_leaf_in_a_list_is_refused_before_anything_is_written() -> None:
+    leaf = place(normal(4, 4), S(0)).requires_grad_()
+    v = leaf * 1
+    before = v.detach().clone()
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        torch._foreach_mul_([v, leaf], 3.0)
+    assert torch.equal(v, before)

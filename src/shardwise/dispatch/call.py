@@ -26,7 +26,7 @@ from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.names import by_position
 from shardwise.dispatch.nothing import OnNothing
 from shardwise.dispatch.outs import plan_out
-from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
+from shardwise.dispatch.plan import Direct, Plan, settling, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
 from shardwise.dispatch.stand_ins import can_be_tried, refused, refused_dtypes, torchs_own
 from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, is_leaf, map_tensors, trace_call
@@ -304,6 +304,8 @@ def _watched(
         plan = Copies(plan, func, copies)
     if may_hide([call.call for call in lowered.calls], [lowered.layouts[value.index] for value in results]):
         plan = Lying(plan, func, trace.lying)
+    if not all(p is None or p.divides_gradients for value in results for p in lowered.layouts[value.index].pending):
+        plan = settling(plan)
     return plan
 
 

@@ -10,7 +10,7 @@ such copies.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -133,23 +133,36 @@ def is_copied_view(x: Tensor) -> bool:
     return "_strides" in x.__dict__ or _copy_in(x) is not None
 
 
-def refuse_lost_writes(written: Iterable[Tensor], name: str) -> None:
-    """Before a write: refuse it if it would go to a copy from which there is no way back."""
+def refuse_lost_writes(written: Sequence[Tensor], name: str) -> None:
+    """Before a write: refuse it if it would go to a copy from which there is no way back, or to several tensors, one of
+    which does not show what was written to another."""
+    if not any(storage_of(x) in copies for x in written):
+        return
+    roots: dict[int, Tensor] = {}
     for x in written:
-        copy = _copy_in(x)
-        while copy is not None and _takes_writes(copy):
-            source = copy._source[0]
-            if _is_recorded(x) and source.is_leaf and source.requires_grad:
-                raise RuntimeError(
-                    "a view of a leaf Variable that requires grad is being used in an in-place operation."
-                )
-            copy = _copy_in(source)
-        if copy is not None:
+        root = _root(x, name)
+        if roots.setdefault(storage_of(root), x) is not x:
+            raise InPlaceError(
+                f"{name} would write to several views of one DTensor, of which some had to be copies, because their "
+                f"data came from other ranks. Nothing was changed; write to one after the other"
+            )
+
+
+def _root(x: Tensor, name: str) -> Tensor:
+    """Where a write to a tensor gets in the end: there it must be possible."""
+    root, copy = x, _copy_in(x)
+    while copy is not None:
+        if not _takes_writes(copy):
             raise InPlaceError(
                 f"{name} would write to a view of a DTensor that had to be a copy, because its data came from other "
                 f"ranks, and the write would be lost. Nothing was changed; write to the tensor itself, or redistribute "
                 f"it first so that the view needs no data of other ranks"
             )
+        root = copy._source[0]
+        if _is_recorded(x) and root.is_leaf and root.requires_grad:
+            raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
+        copy = _copy_in(root)
+    return root
 
 
 def _is_recorded(x: Tensor) -> bool:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Ranked
+from shardwise.dispatch.trace import map_tensors
 from shardwise.layout import Layout
 from shardwise.redistribute import Move, differentiable, forget, recall, remember, run_path, transition
-from shardwise.tensor import DTensor, localise, spread
+from shardwise.tensor import DTensor, localise, settled, spread
 
 Plan = Callable[[tuple, dict[str, Any] | None], Any]
 
@@ -176,5 +177,14 @@ def localised(function: Callable, template: Sequence[Any], position: int, layout
             out.__dict__["_layout"] = layout
             return out
         return wrap_fresh(out, layout)
+
+    return run
+
+
+def settling(plan: Plan) -> Plan:
+    """A plan whose results may be terms of a product or of a norm: those within a graph are reduced at once."""
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        return map_tensors(plan(args, kwargs), lambda x: settled(x) if x.requires_grad else x)
 
     return run
