@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm import shards_of
 from shardwise.dispatch.copies import (
     CopiedView,
     Part,
@@ -54,7 +55,7 @@ class Copies:
         copies = not comes_first or is_view(self.function, args, kwargs or {})  # asked first, for what torch refuses
         out = self.plan(args, kwargs)
         results = [out] if isinstance(out, Tensor) else flat_tensors(out)
-        if storage_of(results[self.positions[0]]) == storage_of(source):  # views after all
+        if _share_memory(results[self.positions[0]], source):  # views after all
             for at, strides in zip(self.positions, self._strides(source, args, kwargs or {}), strict=True):
                 _remember_strides(results[at], strides)
         elif copies:
@@ -77,6 +78,13 @@ class Copies:
             if len(self.strides) < MOST:
                 self.strides[key] = strides
         return strides
+
+
+def _share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors do, on all ranks: where some only had a copy, others would write alone."""
+    found = [storage_of(a) == storage_of(b) for a, b in zip(shards_of(x), shards_of(y))]
+    assert len(set(found)) == 1, "a view on some ranks that is a copy on others"
+    return found[0]
 
 
 class OfCopies:
@@ -359,6 +367,12 @@ def _way_back(function: Callable, args: tuple, kwargs: dict[str, Any]) -> WayBac
         return lambda source, copy: source.copy_(copy.view(source.dtype))  # of bits
     if function in _RESHAPES:
         return lambda source, copy: source.copy_(copy.reshape(source.shape))
+    if function is torch.view_as_real:
+        return lambda source, copy: source.copy_(torch.view_as_complex(copy.contiguous()))
+    if function in (torch.real, Tensor.real.__get__):  # type: ignore[attr-defined]
+        return lambda source, copy: source.copy_(torch.complex(copy, source.imag))
+    if function in (torch.imag, Tensor.imag.__get__):  # type: ignore[attr-defined]
+        return lambda source, copy: source.copy_(torch.complex(source.real, copy))
     if function is Tensor.__getitem__ and not flat_tensors(args[1:]):
         return lambda source, copy: source.__setitem__(args[1], copy)
     if function in (Tensor.select, torch.select) and len(args) == 3:
