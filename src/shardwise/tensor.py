@@ -212,7 +212,7 @@ class DTensor(Tensor):
         local = local_tensor if isinstance(local_tensor, Ranked) else spread(local_tensor, mesh)
         layout = layout_of_shards(local, mesh, placements, run_check=run_check, shape=shape)
         with _disabled():
-            aliases = [_as_subclass(shard, Tensor) for shard in laid_out(shards_of(local), layout)]
+            aliases = [_alias(shard) for shard in laid_out(shards_of(local), layout)]
             arrive(aliases[0].device.type)
         local = aliases[0] if len(aliases) == 1 else ranked(aliases)
         if grad_placements is not None:
@@ -370,6 +370,12 @@ def gathered_from(local: Tensor, move: Move, made: DTensor) -> Gathered:
         return Gathered(move, (local, *local.__dict__.get("_peers", ())), made._version)
 
 
+def _alias(shard: Tensor) -> Tensor:
+    """The same shard as a plain tensor. What needs no gradient is no view to autograd: it may become a leaf, and of
+    views of a view autograd looks for the history in what they all are views of."""
+    return _as_subclass(shard, Tensor) if shard.requires_grad else shard.detach()
+
+
 def as_layout(value: Tensor, layout: Layout, name: str) -> DTensor:
     """A DTensor argument brought into a layout."""
     if not isinstance(value, Tensor):
@@ -383,6 +389,14 @@ def as_layout(value: Tensor, layout: Layout, name: str) -> DTensor:
     if value._layout.shape != layout.shape:
         raise ShardShapeError(f"{name} has shape {list(value.shape)}, the tensor it belongs to {list(layout.shape)}")
     return wrap(run_path(localise(value), plan_moves(value._layout, layout)), layout)
+
+
+def settled(x: Any) -> Any:
+    """A result whose gradient has a layout: those of the terms of a product, or of a norm, are not its terms."""
+    if not isinstance(x, DTensor):
+        return x
+    keep = [p if p is not None and p.divides_gradients else None for p in x._layout.pending]
+    return as_layout(x, x._layout.with_(pending=keep), "a result")
 
 
 # A gradient of a pending sum is whole on every rank, and what each rank computes from it differs: `V` in the table of

@@ -29,10 +29,10 @@ from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.names import by_position
 from shardwise.dispatch.nothing import OnNothing
 from shardwise.dispatch.outs import plan_out
-from shardwise.dispatch.plan import Direct, Plan, runs_in_cpp, wrap_fresh
+from shardwise.dispatch.plan import Direct, Plan, runs_in_cpp, settling, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
 from shardwise.dispatch.stand_ins import can_be_tried, refused, refused_dtypes, torchs_own
-from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call
+from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, is_leaf, map_tensors, trace_call
 from shardwise.dispatch.views import MAY_COPY, ONLY_VIEWS, Copies, OfAllRanks, OfCopies, ViewOrCopy, Writes, only_views
 from shardwise.dispatch.watch import labelled, watched
 from shardwise.dispatch.without_data import WithoutData, lie_on_meta
@@ -258,7 +258,7 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
         """One for each argument, even where two are the same tensor: the plan must hold for two that are not."""
         shape = x._layout.shape if isinstance(x, DTensor) else tuple(x.shape)
         made = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
-        metas.append(made if x.is_leaf else made.clone())  # functions may branch on either
+        metas.append(made if is_leaf(x) else made.clone())  # functions may branch on either
         return metas[-1]
 
     with _disabled(), torch.inference_mode(False):
@@ -331,6 +331,8 @@ def _watched(
         plan = Copies(plan, func, copies)
     if may_hide([call.call for call in lowered.calls], [lowered.layouts[value.index] for value in results]):
         plan = Lying(plan, func, trace.lying)
+    if not all(p is None or p.divides_gradients for value in results for p in lowered.layouts[value.index].pending):
+        plan = settling(plan)
     return plan
 
 
@@ -435,8 +437,8 @@ def _lost_constants(trace: Trace, device: torch.device) -> bool:
 
 
 def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a plan holds for all dtypes, floats and needs of gradients: it runs one op and passes them on to it. (What
-    a function in Python does with them is unknown.)"""
+    """Whether a plan holds for all dtypes, floats and needs of gradients: it runs one op and passes them on to it. What
+    a function in Python does with them is unknown."""
     if len(lowered.calls) != 1 or isinstance(plan, Steps) or lowered.by_gradient:
         return False  # a function that does nothing to floats may do something to complex numbers
     (call,) = lowered.calls

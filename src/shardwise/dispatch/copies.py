@@ -10,7 +10,8 @@ such copies.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ WayBack = Callable[[DTensor, DTensor], Any]
 class CopiedView(DTensor):
     """A copy that torch would make a view, or a view of one."""
 
+    _strides: tuple[int, ...]  # of the whole, where that does not lie plainly
     _source: tuple[DTensor, WayBack | None]  # what it was taken from, and how a write gets back there
     _whole: CopiedView  # of a view of a copy: the copy
 
@@ -34,8 +36,6 @@ class CopiedView(DTensor):
 class Part(CopiedView):
     """A true view: a part of a sharded dim that lies within other dims. Some ranks hold all of their piece, others none
     of it, and their strides do not show how the whole lies. Like copies, it is recognised wherever it is used."""
-
-    _strides: tuple[int, ...]  # of the whole
 
 
 class StaleView(DTensor):
@@ -80,9 +80,11 @@ def watch_copy(copy: Any, source: DTensor, way_back: WayBack | None = None) -> N
 
 
 def watch_view(view: Any, copy: CopiedView) -> None:
-    """A view of a copy keeps it, and ages with it. One of a part lies as the part does."""
+    """A view of a copy keeps it, and ages with it. It lies as the copy does, unless told otherwise."""
+    if "_strides" in copy.__dict__:
+        view._strides = copy._strides
     if isinstance(copy, Part):
-        view.__class__, view._strides = Part, copy._strides
+        view.__class__ = Part
         return
     view.__class__ = CopiedView
     view._whole = _whole(copy)
@@ -131,18 +133,41 @@ def is_copied_view(x: Tensor) -> bool:
     return "_strides" in x.__dict__ or _copy_in(x) is not None
 
 
-def refuse_lost_writes(written: Iterable[Tensor], name: str) -> None:
-    """Before a write: refuse it if it would go to a copy from which there is no way back."""
+def refuse_lost_writes(written: Sequence[Tensor], name: str) -> None:
+    """Before a write: refuse it if it would go to a copy from which there is no way back, or to several tensors, one of
+    which does not show what was written to another."""
+    if not any(storage_of(x) in copies for x in written):
+        return
+    roots: dict[int, Tensor] = {}
     for x in written:
-        copy = _copy_in(x)
-        while copy is not None and _takes_writes(copy):
-            copy = _copy_in(copy._source[0])
-        if copy is not None:
+        root = _root(x, name)
+        if roots.setdefault(storage_of(root), x) is not x:
+            raise InPlaceError(
+                f"{name} would write to several views of one DTensor, of which some had to be copies, because their "
+                f"data came from other ranks. Nothing was changed; write to one after the other"
+            )
+
+
+def _root(x: Tensor, name: str) -> Tensor:
+    """Where a write to a tensor gets in the end: there it must be possible."""
+    root, copy = x, _copy_in(x)
+    while copy is not None:
+        if not _takes_writes(copy):
             raise InPlaceError(
                 f"{name} would write to a view of a DTensor that had to be a copy, because its data came from other "
                 f"ranks, and the write would be lost. Nothing was changed; write to the tensor itself, or redistribute "
                 f"it first so that the view needs no data of other ranks"
             )
+        root = copy._source[0]
+        if _is_recorded(x) and root.is_leaf and root.requires_grad:
+            raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
+        copy = _copy_in(root)
+    return root
+
+
+def _is_recorded(x: Tensor) -> bool:
+    """Whether a write to a tensor is part of the graph: not one to what was detached from it."""
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 def _takes_writes(copy: CopiedView) -> bool:
@@ -165,7 +190,8 @@ def carry_on(written: Iterable[Tensor]) -> None:
             source, way_back = copy._source
             storage = storage_of(source)
             kin = [view for reference in _taken.pop(storage, ()) if (view := reference()) is not None]
-            way_back(source, wrap(localise(copy), copy._layout))  # type: ignore[misc]
+            with nullcontext() if _is_recorded(x) else torch.no_grad():
+                way_back(source, wrap(localise(copy), copy._layout))  # type: ignore[misc]
             for view in kin:
                 if _whole(view) is copy or (view.__class__ is CopiedView and _source_storage(view) == storage_of(copy)):
                     _enter(_taken, storage, view)

@@ -161,10 +161,10 @@ class _Elsewhere:
             report(self.name, (self.func, *(x._layout for x in given if isinstance(x, DTensor))), args, kwargs)
         originals: dict[int, Any] = {}
         copies: dict[int, Any] = {}
-        positions = iter(range(len(given)))
+        written = {id(x) for at, x in enumerate(given) if at in self.written}
 
         def elsewhere(x: Any) -> Tensor:
-            if next(positions) not in self.written:
+            if id(x) not in written:  # where it is read, too, what was written before is seen
                 return x
             if id(x) not in copies:  # an argument may be given twice
                 # of a copy, because gradients of extrema need what was there; and a copy, that every rank has its own

@@ -24,7 +24,7 @@ from shardwise.comm import ranked
 from shardwise.dispatch.copies import StaleView, stale
 from shardwise.dispatch.special import shards_of
 from shardwise.layout import Layout
-from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, localise, wrap
+from shardwise.tensor import DTensor, gradient_shards, gradient_tensor, localise, settled, wrap
 
 _enabled = torch._C._is_torch_function_enabled
 _apply = Function.apply.__func__  # type: ignore[attr-defined]
@@ -182,15 +182,7 @@ def _without_arguments(ctx: Any, results: tuple, args: tuple) -> list[Any]:
             id(old): new for x in results if id(x) in made for old, new in zip(shards_of(x), shards_of(made[id(x)]))
         }
         ctx.non_differentiable = tuple(shards.get(id(x), x) for x in ctx.non_differentiable)
-    return [x if id(x) in dirty else _settled(made.get(id(x), x)) for x in results]
-
-
-def _settled(x: Any) -> Any:
-    """A result whose gradient has a layout: those of the terms of a product, or of a norm, are not its terms."""
-    if not isinstance(x, DTensor):
-        return x
-    keep = [p if p is not None and p.divides_gradients else None for p in x._layout.pending]
-    return as_layout(x, x._layout.with_(pending=keep), "a result")
+    return [x if id(x) in dirty else settled(made.get(id(x), x)) for x in results]
 
 
 def _as_tuple(value: Any) -> tuple:

@@ -13,7 +13,7 @@ from shardwise.comm import shards_of
 from shardwise.dispatch.build import Whole
 from shardwise.dispatch.plan import Mover, Plan, direct_list, mover_of, runs_in_cpp
 from shardwise.dispatch.stand_ins import refused
-from shardwise.dispatch.trace import flat_tensors
+from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh, Partial
 from shardwise.redistribute import Group, plan_moves
@@ -25,6 +25,11 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 
 def plan_list_call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     """Bring the lists into the layouts of the first one, element by element, and run the call as it is."""
+    plan = _plan_together(func, args, kwargs)
+    return plan if list_name(func) in (*FUSED, UNSCALE) or isinstance(plan, _ByMesh) else _Recorded(plan, func)
+
+
+def _plan_together(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     name = list_name(func)
     in_place = name.endswith("_")
     lead = _lead(args, kwargs)
@@ -144,6 +149,42 @@ def _split_axes(layout: Layout) -> set[int]:
 # Plans
 
 
+class _Recorded:
+    """A plan that holds for what autograd does not record. In its graph torch makes one node of the call, which runs
+    for all elements, whichever of them a loss depends on, and a collective before it would take that for a gradient of
+    zeros: so each gets a call of its own."""
+
+    __slots__ = ("func", "plan")
+
+    def __init__(self, plan: Plan, func: Callable) -> None:
+        self.plan, self.func = plan, func
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        if not torch.is_grad_enabled():
+            return self.plan(args, kwargs)
+        lead = _lead(args, kwargs or {})
+        recorded = len(lead) > 1 and any(x.requires_grad for x in flat_tensors((args, kwargs or {})))
+        if not recorded or (list_name(self.func).endswith("_") and _is_torchs_own(lead)):
+            return self.plan(args, kwargs)
+        results: list[Any] = []
+        for at in range(len(lead)):
+            mine = [_element(arg, at) for arg in args]
+            named = {name: _element(arg, at) for name, arg in (kwargs or {}).items()}
+            results += self.func(*mine, **named) or ()
+        return _returned(self.func, args, kwargs, results)
+
+
+def _is_torchs_own(written: Sequence[Tensor]) -> bool:
+    """Whether a list is left to torch as a whole, because it refuses one of its tensors, before it writes to any; or
+    because one is there twice, of which the graph knows only once."""
+    return len({id(x) for x in written}) < len(written) or any(x.requires_grad and x.is_leaf for x in written)
+
+
+def _element(argument: Any, at: int) -> Any:
+    """A list of one element; what all elements share, as it is."""
+    return argument[at : at + 1] if isinstance(argument, (list, tuple)) else argument
+
+
 class _UnlessShared:
     """A plan that holds unless a tensor that all elements share needs a gradient: then each takes it on its own."""
 
@@ -212,11 +253,11 @@ class _Reduced:
     def _plan(self, kind: str, order: float | None, needs_gradients: bool) -> Plan:
         extremum = kind == "max" or (order is not None and (math.isinf(order) or order < 0))
         empty = any(0 in layout.pieces(dim) for layout in self.wanted for dim in range(len(layout.shape)))
-        if extremum and (empty or needs_gradients):
-            return _each(self.func)  # an empty shard has no extremum, and ties on several ranks share the gradient
+        if (extremum and empty) or (needs_gradients and kind != "sum"):
+            return _each(self.func)  # an empty shard has no extremum; only terms of a sum have gradients of their own
         pending = Partial("norm", order) if order is not None else Partial(kind)
         layouts = [_reduced(layout, pending) for layout in self.wanted]
-        if order is None or order <= 0 or needs_gradients:
+        if order is None or order <= 0:
             return Whole(self.func, self.movers, layouts, [None] * len(layouts), self.wanted[0].mesh)
         return self._alike(order, layouts)
 
@@ -254,16 +295,34 @@ def _reduced(layout: Layout, pending: Partial) -> Layout:
 
 
 class _InPlace:
-    """An in-place list call: the results are the arguments."""
+    """An in-place list call: the results are the arguments. Every rank's shards are written to themselves: the graph of
+    a write to aliases is another where a tensor is in the list twice."""
 
-    __slots__ = ("func", "plan")
+    __slots__ = ("func", "mesh", "movers")
 
     def __init__(self, func: Callable, movers: list[Mover | None], mesh: Mesh) -> None:
-        self.func, self.plan = func, Whole(func, movers, [], [], mesh)
+        self.func, self.movers, self.mesh = func, movers, mesh
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        self.plan.run(args, kwargs)
+        written = {id(x) for x in _lead(args, kwargs or {})}
+        movers = iter(self.movers)
+
+        def shards(x: Tensor) -> Tensor:
+            mover = next(movers)
+            y = mover(x) if mover is not None else x
+            return y if id(y) in written or y.__class__ is not DTensor else localise(y)
+
+        with _disabled():
+            local = map_tensors(args, shards), map_tensors(kwargs or {}, shards)
+            for rank in range(len(self.mesh.held)):
+                mine = [map_tensors(tree, lambda x, rank=rank: _of_rank(x, rank)) for tree in local]
+                self.func(*mine[0], **mine[1])
         return _returned(self.func, args, kwargs, ())
+
+
+def _of_rank(x: Tensor, rank: int) -> Tensor:
+    held = shards_of(x)
+    return held[rank] if len(held) > 1 else x
 
 
 def _direct_in_place(func: Callable) -> Plan:

@@ -28,10 +28,10 @@ def lies_plainly(x: Tensor) -> bool:
 
 def _lies_plainly(sizes: Sequence[int], steps: Sequence[int]) -> bool:
     """Of what is empty no strides tell anything."""
-    return 0 in sizes or _fresh_strides(sizes) == steps
+    return 0 in sizes or fresh_strides(sizes) == steps
 
 
-def _fresh_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+def fresh_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     step, found = 1, []
     for size in reversed(sizes):
         found.append(step)
@@ -51,7 +51,7 @@ def whole_lies_plainly(x: Tensor) -> bool:
     """Whether the tensor on one device lies in memory as a fresh one does. The step along a dim of one index is never
     taken."""
     shape, steps = (x._layout.shape, whole_strides(x)) if isinstance(x, DTensor) else (x.shape, x.stride())
-    return all(a == b or size == 1 for a, b, size in zip(steps, _fresh_strides(shape), shape, strict=True))
+    return all(a == b or size == 1 for a, b, size in zip(steps, fresh_strides(shape), shape, strict=True))
 
 
 def strides_shown(shape: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:
@@ -59,7 +59,7 @@ def strides_shown(shape: Sequence[int], sizes: Sequence[int], steps: Sequence[in
     over as many pieces of the next inner one as it does in the shard. Of dims with equal strides, one with a single
     index is within the other. An empty shard shows nothing: then the whole lies plainly, or is a `Part` that knows."""
     if 0 in sizes:
-        return _fresh_strides(shape)
+        return fresh_strides(shape)
     strides = [0] * len(shape)
     inner: int | None = None
     for dim in sorted((d for d in range(len(shape)) if steps[d]), key=lambda d: (steps[d], sizes[d] > 1, -d)):

@@ -12,9 +12,10 @@ from torch import Tensor
 from shardwise.comm import Ranked, ranked
 from shardwise.comm.cause import is_moving, listeners
 from shardwise.comm.cause import moved as observed
+from shardwise.dispatch.trace import map_tensors
 from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import Gathered, Move, differentiable, forget, recall, remember, run_path, transition
-from shardwise.tensor import DTensor, localise, spread
+from shardwise.tensor import DTensor, localise, settled, spread
 
 Plan = Callable[[tuple, dict[str, Any] | None], Any]
 
@@ -216,5 +217,14 @@ def localised(function: Callable, template: Sequence[Any], position: int, layout
             out.__dict__["_layout"] = layout
             return out
         return wrap_fresh(out, layout)
+
+    return run
+
+
+def settling(plan: Plan) -> Plan:
+    """A plan whose results may be terms of a product or of a norm: those within a graph are reduced at once."""
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        return map_tensors(plan(args, kwargs), lambda x: settled(x) if x.requires_grad else x)
 
     return run

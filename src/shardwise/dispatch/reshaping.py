@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.dispatch.copies import CopiedView
 from shardwise.dispatch.fallback import describe
 from shardwise.dispatch.special import handles, shards_of
 from shardwise.errors import InPlaceError
@@ -19,6 +20,7 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 @handles(Tensor.t_, Tensor.transpose_, Tensor.swapaxes_, Tensor.swapdims_, Tensor.unsqueeze_)
 def _reshape_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     x = args[0]
+    _refuse_copies(x, func.__name__)
     with torch.no_grad():
         layout = getattr(x.detach(), func.__name__[:-1])(*args[1:], **kwargs)._layout  # a view: nothing moves
     with _disabled():
@@ -27,6 +29,14 @@ def _reshape_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DT
     _change_strides(x, lambda whole: func(whole, *args[1:], **kwargs))
     x._layout = layout
     return x
+
+
+def _refuse_copies(x: DTensor, name: str) -> None:
+    if isinstance(x, CopiedView) and "_source" in x.__dict__:  # writes to it find their way there by its shape
+        raise InPlaceError(
+            f"{name} cannot change the shape of a view of a DTensor that had to be a copy, because its data came from "
+            f"other ranks. Nothing was changed; use {name[:-1]}, which gives another view"
+        )
 
 
 def _change_strides(x: DTensor, change: Callable[[Tensor], Any]) -> None:
@@ -52,6 +62,7 @@ def _resize_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any
 @handles(Tensor.squeeze_)
 def _squeeze_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     x = args[0]
+    _refuse_copies(x, "squeeze_")
     dims = args[1] if len(args) > 1 else kwargs.get("dim", range(x.ndim))
     wanted = {dim % max(x.ndim, 1) for dim in ([dims] if isinstance(dims, int) else dims)}
     gone = [dim for dim in sorted(wanted, reverse=True) if x.ndim and x.shape[dim] == 1]

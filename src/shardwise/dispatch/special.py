@@ -106,6 +106,12 @@ def _contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     return copied(x, *args[1:], **kwargs)
 
 
+@handles(Tensor.ravel, torch.ravel)
+def _ravel(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Unlike `reshape(-1)`, torch's copies every tensor that does not lie in one piece."""
+    return args[0].contiguous().view(-1)
+
+
 @handles(Tensor.stride)
 def _stride(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The strides of the tensor on one device."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.dispatch.memory import whole_strides
-from shardwise.dispatch.trace import flat_tensors
+from shardwise.dispatch.trace import flat_tensors, is_leaf
 from shardwise.errors import ShardwiseError
 from shardwise.rules import Call
 from shardwise.tensor import DTensor
@@ -222,7 +222,7 @@ def filled(
         if order != sorted(order):
             made = torch.empty_permuted(shape, order, dtype=made.dtype, device=device).copy_(made)
         made.requires_grad_(x.requires_grad and (made.is_floating_point() or made.is_complex()))
-        return made if x.is_leaf else made.clone()
+        return made if is_leaf(x) else made.clone()
 
 
 def _may_be_size(x: Tensor) -> bool:

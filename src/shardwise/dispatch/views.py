@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm import shards_of
 from shardwise.dispatch.copies import (
     CopiedView,
     Part,
@@ -25,7 +26,7 @@ from shardwise.dispatch.copies import (
     watch_copy,
     watch_view,
 )
-from shardwise.dispatch.memory import copied, lies_plainly, on_one_device
+from shardwise.dispatch.memory import copied, fresh_strides, lies_plainly, on_one_device
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.layout import Layout, Mesh
@@ -54,24 +55,36 @@ class Copies:
         copies = not comes_first or is_view(self.function, args, kwargs or {})  # asked first, for what torch refuses
         out = self.plan(args, kwargs)
         results = [out] if isinstance(out, Tensor) else flat_tensors(out)
-        if storage_of(results[self.positions[0]]) == storage_of(source):  # views after all
-            key = _lying(source)
-            strides = self.strides.get(key)
-            if strides is None:
-                strides = _strides_of_views(self.function, args, kwargs or {}, self.positions)
-                if len(self.strides) < MOST:
-                    self.strides[key] = strides
-            for at, whole in zip(self.positions, strides, strict=True):
-                _remember_strides(results[at], whole)
+        if _share_memory(results[self.positions[0]], source):  # views after all
+            for at, strides in zip(self.positions, self._strides(source, args, kwargs or {}), strict=True):
+                _remember_strides(results[at], strides)
         elif copies:
             way_back = _way_back(self.function, args, kwargs or {}) if comes_first and len(results) == 1 else None
-            for position in self.positions:
-                if results[position].__class__ is DTensor:
-                    watch_copy(results[position], source, way_back)
+            for at, strides in zip(self.positions, self._strides(source, args, kwargs or {}), strict=True):
+                if results[at].__class__ is DTensor:
+                    watch_copy(results[at], source, way_back)
+                    _remember_other_strides(results[at], strides)
         elif "_moved" in source.__dict__:  # what was moved may be used again: it is not the result's to write to
             own: Any = copied
             return map_tensors(out, own)
         return out
+
+    def _strides(self, source: DTensor, args: tuple, kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
+        """How the results would lie on one device."""
+        key = _lying(source)
+        strides = self.strides.get(key)
+        if strides is None:
+            strides = _strides_of_views(self.function, args, kwargs, self.positions)
+            if len(self.strides) < MOST:
+                self.strides[key] = strides
+        return strides
+
+
+def _share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors do, on all ranks: where some only had a copy, others would write alone."""
+    found = [storage_of(a) == storage_of(b) for a, b in zip(shards_of(x), shards_of(y))]
+    assert len(set(found)) == 1, "a view on some ranks that is a copy on others"
+    return found[0]
 
 
 class OfCopies:
@@ -84,12 +97,15 @@ class OfCopies:
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         given: dict[int, CopiedView] = {}
+        aliases: dict[int, Any] = {}  # one for each: a tensor may be given twice
 
         def as_usual(x: Tensor) -> Tensor:
             if not isinstance(x, CopiedView):
                 return x
-            made: Any = x if isinstance(x, Part) else wrap(localise(x), x._layout)
-            given[id(made)] = x
+            made = aliases.get(id(x))
+            if made is None:
+                made = aliases[id(x)] = x if isinstance(x, Part) else _alias(x)
+                given[id(made)] = x
             return made
 
         args, kwargs = map_tensors(args, as_usual), map_tensors(kwargs or {}, as_usual)
@@ -109,20 +125,31 @@ class OfCopies:
         out = self.function(*args, **kwargs)
         by_storage = {storage_of(x): x for x in given.values()}
         results = flat_tensors(out)
-        parts: list[int] = []
+        lying: list[int] = []  # results that lie as the whole of what they are views of does, which does not show it
         for at, x in enumerate(results):
             if x.__class__ is CopiedView:
                 outdate_with(x, given)
             copy = by_storage.get(storage_of(x)) if x.__class__ in (DTensor, Part) and id(x) not in given else None
             if copy.__class__ is DTensor:  # a part
                 if x.__class__ is DTensor:
-                    parts.append(at)
+                    lying.append(at)
             elif copy is not None:
                 watch_view(x, copy)
-        if parts:
-            for at, strides in zip(parts, _strides_of_views(self.function, args, kwargs, parts), strict=True):
-                _remember_strides(results[at], strides)
+                if "_strides" in copy.__dict__:
+                    lying.append(at)
+        if lying:
+            for at, strides in zip(lying, _strides_of_views(self.function, args, kwargs, lying), strict=True):
+                remember = _remember_strides if results[at].__class__ is DTensor else _remember_other_strides
+                remember(results[at], strides)
         return map_tensors(out, lambda x: given.get(id(x), x))
+
+
+def _alias(x: CopiedView) -> DTensor:
+    """A copy as the usual tensor that it is to functions."""
+    made = wrap(localise(x), x._layout)
+    if "_strides" in x.__dict__:
+        made._strides = x._strides  # type: ignore[attr-defined]
+    return made
 
 
 class ViewOrCopy:
@@ -143,7 +170,7 @@ class ViewOrCopy:
         view = self.known.get(lying)
         if view is None:
             view = is_view(self.function, args, kwargs or {})
-            if len(self.known) < MOST:
+            if len(self.known) < MOST and "_copied" not in x.__dict__:  # others that lie so are views
                 self.known[lying] = view
         if view:
             return self.plan(args, kwargs)
@@ -291,6 +318,13 @@ def _strides_of_views(
     return [view.stride() for at in positions if (view := views[at]) is not None]
 
 
+def _remember_other_strides(copy: Any, strides: tuple[int, ...]) -> None:
+    """A copy lies plainly in memory. What it stands for may not, and then torch copies where it would not here."""
+    copy.__dict__.pop("_strides", None)
+    if any(a != b and n > 1 for a, b, n in zip(strides, fresh_strides(copy._layout.shape), copy.shape, strict=True)):
+        copy._strides = strides
+
+
 def _remember_strides(part: Any, strides: tuple[int, ...]) -> None:
     """Where a sharded dim lies within others, strides of its parts are not to be seen from the shards."""
     layout = part._layout
@@ -306,8 +340,8 @@ def _remember_strides(part: Any, strides: tuple[int, ...]) -> None:
 
 _RESHAPES = frozenset(
     {
-        *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.ravel, Tensor.unflatten, Tensor.view_as),
-        *(Tensor.reshape_as, torch.reshape, torch.flatten, torch.ravel, torch.unflatten),
+        *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unflatten, Tensor.view_as),
+        *(Tensor.reshape_as, torch.reshape, torch.flatten, torch.unflatten),
         *(Tensor.squeeze, Tensor.unsqueeze, torch.squeeze, torch.unsqueeze),
     }
 )
@@ -333,6 +367,12 @@ def _way_back(function: Callable, args: tuple, kwargs: dict[str, Any]) -> WayBac
         return lambda source, copy: source.copy_(copy.view(source.dtype))  # of bits
     if function in _RESHAPES:
         return lambda source, copy: source.copy_(copy.reshape(source.shape))
+    if function is torch.view_as_real:
+        return lambda source, copy: source.copy_(torch.view_as_complex(copy.contiguous()))
+    if function in (torch.real, Tensor.real.__get__):  # type: ignore[attr-defined]
+        return lambda source, copy: source.copy_(torch.complex(copy, source.imag))
+    if function in (torch.imag, Tensor.imag.__get__):  # type: ignore[attr-defined]
+        return lambda source, copy: source.copy_(torch.complex(source.real, copy))
     if function is Tensor.__getitem__ and not flat_tensors(args[1:]):
         return lambda source, copy: source.__setitem__(args[1], copy)
     if function in (Tensor.select, torch.select) and len(args) == 3:

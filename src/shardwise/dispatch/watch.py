@@ -42,7 +42,8 @@ class Label:
     def operand(self) -> str:
         if self.op is None:
             return "brought where the call needs it"
-        return f"{self.op._schema.name.replace('::', '.')}, {_numbered([argument.name for argument in self.op._schema.arguments], self.at)}"
+        names = [argument.name for argument in self.op._schema.arguments]
+        return f"{self.op._schema.name.replace('::', '.')}, {_numbered(names, self.at)}"
 
 
 def labelled(plan: Plan, lowered: Lowered) -> Plan:

@@ -210,6 +210,9 @@ def _by_channel(stats: Tensor, x: Tensor, channels: int, start: int) -> Tensor:
 
 def _group_norm_or_empty(x: Tensor, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float) -> Any:
     if x.numel():
+        weight, bias = (
+            None if param is None else param.contiguous() for param in (weight, bias)
+        )  # as it must be given
         return torch.native_group_norm(x.contiguous(), weight, bias, n, c, hxw, group, eps)
     out = remembered(x)
     for param in (weight, bias):  # nothing to normalise, but every rank takes part in backward

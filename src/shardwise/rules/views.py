@@ -254,13 +254,13 @@ def _as_complex(call: Call) -> Factors:
 
 
 def _as_real_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    return None if all(map(math.prod, ins[0].held_shapes)) else Local(_real_or_empty, call.args)
+    return Local(_real_of_some, call.args) if ins[0].has_empty else None
 
 
-def _real_or_empty(x: Tensor) -> Tensor:
-    """Of nothing, torch's gradient cannot be viewed as complex again: it lies in memory in any way. A conjugate that is
-    left for later, which `real` and `imag` take, must be settled."""
-    if x.numel() or not (torch.is_grad_enabled() and x.requires_grad):
+def _real_of_some(x: Tensor) -> Tensor:
+    """Of nothing, torch's gradient cannot be viewed as complex again: it lies in memory in any way. So where some ranks
+    hold nothing, all make a copy. A conjugate that is left for later, which `real` and `imag` take, must be settled."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
         return torch.view_as_real(x.resolve_conj())
     return torch.stack([x.real, x.imag], -1)
 

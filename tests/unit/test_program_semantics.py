@@ -1,0 +1,302 @@
+"""What a program means: which writes are seen where, and what gradients come back. Programs that random ones showed to
+be wrong, by what was wrong about them. Those that only real ranks show are in tests/multiprocess."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compare import beside, full
+from sweep import mesh_of, normal, place
+from torch import Tensor
+from torch.nn import functional as F
+
+import shardwise as sw
+
+R, S, P = sw.Replicate(), sw.Shard, sw.Partial
+MESHES = ((2,), (3,), (4,))
+
+
+def same(program: Callable[[Tensor], Any], x: Tensor, *placements: sw.Placement, mesh: tuple[int, ...] = (2,)) -> None:
+    """A program of a leaf gives the same on a DTensor: tensors, or None for gradients that there are none of."""
+    expected = program(x.clone().requires_grad_(x.is_floating_point()))
+    found = program(place(x.clone(), *placements, mesh=mesh).requires_grad_(x.is_floating_point()))
+    for e, f in zip(expected, found, strict=True):
+        assert (e is None) == (f is None), f"{f} where torch has {e}"
+        if e is not None:
+            torch.testing.assert_close(full(f.detach()), e.detach())
+
+
+# Writes to what torch copies, and to what it does not
+
+
+def written(view: Callable[[Tensor], Tensor]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    def program(x: Tensor) -> tuple[Tensor, ...]:
+        y = x * 1
+        z = view(y)
+        z.mul_(3)
+        (y * y).sum().backward()
+        return y, z, x.grad  # type: ignore[return-value]
+
+    return program
+
+
+ROWS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x[:, 0].contiguous(),
+    lambda x: x[:, :, 1].contiguous(),
+    lambda x: x[:, :, :1].squeeze(2).contiguous(),
+    lambda x: x[:, 0].reshape(-1),
+    lambda x: x[:, 0].flatten(),
+    lambda x: x[:, 0].ravel(),
+    lambda x: x[:, 0, 1].ravel(),
+    lambda x: x[:, 1].t().reshape(-1),
+    lambda x: x[:, 0].view(x.shape[0], x.shape[2])[1:].reshape(-1),
+    lambda x: x[0, :, 1].reshape(2, 2),
+    lambda x: x[:, 0].detach().ravel(),
+    lambda x: x.flatten(0, 1)[1:3],
+    lambda x: x.flatten(0, 1)[:, :1].flatten(),
+]
+
+
+@pytest.mark.parametrize("view", range(len(ROWS)))
+def test_rows_of_a_sharded_dim_are_copied_where_torch_copies(view: int) -> None:
+    for mesh in MESHES:
+        for placement in (S(0), S(1), S(2), P(), R):
+            same(written(ROWS[view]), normal(2, 4, 3), placement, mesh=mesh)
+
+
+def test_strides_of_a_row_are_those_of_one_device() -> None:
+    x = normal(2, 4, 3)
+    for dim in range(3):
+        d = place(x, S(dim))
+        for row, expected in ((d[:, 1], x[:, 1]), (d[:, 1].detach(), x[:, 1]), (d[:, 1].t(), x[:, 1].t())):
+            assert row.stride() == expected.stride()
+            assert row.is_contiguous() == expected.is_contiguous()
+
+
+def test_whether_a_reshape_is_a_view_is_not_learnt_from_copies() -> None:
+    """The first call is of a copy that torch makes, and nobody else sees; the others lie like it but are views."""
+
+    def program(x: Tensor) -> tuple[Tensor, ...]:
+        y, z = x.detach().clone(), x.detach().clone()
+        y[:, :, 0].reshape(-1).view(2, 2).flatten().mul_(2)
+        y[:, 0].reshape(2, 2, 2).flatten(0, 1).mul_(2)
+        z.flatten(0, 1)[0].add_(1)
+        return y, z
+
+    for placement in (S(0), S(1), S(2)):
+        same(program, normal(2, 2, 4), placement, mesh=(4,))
+
+
+def test_a_list_may_name_a_row_twice() -> None:
+    def program(x: Tensor) -> tuple[Tensor, ...]:
+        y = x.detach().clone()
+        row = y[0]
+        torch._foreach_add_([row, row], 3)
+        return y, row
+
+    for placement in (S(0), S(1)):
+        same(program, normal(4, 4), placement)
+
+
+@pytest.mark.parametrize("placement", [S(0), S(1), R], ids=str)
+def test_writes_to_a_detached_row_of_a_leaf(placement: sw.Placement) -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        x[0].detach().mul_(2)
+        x[:, 1].detach().mul_(3)
+        (x * x).sum().backward()
+        return x, x.grad
+
+    same(program, normal(4, 4), placement)
+
+
+@pytest.mark.parametrize("placement", [S(0), S(1), R], ids=str)
+def test_writes_to_a_row_of_a_leaf_are_refused_before_anything_is_written(placement: sw.Placement) -> None:
+    x = place(normal(4, 4), placement).requires_grad_()
+    row, before = x[0], x.detach().clone()
+    with pytest.raises(RuntimeError, match="a view of a leaf Variable that requires grad"):
+        row.mul_(2)
+    assert torch.equal(x, before)
+    assert torch.equal(row, before[0])
+
+
+@pytest.mark.parametrize("change", [Tensor.t_, lambda x: x.unsqueeze_(0), lambda x: x.transpose_(0, 1)])
+def test_the_shape_of_a_copied_view_does_not_change_in_place(change: Callable[[Tensor], Any]) -> None:
+    x = place(normal(2, 4, 3), S(1))
+    with pytest.raises(sw.errors.InPlaceError, match=r"use .*, which gives another view"):
+        change(x[:, 0])
+
+
+@pytest.mark.parametrize("placement", [S(0), S(1), R], ids=str)
+def test_views_made_and_written_to_where_nothing_is_recorded(placement: sw.Placement) -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            v = x[1:]
+            v[0] += 1
+            v[:, :2] *= 2
+        (x * x).sum().backward()
+        return x, v, x.grad
+
+    same(program, normal(4, 4), placement)
+
+
+@pytest.mark.parametrize("view", [lambda x: x[1:3], lambda x: x.view(-1), lambda x: x.t(), lambda x: x[1]])
+def test_a_leaf_made_of_shards_is_no_view_of_them(view: Callable[[Tensor], Tensor]) -> None:
+    """Autograd looked for the history of views of the leaf in the shards that the user brought."""
+    for placement in (S(0), R):
+        d = sw.DTensor.from_local(normal(4, 4), mesh_of((2,)), [placement]).requires_grad_()
+        x = d.detach().full_tensor().requires_grad_()
+        for leaf in (d, x):
+            v = view(leaf)
+            with torch.no_grad():
+                v.mul_(2)
+            (v * v).sum().backward()
+        assert x.grad is not None and d.grad is not None
+        torch.testing.assert_close(d.grad.full_tensor(), x.grad)
+
+
+# Arguments that do not lie in one piece
+
+
+NORMS: dict[str, Callable[..., Tensor]] = {
+    "group norm": lambda x, scale, shift: F.group_norm(x, 2, scale, shift),
+    "batch norm": lambda x, scale, shift: F.batch_norm(x, None, None, scale, shift, training=True),
+    "evaluated": lambda x, scale, shift: F.batch_norm(x, scale.detach(), scale.detach().abs(), scale, shift),
+    "instance norm": lambda x, scale, shift: F.instance_norm(x, None, None, scale, shift),
+    "layer norm": lambda x, scale, shift: F.layer_norm(x, (4,), scale, shift),
+    "rms norm": lambda x, scale, shift: F.rms_norm(x, (4,), scale) + shift,
+    "convolution": lambda x, scale, shift: F.conv1d(x, scale.view(1, 4, 1).expand(4, 4, 1), shift),
+    "linear": lambda x, scale, shift: F.linear(x, scale.expand(4, 4), shift),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_parameters_with_gaps_between_their_numbers(name: str) -> None:
+    """What a network predicts of scale and shift, `film.unbind(1)`, has the other between its numbers."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        film = beside(x, normal(4, 2)).requires_grad_()
+        y = NORMS[name](x, *film.unbind(1))
+        (y * y.cos()).sum().backward()
+        return y, x.grad, film.grad
+
+    for placement in (R, S(0), S(1), S(2), P()):
+        same(program, normal(4, 4, 4), placement)
+
+
+# Gradients of what is not a leaf, and of what a loss does not depend on
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cdist": lambda y: torch.cdist(y, y.detach() + 1),
+    "cdist of order 3": lambda y: torch.cdist(y, y.detach() + 1, p=3),
+    "pdist": F.pdist,
+    "dist": lambda y: torch.dist(y, y.detach() + 1),
+    "norm": torch.norm,
+    "norms": lambda y: torch.stack(torch._foreach_norm([y, 3 * y])),
+    "norms of order 3": lambda y: torch._foreach_norm([y, 3 * y], 3)[1],
+    "largest": lambda y: torch._foreach_norm([y, 3 * y], float("inf"))[1],
+    "product": torch.prod,
+    "maximum": torch.amax,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_gradients_of_intermediate_results(name: str) -> None:
+    """What is pending on a result must be such that its gradient has a layout."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        n = NUMBERS[name](x * 2)
+        n.retain_grad()
+        (found,) = torch.autograd.grad((n**3).sum(), n, retain_graph=True)
+        (n**3).sum().backward()
+        return n, found, n.grad, x.grad
+
+    for mesh in ((2,), (3,)):
+        for placement in (S(0), S(1), P(), R):
+            same(program, normal(4, 4), placement, mesh=mesh)
+
+
+LISTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "mul": lambda a, b: torch._foreach_mul([a, b], 2.0),
+    "mul by lists": lambda a, b: torch._foreach_mul([a, b], [b, a.detach()]),
+    "addcmul": lambda a, b: torch._foreach_addcmul([a, b], [a, b], [a, b], [2.0, 3.0]),
+    "exp": lambda a, b: torch._foreach_exp([a, b]),
+    "norm": lambda a, b: torch._foreach_norm([a, b]),
+    "maximum": lambda a, b: torch._foreach_maximum([a, b], 0.5),
+    "in place": lambda a, b: (torch._foreach_mul_([a, b], 3.0), [a, b])[1],
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_call_does_not_join_its_tensors(name: str) -> None:
+    """A tensor that the loss does not depend on has no gradient, not one of zeros: optimizers would decay it."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        other = (x.detach() + 1).requires_grad_()
+        first, _ = LISTS[name](x * 1, other * 1)
+        first.sum().backward()
+        return first, x.grad, other.grad
+
+    for placement in (S(0), S(1), P(), R):
+        same(program, normal(4, 4), placement)
+
+
+def test_a_list_call_after_a_collective_does_not_join_its_tensors() -> None:
+    x, y = (place(normal(4, 4), S(0)).requires_grad_() for _ in range(2))
+    first, _ = torch._foreach_mul([x.redistribute(placements=[R]), y.redistribute(placements=[R])], 2.0)
+    first.sum().backward()
+    assert x.grad is not None and y.grad is None
+
+
+TWICE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "mul": lambda v, x: torch._foreach_mul_([v, v], 3.0),
+    "other numbers": lambda v, x: torch._foreach_mul_([v, v], [3.0, 2.0]),
+    "itself": lambda v, x: torch._foreach_mul_([v, v], [v, x]),
+    "addcmul": lambda v, x: torch._foreach_addcmul_([v, v], [x, x], [x, x], 3.0),
+    "views": lambda v, x: torch._foreach_mul_([v.view(-1), v.t()], 3.0),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_list_may_name_a_tensor_twice(name: str) -> None:
+    """What torch makes of it, whose graph of such a write has it only once."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        v = x * 1
+        TWICE[name](v, x)
+        (v * v).sum().backward()
+        return v, x.grad
+
+    for placement in (S(0), R) if name == "views" else (S(0), S(1), P(), R):
+        same(program, normal(4, 4), placement)
+
+
+@pytest.mark.parametrize("views", [lambda v: [v.view(-1), v.t()], lambda v: [v[:, 0], v[:, 0]]])
+def test_views_that_do_not_show_each_others_writes_are_refused_in_a_list(views: Callable[[Tensor], Any]) -> None:
+    v = place(normal(4, 4), S(1))
+    before = v.clone()
+    with pytest.raises(sw.errors.InPlaceError, match="write to one after the other"):
+        torch._foreach_mul_(views(v), 3.0)
+    assert torch.equal(v, before)
+
+
+def test_what_a_list_call_wrote_is_seen_by_its_later_elements() -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        v, w = x.detach() * 1, x.detach() * 2
+        torch._foreach_add_([v, w], [w, v])
+        return v, w
+
+    for placement in (S(0), P(), R):
+        same(program, normal(4, 4), placement)
+
+
+def test_a_leaf_in_a_list_is_refused_before_anything_is_written() -> None:
+    leaf = place(normal(4, 4), S(0)).requires_grad_()
+    v = leaf * 1
+    before = v.detach().clone()
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        torch._foreach_mul_([v, leaf], 3.0)
+    assert torch.equal(v, before)
