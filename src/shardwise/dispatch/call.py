@@ -38,6 +38,7 @@ from shardwise.dispatch.watch import labelled, watched
 from shardwise.dispatch.without_data import WithoutData, lie_on_meta
 from shardwise.errors import InPlaceError, MeshError, StrideError
 from shardwise.layout import Layout
+from shardwise.local import is_leaf
 from shardwise.rules import Value, flat_values, rule_for
 from shardwise.rules.foreach import is_list_op
 from shardwise.rules.pointwise import ELEMENTWISE

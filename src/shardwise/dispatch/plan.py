@@ -14,6 +14,7 @@ from shardwise.comm.cause import is_moving, listeners
 from shardwise.comm.cause import moved as observed
 from shardwise.dispatch.trace import map_tensors
 from shardwise.layout import Layout, Mesh
+from shardwise.local import is_leaf
 from shardwise.redistribute import Gathered, Move, differentiable, forget, recall, remember, run_path, transition
 from shardwise.tensor import DTensor, localise, settled, spread
 
@@ -66,7 +67,7 @@ class Mover:
             moved = self.only(x)
         else:
             moved = self._moved(x, facts)
-        kept[self.key] = remember(moved, self.mesh) if x.is_leaf else moved, version, self.moves
+        kept[self.key] = remember(moved, self.mesh) if is_leaf(x) else moved, version, self.moves
         return moved
 
     def _regathered(self, x: Tensor, gathered: Gathered) -> Tensor:
