@@ -32,7 +32,7 @@ from shardwise.dispatch.outs import plan_out
 from shardwise.dispatch.plan import Direct, Plan, runs_in_cpp, settling, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
 from shardwise.dispatch.stand_ins import can_be_tried, refused, refused_dtypes, torchs_own
-from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, is_leaf, map_tensors, trace_call
+from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call
 from shardwise.dispatch.views import MAY_COPY, ONLY_VIEWS, Copies, OfAllRanks, OfCopies, ViewOrCopy, Writes, only_views
 from shardwise.dispatch.watch import labelled, watched
 from shardwise.dispatch.without_data import WithoutData, lie_on_meta

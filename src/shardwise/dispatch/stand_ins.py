@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.dispatch.memory import whole_strides
-from shardwise.dispatch.trace import flat_tensors, is_leaf
+from shardwise.dispatch.trace import flat_tensors
 from shardwise.errors import ShardwiseError
 from shardwise.local import is_leaf
 from shardwise.rules import Call

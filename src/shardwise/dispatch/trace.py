@@ -235,15 +235,6 @@ def written_families(trace: Trace) -> dict[int, int]:
     return trace.written_families
 
 
-def is_leaf(x: Tensor) -> bool:
-    """Whether a tensor is a leaf of the graph. Of a view that was made and written to where nothing is recorded, torch
-    refuses to tell; used there, it never comes to that."""
-    try:
-        return x.is_leaf
-    except RuntimeError:
-        return False
-
-
 def flat_tensors(tree: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and dicts, in order."""
     if isinstance(tree, Tensor):
