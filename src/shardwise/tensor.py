@@ -384,7 +384,7 @@ def as_layout(value: Tensor, layout: Layout, name: str) -> DTensor:
         raise MixedTensorError(
             f"{name} must be a DTensor like the tensor it belongs to, not a plain tensor; see from_local"
         )
-    if value._layout is layout:
+    if value._layout.unreduced is layout.unreduced:
         return value
     if value._layout.shape != layout.shape:
         raise ShardShapeError(f"{name} has shape {list(value.shape)}, the tensor it belongs to {list(layout.shape)}")

@@ -275,6 +275,8 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
             return _gathered(func, args, kwargs, layouts), False
         raise torchs_own(error, func, args, kwargs) or error from None
     trace.parameters = {value.index for value, is_one in zip(trace.inputs, parameters, strict=True) if is_one}
+    trace.reduced = {value.index for value, layout in zip(trace.inputs, layouts, strict=True) if layout.reduced}
+    layouts = [layout.unreduced for layout in layouts]
     if all(map(can_be_tried, trace.calls)):
         unchecked = any(call.name.rstrip("_") in UNCHECKED_ON_META for call in trace.calls)
         if unchecked or not all(call.is_view for call in trace.calls):

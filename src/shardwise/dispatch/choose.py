@@ -3,12 +3,13 @@
 The choice is predictable before it is clever; it looks at one call, never at the calls to come:
 
 1. Nothing moves that need not: a strategy that needs no communication before it runs is taken, whether or not its
-   result is pending. Slicing what is replicated, and masking a bias so that it counts once, move nothing.
+   result is pending. Slicing what is replicated, and masking a bias so that it counts once, move nothing. (But a
+   pending value is not passed on in more bytes than it has.)
 2. No placement is invented: a strategy is open only if some input already lies as it asks, or if it takes everything
    whole. So a pending sum that must be reduced becomes whole, or takes the placement of an operand it meets.
 3. Where operands conflict, the strategy that sends least is taken, forward and, where a gradient will flow, backward,
    with the reduction of a pending result counted. A parameter is gathered, never sharded along another dim.
-4. A pending value that an earlier call of the trace has reduced is whole from then on.
+4. A pending value that an earlier call has reduced is whole from then on.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Chooser:
         self.by_gradient = False
         self._needs_grad = set(trace.need_grad)
         self._parameters = set(trace.parameters)
-        self._reduced: set[tuple[int, int]] = set()  # (value, axis): pending there, and an earlier call has reduced it
+        # (value, axis): pending there, and an earlier call has reduced it
+        self._reduced = {(index, axis) for index in trace.reduced for axis in range(mesh.ndim)}
 
     def choose(self, position: int, have: Sequence[Layout], banned: Set[Ban]) -> list[Strategy]:
         """One strategy per axis. Axes along which nothing need move are settled first; what the others send depends on
@@ -192,6 +194,8 @@ def _can_begin(pending: Partial, now: AxisPlacement) -> bool:
 def _unmoved(ways: Sequence[Strategy], call: Call, at: Sequence[AxisPlacement]) -> Strategy | None:
     """The first strategy that takes all inputs as they are; else one for which replicated ones are sliced or masked."""
     free = [way for way in ways if all(_is_free(way, call, i, now) for i, now in enumerate(at))]
+    if not call.is_view:
+        free = [way for way in free if not _grows(way, call)]
     return min(free, key=lambda way: (way.cost, sum(p != now for p, now in zip(way.ins, at))), default=None)
 
 
@@ -202,6 +206,15 @@ def _is_free(way: Strategy, call: Call, i: int, now: AxisPlacement) -> bool:
     if now is not None:
         return False
     return not isinstance(wanted, Partial) or _is_bias(way, call, i)
+
+
+def _grows(way: Strategy, call: Call) -> bool:
+    """Whether a strategy passes a pending value on in more bytes than it has (in a wider dtype, say): it had better be
+    reduced before."""
+    given = [_bytes(value) for value, p in zip(call.inputs, way.ins, strict=True) if isinstance(p, Partial)]
+    made = [_bytes(value) for value, p in zip(call.outputs, way.outs, strict=True) if isinstance(p, Partial)]
+    passed_on = bool(given) and not any(isinstance(p, int) for p in way.ins)
+    return passed_on and max(made, default=0) > sum(given)
 
 
 def _is_bias(way: Strategy, call: Call, i: int) -> bool:

@@ -32,13 +32,14 @@ class Mover:
     and backward (see `redistribute.shared`).
     """
 
-    __slots__ = ("direct", "key", "mesh", "moves", "only", "only_gradient")
+    __slots__ = ("direct", "key", "mesh", "moves", "only", "only_gradient", "reduces")
 
     def __init__(self, moves: tuple[Move, ...]) -> None:
         self.moves = moves
         self.mesh = moves[0].source.layout.mesh
         self.key = id(moves)  # the planner gives equal paths as one object
         self.only_gradient = all(move.keeps_value for move in moves)
+        self.reduces = len(moves) == 1 and moves[0].kind == "all_reduce" and not moves[0].target.layout.has_pending
         in_cpp = runs_in_cpp(self.mesh)
         self.direct = DTensor if in_cpp else None  # the class of what goes to kernels as it is
         self.only = differentiable(moves[0]) if in_cpp and len(moves) == 1 and moves[0].is_linear else None
@@ -48,8 +49,9 @@ class Mover:
         facts = x.__dict__
         if not _grad_enabled():
             forget(self.mesh)
-            return x if self.only_gradient else self._moved(x, facts)
-        if not x.requires_grad:
+            if not self.reduces:
+                return x if self.only_gradient else self._moved(x, facts)
+        elif not x.requires_grad and not self.reduces:
             return x if self.only_gradient else self._moved(x, facts)
         kept = facts.get("_moved")
         version = x._version
@@ -67,7 +69,10 @@ class Mover:
             moved = self.only(x)
         else:
             moved = self._moved(x, facts)
-        kept[self.key] = remember(moved, self.mesh) if is_leaf(x) else moved, version, self.moves
+        of_leaf = x.requires_grad and is_leaf(x)  # which would never be freed: copy, graph, leaf
+        kept[self.key] = remember(moved, self.mesh) if of_leaf else moved, version, self.moves
+        if self.reduces and x.__class__ is DTensor and not of_leaf:
+            facts["_layout"] = facts["_layout"].once_reduced
         return moved
 
     def _regathered(self, x: Tensor, gathered: Gathered) -> Tensor:
@@ -114,8 +119,9 @@ def wrap_fresh(out: Any, layout: Layout) -> DTensor:
         out.__class__ = DTensor
         out.__dict__["_layout"] = layout
     elif out._layout is not layout:
-        out = localise(out)
-        out.__class__ = DTensor
+        if out._layout.unreduced is not layout:
+            out = localise(out)
+            out.__class__ = DTensor
         out.__dict__["_layout"] = layout
     return out
 

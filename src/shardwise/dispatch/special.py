@@ -226,7 +226,7 @@ def _divide_number(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tenso
     *(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type_as, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
     *(Tensor.int, Tensor.long, Tensor.short, Tensor.char, Tensor.byte, Tensor.bool, Tensor.pin_memory),
 )
-def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if not isinstance(x, DTensor):  # `plain.type_as(x)`: of x only the dtype and the device are asked for
         return func(*map_tensors(args, kind_of), **map_tensors(kwargs, kind_of))
@@ -235,6 +235,8 @@ def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     if x._layout.has_pending:
         with _disabled():
             changed = func(torch.empty((0,) * max(x.ndim, 1), dtype=x.dtype, device=x.device), *args[1:], **kwargs)
+            if changed.dtype.itemsize > x.dtype.itemsize and changed.device == x.device:
+                return NotImplemented  # planned like any other call: it may be reduced before it grows
             linear = x.dtype == changed.dtype or (x.dtype.is_floating_point and changed.dtype.is_floating_point)
         if not linear:
             x = as_layout(x, x._layout.with_(pending=[None] * x._layout.mesh.ndim), "self")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.dispatch.fuse import fused
 from shardwise.dispatch.metas import run_on_meta
 from shardwise.errors import InPlaceError
 from shardwise.rules import Call, Value, flat_values
@@ -66,10 +67,18 @@ class Trace:
         self.dtypes: tuple[torch.dtype, ...] = ()
         self.need_grad: set[int] = set()  # inputs that need a gradient
         self.parameters: set[int] = set()  # inputs that are parameters, or other leaves that need a gradient
+        self.reduced: set[int] = set()  # inputs that are pending, and keep what that has come to
 
     def new_value(self, tensor: Tensor) -> Value:
         value = Value(len(self.values), tuple(tensor.shape), tensor.dtype)
         value.may_need_grad = self.needs_grad
+        self.values.append(value)
+        return value
+
+    def value_like(self, shape: tuple[int, ...], other: Value) -> Value:
+        """A new value of a shape, otherwise like another."""
+        value = Value(len(self.values), shape, other.dtype)
+        value.may_need_grad = other.may_need_grad
         self.values.append(value)
         return value
 
@@ -227,6 +236,7 @@ def trace_call(
     given = {meta.untyped_storage()._cdata for meta in metas}
     trace.lying = [(x.stride(), x.untyped_storage()._cdata in given) for x in flat_tensors(out)]
     trace.output = map_tensors(out, recorder.value_of)
+    trace.calls = fused(trace.calls, trace.output, trace.value_like)
     return trace
 
 

@@ -24,10 +24,11 @@ class Layout:
     """Mesh, global shape, the ordered axes that split each dim, and the pending reduction of each axis.
 
     `splits[dim]` names mesh axes by index, major first. `pending[axis]` is a `Partial` or None. `sizes[dim]` is None
-    where the dim is cut as `torch.chunk` cuts, or the explicit sizes of all its pieces.
+    where the dim is cut as `torch.chunk` cuts, or the explicit sizes of all its pieces. `reduced` says that what is
+    pending has been reduced once, and the tensor keeps the result: calls may take it as whole.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "mesh", "pending", "shape", "sizes", "splits")
+    __slots__ = ("__dict__", "__weakref__", "mesh", "pending", "reduced", "shape", "sizes", "splits")
     _interned: ClassVar[WeakValueDictionary[tuple, Layout]] = WeakValueDictionary()
     _interning = Lock()  # backward passes make layouts on threads of their own
 
@@ -36,6 +37,7 @@ class Layout:
     splits: tuple[tuple[int, ...], ...]
     pending: tuple[Partial | None, ...]
     sizes: tuple[tuple[int, ...] | None, ...]
+    reduced: bool
 
     def __new__(
         cls,
@@ -44,6 +46,8 @@ class Layout:
         splits: Sequence[tuple[int, ...]] | None = None,
         pending: Sequence[Partial | None] | None = None,
         sizes: Sequence[tuple[int, ...] | None] | None = None,
+        *,
+        reduced: bool = False,
     ) -> Layout:
         shape = tuple(shape)
         splits = ((),) * len(shape) if splits is None else tuple(splits)
@@ -51,11 +55,11 @@ class Layout:
         sizes = (None,) * len(shape) if sizes is None else tuple(sizes)
         if any(sizes):
             sizes = tuple(_canonical_sizes(mesh, *cut) for cut in zip(shape, splits, sizes, strict=True))
-        key = (mesh, shape, splits, pending, sizes)
+        key = (mesh, shape, splits, pending, sizes, reduced)
         self = cls._interned.get(key)
         if self is None:
             made = object.__new__(cls)
-            made.mesh, made.shape, made.splits, made.pending, made.sizes = key
+            made.mesh, made.shape, made.splits, made.pending, made.sizes, made.reduced = key
             with cls._interning:
                 self = cls._interned.setdefault(key, made)
         return self
@@ -104,6 +108,16 @@ class Layout:
     @cached_property
     def has_pending(self) -> bool:
         return any(self.pending)
+
+    @cached_property
+    def once_reduced(self) -> Layout:
+        """The layout of a tensor that keeps what its pending reductions have come to."""
+        return Layout(self.mesh, self.shape, self.splits, self.pending, self.sizes, reduced=True)
+
+    @cached_property
+    def unreduced(self) -> Layout:
+        """The same, of a tensor that has only what is pending."""
+        return self.with_() if self.reduced else self
 
     @cached_property
     def size(self) -> torch.Size:

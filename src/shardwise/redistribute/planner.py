@@ -20,7 +20,6 @@ SMALL = 16384
 """A value of this many elements may be whole on every rank: starting one more collective costs more than its memory."""
 
 
-@lru_cache(maxsize=16384)
 def plan_moves(source: Layout, target: Layout, varying: frozenset[int] = frozenset()) -> tuple[Move, ...]:
     """The moves from `source` to `target`, whose replicated axes in `varying` will be used as varying.
 
@@ -30,6 +29,11 @@ def plan_moves(source: Layout, target: Layout, varying: frozenset[int] = frozens
     >>> [move.kind for move in plan_moves(both, Layout(mesh, (8, 4)))]
     ['all_gather']
     """
+    return _planned(source.unreduced, target.unreduced, varying)
+
+
+@lru_cache(maxsize=16384)
+def _planned(source: Layout, target: Layout, varying: frozenset[int]) -> tuple[Move, ...]:
     _check_reachable(source, target)
     path = [] if source is target else _in_one_move(source, target) or _shortest(source, target)
     return _with_varying(source, path, varying)
