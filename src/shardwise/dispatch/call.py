@@ -29,7 +29,7 @@ from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.names import by_position
 from shardwise.dispatch.nothing import OnNothing
 from shardwise.dispatch.outs import plan_out
-from shardwise.dispatch.plan import Direct, Plan, runs_in_cpp, settling, wrap_fresh
+from shardwise.dispatch.plan import Direct, Plan, changed, runs_in_cpp, settling, wrap_fresh
 from shardwise.dispatch.special import SPECIAL
 from shardwise.dispatch.stand_ins import can_be_tried, refused, refused_dtypes, torchs_own
 from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call
@@ -322,6 +322,8 @@ def _watched(
     trace = lowered.trace
     written = written_arguments(trace)
     if written:
+        if trace.reduced:
+            plan = changed(plan, written)
         if any(0 in layouts[i].pieces(dim) for i in written for dim in range(len(layouts[i].shape))):
             plan = OnNothing(plan, func, written)
         plan = Writes(plan, _name(func), written)

@@ -8,7 +8,8 @@ The choice is predictable before it is clever; it looks at one call, never at th
 2. No placement is invented: a strategy is open only if some input already lies as it asks, or if it takes everything
    whole. So a pending sum that must be reduced becomes whole, or takes the placement of an operand it meets.
 3. Where operands conflict, the strategy that sends least is taken, forward and, where a gradient will flow, backward,
-   with the reduction of a pending result counted. A parameter is gathered, never sharded along another dim.
+   with the reduction of a pending result counted, and the way back to where an activation was sharded. A parameter is
+   gathered, never sharded along another dim.
 4. A pending value that an earlier call has reduced is whole from then on.
 """
 
@@ -25,6 +26,11 @@ from shardwise.rules import PENDING as ANY_REDUCTION
 from shardwise.rules import SUM, AxisPlacement, Call, Strategy, Value, refuse, replicated, rule_for
 
 IMPOSSIBLE = float("inf")
+
+STAY = 1.25
+"""An activation is moved from where it was sharded only if that sends a fifth less than to gather a parameter: layouts
+should not tip for the size of a bias."""
+
 Ban = tuple[int, Strategy]
 
 
@@ -218,12 +224,13 @@ def _grows(way: Strategy, call: Call) -> bool:
 
 
 def _is_bias(way: Strategy, call: Call, i: int) -> bool:
-    """Whether a whole input that is added to pending terms is smaller than their sum, and leaves no more to be reduced.
-    To mask one of the same size costs as much as the sum saves: then the sum is reduced (see `Chooser.deferred`)."""
-    out = max((value.numel for value in call.outputs), default=0)
+    """Whether a whole input that is added to pending terms broadcasts to them, and leaves no more to be reduced. One of
+    their own shape does not wait: the sum is reduced there (see `Chooser.deferred`)."""
+    if any(call.inputs[i].shape == out.shape for out in call.outputs):
+        return False
     makes_terms = any(isinstance(p, int) for p in way.ins)
     terms = [x.numel for x, p in zip(call.inputs, way.ins, strict=True) if isinstance(p, Partial)]
-    return call.inputs[i].numel < out and (makes_terms or out <= max(terms))
+    return makes_terms or all(out.numel <= max(terms) for out in call.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +246,22 @@ class Traffic:
     parameters: tuple[bool, ...]
 
     def least(self, ways: Sequence[Strategy]) -> Strategy:
-        """The strategy that sends least; among equals one that leaves nothing pending, and then the first."""
-        return min(ways, key=lambda way: (self.of(way), any(isinstance(p, Partial) for p in way.outs)))
+        """The strategy that sends least; to compute everything everywhere is the last resort. Among equals one that
+        leaves nothing pending, then one that moves parameters rather than activations, and then the first."""
+        return min(ways, key=self._rank)
+
+    def _rank(self, way: Strategy) -> tuple[bool, float, bool, bool]:
+        sent = self.of(way)
+        whole = any(isinstance(now, int) for now in self.at) and all(p is None for p in way.ins)
+        is_last = whole or sent == IMPOSSIBLE
+        return is_last, sent, any(isinstance(p, Partial) for p in way.outs), self._left(way)
+
+    def _left(self, way: Strategy) -> bool:
+        """Whether an activation is moved from where it was sharded."""
+        return any(
+            isinstance(now, int) and wanted != now and not parameter
+            for now, wanted, parameter in zip(self.at, way.ins, self.parameters, strict=True)
+        )
 
     def whoever_needs_gradients(self, found: Strategy, ways: Sequence[Strategy]) -> bool:
         """Whether a strategy would be taken whichever inputs needed gradients, or were parameters."""
@@ -254,7 +275,15 @@ class Traffic:
         varies = any(p is not None for p in way.outs)
         moved = sum(self._move(i, wanted, varies) for i, wanted in enumerate(way.ins))
         due = sum(self._wire("all_reduce", n) for p, n in zip(way.outs, self.outs) if isinstance(p, Partial))
-        return way.cost + moved + due
+        return (way.cost + moved + due + self._return(way)) * (STAY if self._left(way) else 1.0)
+
+    def _return(self, way: Strategy) -> float:
+        """Bytes sent to bring results back to where an activation was sharded before it was moved: the next call finds
+        it there, or in conflict again."""
+        if not self._left(way):
+            return 0.0
+        passes = 1 + any(self.grads)
+        return passes * sum(self._wire("all_to_all", n) for p, n in zip(way.outs, self.outs) if isinstance(p, int))
 
     def _move(self, i: int, wanted: AxisPlacement, varies: bool) -> float:
         """Bytes sent to bring an input where it is wanted, and its gradient back."""

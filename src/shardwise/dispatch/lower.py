@@ -158,8 +158,32 @@ def lower_calls(
         calls.append(lowered)
         for value, layout in zip(call.outputs, realised.outs, strict=True):
             current[value.index] = layout
+    _vary_before_views(calls, trace)
     copies = frozenset(index for index, is_alias in aliases.views.items() if not is_alias)
     return Lowered(trace, mesh, calls, current, copies)
+
+
+def _vary_before_views(calls: Sequence[LoweredCall], trace: Trace) -> None:
+    """Views of one tensor that are all used as varying (the parts of a packed weight) are views of what is varying: its
+    gradient is reduced once, not part by part."""
+    uses: dict[int, list[tuple[LoweredCall, int]]] = {}
+    for lowered in reversed(calls):
+        call = lowered.call
+        if call.is_view and len(call.inputs) == 1 and not lowered.moves[0] and not trace.written_families:
+            seen = [use for value in call.outputs for use in uses.get(value.index, ())]
+            axes = {use.moves[i][0].axes if _only_varies(use.moves[i]) else None for use, i in seen}
+            whole = not any(value.index in trace.returned for value in call.outputs)
+            if len(axes) == 1 and None not in axes and whole:
+                for use, i in seen:
+                    use.moves[i] = ()
+                layout = lowered.layouts.ins[0]
+                lowered.moves[0] = plan_moves(layout, layout, frozenset(axes.pop()))
+        for i, value in enumerate(call.inputs):
+            uses.setdefault(value.index, []).append((lowered, i))
+
+
+def _only_varies(moves: tuple[Move, ...]) -> bool:
+    return len(moves) == 1 and moves[0].kind == "nothing" and moves[0].dual.kind == "all_reduce"
 
 
 def _realised(

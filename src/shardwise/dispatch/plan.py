@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.comm import Ranked, ranked
 from shardwise.comm.cause import is_moving, listeners
 from shardwise.comm.cause import moved as observed
-from shardwise.dispatch.trace import map_tensors
+from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.layout import Layout, Mesh
 from shardwise.local import is_leaf
 from shardwise.redistribute import Gathered, Move, differentiable, forget, recall, remember, run_path, transition
@@ -228,10 +228,26 @@ def localised(function: Callable, template: Sequence[Any], position: int, layout
     return run
 
 
+def changed(plan: Plan, written: Sequence[int]) -> Plan:
+    """A plan that writes to tensors of which some keep what was pending on them, reduced: that is another value now."""
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        out = plan(args, kwargs)
+        tensors = flat_tensors((args, kwargs or {}))
+        for x in (tensors[i] for i in written):
+            if x.__class__ is DTensor:
+                x.__dict__["_layout"] = x._layout.unreduced
+        return out
+
+    run.plan = plan  # type: ignore[attr-defined]
+    return run
+
+
 def settling(plan: Plan) -> Plan:
     """A plan whose results may be terms of a product or of a norm: those within a graph are reduced at once."""
 
     def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
         return map_tensors(plan(args, kwargs), lambda x: settled(x) if x.requires_grad else x)
 
+    run.plan = plan  # type: ignore[attr-defined]
     return run

@@ -46,11 +46,11 @@ def test_column_and_row_parallel_layers_move_nothing(tokens: int) -> None:
 
 
 def test_linear_ops_leave_a_sum_pending_and_others_reduce_it() -> None:
-    x, bias = place(normal(8, 4), P), place(normal(4), R)
+    x, y, bias = place(normal(8, 4), P), place(normal(8, 4), P), place(normal(4), R)
     assert comms(lambda: x * 2 - x) == ({}, (P,))
     assert comms(lambda: x + bias) == ({}, (P,))
     assert comms(lambda: x.exp()) == ({"all_reduce": 1}, (R,))
-    assert comms(lambda: F.gelu(x * 2)) == ({"all_reduce": 1}, (R,))
+    assert comms(lambda: F.gelu(y * 2)) == ({"all_reduce": 1}, (R,))
 
 
 def test_what_is_replicated_is_sliced_to_meet_what_is_sharded() -> None:
@@ -63,12 +63,25 @@ def test_what_is_replicated_is_sliced_to_meet_what_is_sharded() -> None:
 
 
 def test_a_pending_sum_becomes_whole_or_takes_the_placement_it_meets() -> None:
-    pending, whole, rows = place(normal(8, 4), P), place(normal(8, 4), R), place(normal(8, 4), S(0))
-    assert comms(lambda: pending.relu()) == ({"all_reduce": 1}, (R,))
-    assert comms(lambda: pending + rows) == ({"reduce_scatter": 1}, (S(0),))
-    assert comms(lambda: pending * rows) == ({"reduce_scatter": 1}, (S(0),))
-    assert comms(lambda: whole + pending) == ({"all_reduce": 1}, (R,))
-    assert comms(lambda: F.layer_norm(pending, (4,))) == ({"all_reduce": 1}, (R,))
+    whole, rows = place(normal(8, 4), R), place(normal(8, 4), S(0))
+    for call, expected in (
+        (lambda pending: pending.relu(), ({"all_reduce": 1}, (R,))),
+        (lambda pending: pending + rows, ({"reduce_scatter": 1}, (S(0),))),
+        (lambda pending: pending * rows, ({"reduce_scatter": 1}, (S(0),))),
+        (lambda pending: whole + pending, ({"all_reduce": 1}, (R,))),
+        (lambda pending: F.layer_norm(pending, (4,)), ({"all_reduce": 1}, (R,))),
+    ):
+        pending = place(normal(8, 4), P)
+        assert comms(lambda call=call, pending=pending: call(pending)) == expected
+
+
+def test_what_was_reduced_once_is_whole_from_then_on() -> None:
+    """A norm written by hand reduces its input once; in graphs and without."""
+    for needs in (False, True):
+        x = (place(normal(8, 4), P).requires_grad_(needs)) * 1
+        assert comms(lambda x=x: x * (x.square().mean(-1, keepdim=True) + 1).rsqrt()) == ({"all_reduce": 1}, (R,))
+        assert x.placements == (P,)
+        assert comms(lambda x=x: x.add_(1) * 1)[1] == (P,)  # another value now
 
 
 def test_whole_values_are_not_split() -> None:
