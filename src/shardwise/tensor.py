@@ -361,7 +361,7 @@ _KNOWN_IN_FLIGHT: dict[str, Callable[[Layout], Any]] = {
     "device_mesh": lambda layout: layout.mesh.origin,
 }
 _dict_of = vars(Tensor)["__dict__"].__get__
-_set_data = torch._C.TensorBase.data.__set__  # type: ignore[union-attr]
+_set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
 def _departed(local: Tensor, moves: Sequence[Move], target: Layout, cast: torch.dtype | None) -> DTensor:
