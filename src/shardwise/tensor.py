@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from shardwise.comm import Ranked, as_mesh, ranked, shards_of
+from shardwise.comm import Handle, Ranked, as_mesh, ranked, shards_of
 from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardShapeError
 from shardwise.from_local import check_strides, gradient_layout, laid_out, layout_of_shards
 from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
@@ -24,6 +25,7 @@ from shardwise.redistribute import (
     owing,
     plan_moves,
     run_path,
+    start_path,
     transition,
 )
 
@@ -248,8 +250,8 @@ class DTensor(Tensor):
     ) -> DTensor:
         """The same global tensor in other placements; differentiable.
 
-        The dtypes say in which precision to communicate, forward and backward. `async_op` is accepted as in torch:
-        on streams the collective is asynchronous in any case, and the result is always ready to use.
+        The dtypes say in which precision to communicate, forward and backward. With `async_op` the call returns while
+        data are under way, and the first use of the result waits for them. Several may be under way at once.
         """
         layout = self._layout
         if device_mesh is not None and as_mesh(device_mesh) is not layout.mesh:
@@ -262,15 +264,15 @@ class DTensor(Tensor):
         if forward_dtype is not None:
             local = local.to(forward_dtype)
         linear = all(p is None or p.reduce_op == "sum" for p in layout.pending)
-        if backward_dtype is None or backward_dtype == local.dtype or not linear:
-            moved = run_path(local, moves)
-            if moves and all(move.shares_memory for move in moves):  # some ranks would share it with the source
-                moved = moved.clone()
-            made = wrap(moved, target)
-            if len(moves) == 1 and moves[0].kind == "all_gather" and made.requires_grad:
-                made.__dict__["_gathered"] = gathered_from(local, moves[0], made)
-            return made
-        return wrap(on_shards(local, lambda shards: CastBackward.apply(moves, backward_dtype, *shards), moves), target)
+        cast = None if backward_dtype == local.dtype or not linear else backward_dtype
+        if async_op and layout.mesh.port.overlaps and any(move.communicates for move in moves):
+            return _departed(local, moves, target, cast)
+        if cast is not None:
+            return wrap(on_shards(local, lambda shards: CastBackward.apply(moves, cast, False, *shards), moves), target)
+        moved = run_path(local, moves)
+        if moves and all(move.shares_memory for move in moves):  # some ranks would share it with the source
+            moved = moved.clone()
+        return _remembering(wrap(moved, target), local, moves)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
         """The whole tensor, plain, on every rank."""
@@ -326,6 +328,65 @@ def _part(layout: Layout) -> str:
     return f"{' of the '.join(kinds)} at {', '.join(apart)}: " if apart else ""
 
 
+# Data under way
+
+
+class InFlight(DTensor):
+    """A DTensor whose data are under way. Whoever asks for more of it than its shape or placements waits for them, if
+    only for its class, as `dispatch` does first of all; from then on it is a DTensor like others."""
+
+    _landing: Handle[Tensor]
+
+    def __getattribute__(self, name: str) -> Any:
+        known = _KNOWN_IN_FLIGHT.get(name)
+        if known is not None:
+            return known(_dict_of(self)["_layout"])
+        _land(self)
+        return getattr(self, name)
+
+
+def _call_when_landed(func: Callable, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """What C++ finds as `__torch_function__`: there an error in getting it would pass for a tensor that has none."""
+    for x in tree_leaves((args, kwargs)):
+        if type(x) is InFlight:
+            _land(x)
+    return func(*args, **(kwargs or {}))
+
+
+_KNOWN_IN_FLIGHT: dict[str, Callable[[Layout], Any]] = {
+    "__torch_function__": lambda layout: _call_when_landed,
+    "shape": lambda layout: layout.size,
+    "ndim": lambda layout: len(layout.shape),
+    "placements": lambda layout: layout.placements,
+    "device_mesh": lambda layout: layout.mesh.origin,
+}
+_dict_of = vars(Tensor)["__dict__"].__get__
+_set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+
+
+def _departed(local: Tensor, moves: Sequence[Move], target: Layout, cast: torch.dtype | None) -> DTensor:
+    """A tensor on its way to another layout. Its gradient comes back in the dtype `cast`, if any."""
+    if cast is None:
+        moved, handle = start_path(local, moves)
+        made: Any = _remembering(wrap(moved, target), local, moves)
+    else:
+        handle = start_path(local.detach(), moves)[1]
+        begun = on_shards(local, lambda shards: CastBackward.apply(moves, cast, True, *shards), moves)
+        made = wrap(begun, target)
+    if handle is not None:
+        made._landing = handle
+        made.__class__ = InFlight
+    return made
+
+
+def _land(x: Any) -> None:
+    handle = _dict_of(x).get("_landing")
+    if handle is not None:
+        _on_shard(_set_data, (), (x, handle.wait()))  # type: ignore[call-arg]
+        _dict_of(x).pop("_landing", None)
+        x.__class__ = DTensor
+
+
 # Between DTensors and local tensors
 
 _devices: set[str] = set()
@@ -365,9 +426,13 @@ def localise(x: DTensor) -> Tensor:
         return local if peers is None else ranked((local, *peers))
 
 
-def gathered_from(local: Tensor, move: Move, made: DTensor) -> Gathered:
-    with _disabled():
-        return Gathered(move, (local, *local.__dict__.get("_peers", ())), made._version)
+def _remembering(made: DTensor, local: Tensor, moves: Sequence[Move]) -> DTensor:
+    """What was moved from `local`. If it was gathered it remembers from where."""
+    if len(moves) == 1 and moves[0].kind == "all_gather" and made.requires_grad:
+        with _disabled():
+            shards = (local, *local.__dict__.get("_peers", ()))
+            made.__dict__["_gathered"] = Gathered(moves[0], shards, made._version)
+    return made
 
 
 def _alias(shard: Tensor) -> Tensor:

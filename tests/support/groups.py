@@ -126,8 +126,8 @@ class Mirror(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Told:
         (x,) = tensors
-        assert options.reduceOp == dist.ReduceOp.SUM
-        return self._start("allreduce", partial(x.mul_, self.num_ranks))
+        extremum = options.reduceOp in (dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+        return self._start("allreduce", partial(x.mul_, 1 if extremum else self.num_ranks))
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None) -> Told:
         return self._start("allgather", lambda: [out.copy_(inputs[0]) for out in outputs[0]])

@@ -6,7 +6,7 @@ import torch
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.port import Port
+from shardwise.comm.port import Handle, Port
 from shardwise.comm.process_group import ProcessGroupPort, mesh_of
 from shardwise.comm.ranked import PerRank, Ranked, per_rank, ranked, shards_of
 from shardwise.comm.recording import RecordingPort, rebuild_recording, recording
@@ -15,6 +15,7 @@ from shardwise.errors import MeshError
 from shardwise.layout import Mesh, entered_mesh
 
 __all__ = [
+    "Handle",
     "PerRank",
     "Port",
     "ProcessGroupPort",

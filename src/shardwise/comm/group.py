@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from shardwise.comm.wire import lent
 from shardwise.errors import MeshError
 
 _REDUCE = {
@@ -89,15 +90,15 @@ class Group:
         """The group's number of one of our members."""
         return member if self.order is None else self.order.index(member)
 
-    def backend(self, device: torch.device) -> Any:
-        """What carries tensors of a device: torch's dispatcher would look it up anew for each call. A group in Python
-        carries them itself."""
+    def reducer(self, device: torch.device) -> Callable[[list[Tensor], Any], Any]:
+        """What reduces tensors of a device in place, behind autograd's back, as directly as can be: torch's dispatcher
+        would look the backend up anew for each call, and groups in Python may compute with what they are given."""
+        if _is_in_python(self.process_group):
+            return lambda tensors, options: self.process_group.allreduce([lent(x) for x in tensors], options)
         try:
-            if not _is_in_python(self.process_group):
-                return self.process_group._get_backend(device)
+            return self.process_group._get_backend(device).allreduce
         except RuntimeError:  # torch's own way knows what to say of it
-            pass
-        return self.process_group
+            return self.process_group.allreduce
 
     # Collectives: each is started, and returns what waits for it
 

@@ -84,6 +84,9 @@ class Port(ABC):
     """What every port can do. Each implements the underlined forms: they start a collective over axes with several
     ranks, in the way that suits its being `awaited` at once or not."""
 
+    overlaps = False
+    """Whether collectives go on while the program does; otherwise they are complete when they have been started."""
+
     def all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
         """Each member gets the reduction (`sum`, `max`, `min`, `product`) over its group."""
         return self.start_all_reduce(shards, mesh, axes, op, awaited=True).wait()

@@ -10,6 +10,7 @@ import atexit
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import wraps
 from itertools import product
 from typing import Any
 from weakref import WeakSet
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there are groups: its functions keep the one that is the default at that time
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import record
@@ -52,6 +54,8 @@ def wait_for_all() -> None:
 
 class ProcessGroupPort(Port):
     """One process, one rank. Groups over several axes are made when first needed, by their members alone."""
+
+    overlaps = True
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
         self.device_mesh = device_mesh
@@ -110,7 +114,7 @@ class ProcessGroupPort(Port):
                 return
             all_reduce = known.get(key)
             if all_reduce is None:  # groups are made by the first collective that needs them
-                all_reduce = known[key] = self.group(mesh, axes).backend(x.device).allreduce
+                all_reduce = known[key] = self.group(mesh, axes).reducer(x.device)
             if record.listeners:
                 record.note("all_reduce", mesh, axes, x)
             work = all_reduce([x], options)
@@ -214,7 +218,27 @@ def _handle(finish: Callable[[], Any], awaited: bool) -> Handle[Any]:
     handle = Handle(finish)
     if not awaited:
         _in_flight.add(handle)
+        _watch_the_end()
     return handle
+
+
+def _watch_the_end() -> None:
+    """From now on groups are not destroyed before what is under way in them has arrived."""
+    theirs = distributed_c10d.destroy_process_group
+    if theirs in _watched:
+        return
+
+    @wraps(theirs)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        wait_for_all()
+        return theirs(*args, **kwargs)
+
+    _watched.append(destroy_process_group)
+    for home in (distributed_c10d, dist):
+        vars(home)["destroy_process_group"] = destroy_process_group
+
+
+_watched: list[Callable[..., Any]] = []
 
 
 def _gather(group: Group, flat: Tensor, shapes: Sequence[tuple], awaited: bool) -> Callable[[], list[Tensor]]:

@@ -147,7 +147,7 @@ def dispatch(
 
 def _remember(key: tuple, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     _counted["misses"] += 1
-    plan = _new_plan(func, args, kwargs)
+    plan: Any = _new_plan(func, args, kwargs)
     if not isinstance(plan, (Direct, FunctionType)):
         plan = plan.__call__  # bound: a call of an object that is not a function takes a detour
     while len(_plans) >= MAX_PLANS:

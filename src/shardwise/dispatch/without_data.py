@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ class WithoutData:
 
 def speaks_of_meta(error: Exception) -> bool:
     """Whether torch complains about a meta tensor: its words differ from op to op."""
-    return "meta" in str(error).lower()
+    return re.search(r"(\b|_)meta\b", str(error), re.IGNORECASE) is not None
 
 
 def needs_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> NoDataError:

@@ -14,6 +14,7 @@ from shardwise.redistribute.execute import (
     second_order,
     transition,
 )
+from shardwise.redistribute.in_flight import start_path
 from shardwise.redistribute.planner import path_bytes, path_cost, plan_moves
 from shardwise.redistribute.shared import forget, recall, remember, windows
 from shardwise.redistribute.transitions import DUAL, TABLE, Move, Typed
@@ -48,6 +49,7 @@ __all__ = [
     "remember",
     "run_path",
     "second_order",
+    "start_path",
     "tied",
     "trail",
     "transition",

@@ -111,11 +111,16 @@ def _leaf(node: Any) -> Tensor | None:
 
 
 def _passes_on(node: Any) -> bool:
-    back = node.metadata.get(SECOND_ORDER)
     move = getattr(node, "move", None)
-    if back is None and isinstance(move, Move):
-        back = move.dual
-    return back.kind == "nothing" if back is not None else node.name() == "AliasBackward0"
+    if isinstance(move, Move):
+        return move.dual.kind == "nothing"
+    name = node.name()
+    return name == "AliasBackward0" or (name in _COPIES and SECOND_ORDER in node.metadata)
+
+
+_COPIES = ("CloneBackward0", "ViewBackward0")
+"""Nodes of torch's that stand for a move whose backward does nothing, where they are marked as such. (Others that are
+marked did not only move something: they made what was then reduced in place.)"""
 
 
 def _held(parameter: Tensor) -> Sequence[Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.redistribute.execute import recorded, second_order, transition
+from shardwise.redistribute.in_flight import without_memory
 from shardwise.redistribute.transitions import Move
 
 
@@ -37,11 +38,13 @@ class MoveGradient(torch.autograd.Function):
 
 
 class CastBackward(torch.autograd.Function):
-    """Moves whose backward communicates in another dtype."""
+    """Moves whose backward communicates in another dtype. Where they are `begun`, the result has no data yet."""
 
     @staticmethod
-    def forward(ctx: Any, moves: Sequence[Move], dtype: torch.dtype, *shards: Tensor) -> Any:
+    def forward(ctx: Any, moves: Sequence[Move], dtype: torch.dtype, begun: bool, *shards: Tensor) -> Any:
         ctx.moves, ctx.dtype, ctx.original = moves, dtype, shards[0].dtype
+        if begun:
+            return (without_memory(moves[-1].target.layout.held_shapes[0], shards[0]),)
         for move in moves:
             shards = tuple(transition(move, shards))
         return tuple(x.view_as(x) for x in shards)
@@ -52,4 +55,4 @@ class CastBackward(torch.autograd.Function):
         move_on = recorded if torch.is_grad_enabled() else transition
         for move in reversed(ctx.moves):
             shards = move_on(move.dual, shards)
-        return None, None, *(shard.to(ctx.original) for shard in shards)
+        return None, None, None, *(shard.to(ctx.original) for shard in shards)

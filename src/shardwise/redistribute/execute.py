@@ -63,10 +63,10 @@ def _general(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
         varying = Typed(move.source.layout, move.source.varying.union(move.axes))
         return transition(Move(move.source, varying, move.axes), shards)
     if not (_grad_enabled() and any(x.requires_grad for x in shards)):
-        return _finish(move, run_move(move, _prepare(move, shards)), shards[0].dtype)
+        return finish(move, run_move(move, prepare(move, shards)), shards[0].dtype)
     if move.communicates and move.wire_op != "sum" and move.source.at(move.axes[0]) == "P":
         return _nonlinear(move, shards)
-    return _finish(move, _linear(move, _prepare(move, shards)), shards[0].dtype)
+    return finish(move, _linear(move, prepare(move, shards)), shards[0].dtype)
 
 
 def _linear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -200,7 +200,7 @@ def recorded(move: Move, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         return out
 
 
-class _Moved(torch.autograd.Function):
+class Moved(torch.autograd.Function):
     """Forward is the move, backward its dual, run through here again when it must itself be differentiable."""
 
     @staticmethod
@@ -252,7 +252,7 @@ class Gathered:
         return (out,) if isinstance(out, Tensor) else out
 
 
-class _Regathered(_Moved):
+class _Regathered(Moved):
     """The shards' places and what was gathered from them → the latter, with the gradient of a gather."""
 
     @staticmethod
@@ -263,11 +263,13 @@ class _Regathered(_Moved):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return *_Moved.backward(ctx, *grads), *(None for _ in grads)
+        return *Moved.backward(ctx, *grads), *(None for _ in grads)
 
 
-_NAMED = {kind: type("".join(map(str.capitalize, kind.split("_"))), (_Moved,), {}) for kind in KERNELS}
-"""One class for each kind of move: its name is what users see in their graphs."""
+NAMES = {kind: "".join(map(str.capitalize, kind.split("_"))) for kind in KERNELS}
+"""Of classes, one for each kind of move: what users see in their graphs."""
+
+_NAMED = {kind: type(name, (Moved,), {}) for kind, name in NAMES.items()}
 
 
 def _alias(move: Move) -> Callable[[Tensor], Tensor]:
@@ -312,7 +314,7 @@ def _is_norm(move: Move) -> bool:
     return move.source.at(move.axes[0]) == "P" and move.pending.reduce_op == "norm"
 
 
-def _prepare(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
+def prepare(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
     if move.source.at(move.axes[0]) != "P":
         return shards
     if move.pending.reduce_op == "avg":
@@ -323,7 +325,7 @@ def _prepare(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
     return shards
 
 
-def _finish(move: Move, shards: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+def finish(move: Move, shards: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
     if _is_norm(move):
         return [_root(x, _order(move)).to(dtype) for x in shards]
     if (
@@ -367,7 +369,7 @@ def _root(x: Tensor, order: float) -> Tensor:
 
 
 def _nonlinear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
-    shards = _prepare(move, shards)
+    shards = prepare(move, shards)
     if move.wire_op == "product":
         return _product(move, shards)
     out = _Extremum.apply(move, *shards)

@@ -7,12 +7,15 @@ is the overlap of the box it has and the box the other wants. Uneven and empty s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.comm.port import Handle
 from shardwise.layout import Box, Layout, Mesh
 from shardwise.redistribute.transitions import Move
 
@@ -28,6 +31,16 @@ def run_move(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
         with torch.autocast(shards[0].device.type, enabled=False):
             return KERNELS[move.kind](move, shards)
     return KERNELS[move.kind](move, shards)
+
+
+def start_move(move: Move, shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
+    """The same for a move that communicates, whose result is then waited for."""
+    with _without_autocast(shards[0]):
+        return STARTS[move.kind](move, shards)
+
+
+def _without_autocast(x: Tensor) -> Any:
+    return torch.autocast(x.device.type, enabled=False) if _autocasting() and not x.is_meta else nullcontext()
 
 
 def members(mesh: Mesh, axes: tuple[int, ...], coordinate: Sequence[int]) -> list[tuple[int, ...]]:
@@ -165,6 +178,52 @@ def _all_to_all(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
     shapes = _received(source, target, move.axes)[1]
     return _assemble(move, source.mesh.port.all_to_all(chunks, source.mesh, move.axes, shapes), shards)
 
+
+# The same, started. What comes is put together when it is waited for.
+
+
+def _start_all_reduce(move: Move, shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
+    mesh = move.source.layout.mesh
+    return mesh.port.start_all_reduce(shards, mesh, move.axes, move.wire_op)
+
+
+def _start_all_gather(move: Move, shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
+    source = move.source.layout
+    shapes = _received(source, move.target.layout, move.axes)[1]
+    rows = source.mesh.port.start_all_gather(shards, source.mesh, move.axes, shapes)
+    return _assembled_later(move, rows, shards)
+
+
+def _start_reduce_scatter(move: Move, shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
+    source = move.source.layout
+    cuts = _sent(source, move.target.layout, move.axes)
+    chunks = [[x[cut] for cut in row] for x, row in zip(shards, cuts, strict=True)]
+    return source.mesh.port.start_reduce_scatter(chunks, source.mesh, move.axes, move.wire_op)
+
+
+def _start_all_to_all(move: Move, shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
+    source, target = move.source.layout, move.target.layout
+    cuts = _sent(source, target, move.axes)
+    chunks = [[x[cut] for cut in row] for x, row in zip(shards, cuts, strict=True)]
+    shapes = _received(source, target, move.axes)[1]
+    rows = source.mesh.port.start_all_to_all(chunks, source.mesh, move.axes, shapes)
+    return _assembled_later(move, rows, shards)
+
+
+def _assembled_later(move: Move, rows: Handle[list[list[Tensor]]], shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
+    def finish() -> list[Tensor]:
+        with _without_autocast(shards[0]):
+            return _assemble(move, rows.wait(), shards)
+
+    return Handle(finish)
+
+
+STARTS: dict[str, Callable[[Move, Sequence[Tensor]], Handle[list[Tensor]]]] = {
+    "all_reduce": _start_all_reduce,
+    "all_gather": _start_all_gather,
+    "reduce_scatter": _start_reduce_scatter,
+    "all_to_all": _start_all_to_all,
+}
 
 KERNELS: dict[str, Kernel] = {
     "nothing": _nothing,
