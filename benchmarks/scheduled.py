@@ -164,7 +164,14 @@ class Run:
 
     result: Tensor
     gradients: dict[str, Tensor]
-    schedule: Schedule
+    comm: CommDebugMode
+
+    @property
+    def schedule(self) -> Schedule:
+        directions: tuple[list[Collective], list[Collective]] = [], []
+        for note in self.comm.comms:
+            directions[note.backward].append(Collective(note.kind, note.bytes, note.ranks))
+        return Schedule(*map(tuple, directions))
 
 
 def made(program: Program, size: Size, *, device: str) -> tuple[nn.Module, list[Tensor]]:
@@ -202,10 +209,7 @@ def run(program: Program, module: nn.Module, inputs: list[Tensor]) -> Run:
                 result = module(*inputs)
     wants = dict(module.named_parameters()) | {f"input {i}": x for i, x in enumerate(inputs)}
     gradients = {name: x.grad for name, x in wants.items() if x.grad is not None}
-    directions: tuple[list[Collective], list[Collective]] = [], []
-    for note in comm.comms:
-        directions[note.backward].append(Collective(note.kind, note.bytes, note.ranks))
-    return Run(result.detach(), gradients, Schedule(tuple(directions[0]), tuple(directions[1])))
+    return Run(result.detach(), gradients, comm)
 
 
 def judge(program: Program, size: Size, found: Schedule) -> tuple[Comparison, Comparison]:

@@ -4,6 +4,7 @@
     python benchmarks/schedules.py --port recording  on one port
     python benchmarks/schedules.py --only Megatron   the programs whose name contains this
     python benchmarks/schedules.py --small           only the sizes that the tests run
+    python benchmarks/schedules.py --explain         and every collective of those that miss, with its line and reason
     python benchmarks/schedules.py --write           and write benchmarks/results/schedules-<date>.md
 
 A program is a plain module with its parameters and inputs laid out; beside it stands what a person would communicate
@@ -33,6 +34,7 @@ import scheduled_modules
 import scheduled_vocabulary
 from race import Row, Table
 from scheduled import PORTS, Program, Size, judge, run_on
+from shardwise.debug import CommDebugMode
 from wire import Comparison, Schedule, Tally
 
 PROGRAMS: tuple[Program, ...] = (
@@ -53,6 +55,8 @@ class Outcome:
     size: Size
     schedules: list[tuple[Schedule, list[str]]]
     errors: dict[str, str]
+    records: list[CommDebugMode]
+    """Of each schedule, every collective with its line and reason."""
 
     @property
     def comparisons(self) -> list[tuple[Comparison, Comparison]]:
@@ -74,21 +78,22 @@ def same(a: Schedule, b: Schedule) -> bool:
 
 
 def measure(program: Program, size: Size, ports: tuple[str, ...]) -> Outcome:
-    outcome = Outcome(program, size, [], {})
+    outcome = Outcome(program, size, [], {}, [])
     for port in ports:
         if not can_run(port, program, size):
             continue
         try:
-            found = run_on(port, program, size).schedule
+            ran = run_on(port, program, size)
         except Exception as error:  # one failure must not hide the other results
             outcome.errors[port] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             continue
         for schedule, ran_on in outcome.schedules:
-            if same(schedule, found):
+            if same(schedule, ran.schedule):
                 ran_on.append(port)
                 break
         else:
-            outcome.schedules.append((found, [port]))
+            outcome.schedules.append((ran.schedule, [port]))
+            outcome.records.append(ran.comm)
     return outcome
 
 
@@ -172,6 +177,7 @@ def main() -> None:
     parser.add_argument("--port", choices=PORTS, help="run on this port only")
     parser.add_argument("--only", default="", help="the programs whose name contains this")
     parser.add_argument("--small", action="store_true", help="only the sizes that the tests run")
+    parser.add_argument("--explain", action="store_true", help="show every collective of those that miss")
     parser.add_argument("--write", action="store_true", help="write a dated report")
     options = parser.parse_args()
 
@@ -193,6 +199,8 @@ def main() -> None:
     for outcome in outcomes:
         for port, error in outcome.errors.items():
             console.print(f"{outcome.program.name}, {outcome.size}, {port}: {error}", style="yellow", markup=False)
+        if options.explain and not outcome.is_met:
+            console.print(f"{outcome.program.name}, {outcome.size}", *outcome.records, sep="\n", markup=False)
     for name in left_out:
         console.print(f"left out: {name}", style="yellow", markup=False)
     console.print(summary(outcomes))
