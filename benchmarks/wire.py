@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
 
+from shardwise.comm.ring import ring_bytes_of
+
 NUMBERS_PER_ROW = 8
 FLOAT_BYTES = 4
 
@@ -38,17 +40,7 @@ class Collective:
 
 def ring_bytes(comm: Recorded) -> float:
     """What each rank of a ring sends."""
-    others = comm.ranks - 1
-    match comm.kind:
-        case "all_reduce":
-            return 2 * others * comm.bytes / comm.ranks
-        case "all_gather":
-            return float(others * comm.bytes)
-        case "reduce_scatter" | "all_to_all":
-            return others * comm.bytes / comm.ranks
-        case "broadcast":
-            return float(comm.bytes)
-    raise ValueError(f"no ring model for {comm.kind!r}")
+    return ring_bytes_of(comm.kind, comm.bytes, comm.ranks)
 
 
 def all_reduce(numbers: int, ranks: int, *, itemsize: int = FLOAT_BYTES) -> Collective:
