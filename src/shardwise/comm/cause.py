@@ -116,10 +116,11 @@ def inherited(out: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
 
 def handed_on(x: Tensor, out: Sequence[Tensor], path: Path) -> None:
     """The same values as those of `x`, whose gradient goes another way: what caused `x` causes that."""
-    (node,) = _nodes((x,))[:1]
-    why = cause()[0] if node is None else node.metadata.get(_KEY)
-    for node in _nodes(out) if why is not None else ():
-        node.metadata[_KEY] = replace(why, path=path)
+    node = _nodes((x,))[0]
+    why: Cause | None = cause()[0] if node is None else node.metadata.get(_KEY)
+    if why is not None:
+        for node in _nodes(out):
+            node.metadata[_KEY] = replace(why, path=path)
 
 
 def cause() -> tuple[Cause | None, bool]:
