@@ -218,7 +218,7 @@ def test_lists_name_their_elements(mesh: Any) -> None:
     with CommDebugMode() as comm:
         torch._foreach_add(xs, ys)
     assert [(c.function, c.argument, c.why) for c in comm.comms] == [
-        ("torch._foreach_add", "argument 1[1]", "operands in conflict")
+        ("torch._foreach_add", "argument 1 (other)[1]", "operands in conflict")
     ]
 
 

@@ -149,7 +149,7 @@ def test_reductions_and_lists_and_writes() -> None:
     pending = sw.DTensor.from_local(normal(4, 8), MESH, [sw.Partial()])
     assert "to [4,8] R" in refused(pending.relu, moves=0)
     xs, ys = [place(normal(4, 8), Shard(0))], [nn.Parameter(place(normal(4, 8), Shard(1)))]
-    assert "argument 1[0]" in refused(lambda: torch._foreach_add(xs, ys), moves="parameters")
+    assert "argument 1 (other)[0]" in refused(lambda: torch._foreach_add(xs, ys), moves="parameters")
     before = pending.full_tensor()
     with pytest.raises(StrictModeError, match="relu_ would move argument 0"), sw.strict(moves=0):
         pending.relu_()
