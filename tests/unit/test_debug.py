@@ -77,6 +77,28 @@ def test_a_pending_sum_that_is_reduced(mesh: Any) -> None:
     assert comm.comms[0].file == __file__
 
 
+def test_a_pending_sum_that_meets_a_whole_tensor(mesh: Any) -> None:
+    h, x, w = place(normal(6, 8), mesh), place(normal(6, 16), mesh, Shard(1)), place(normal(8, 16), mesh, Shard(1))
+    with CommDebugMode() as comm:
+        torch.add(h, F.linear(x, w))
+    (found,) = comm.comms
+    assert (found.kind, found.function, found.why) == ("all_reduce", "torch.add", "pending sum reduced")
+    assert found.argument in ("its result", "argument 1 (other)")  # whichever is reduced
+    assert ends(found) == ("[6,8] P(sum)@tp", "[6,8] R")
+
+
+def test_the_gradient_of_a_gather_that_was_asked_for(mesh: Any) -> None:
+    x, w = place(normal(8, 16), mesh, Shard(0)).requires_grad_(), place(normal(32, 16), mesh, Shard(0))
+    with CommDebugMode() as comm:
+        y = x.redistribute(placements=[Replicate()]); line = here()  # fmt: skip  # noqa: E702
+        F.linear(y, w).to_local().sum().backward()
+    back = [c for c in comm.comms if c.backward]
+    assert [said(c) for c in back] == [
+        ("reduce_scatter", True, line, "DTensor.redistribute", "", "gradient: asked for")
+    ]
+    assert ends(back[0]) == ("[8,16] P(sum)@tp", "[8,16] S(0)@tp")
+
+
 def is_meta(mesh: Any) -> bool:
     return mesh.device_type == "meta"
 
@@ -196,7 +218,7 @@ def test_lists_name_their_elements(mesh: Any) -> None:
     with CommDebugMode() as comm:
         torch._foreach_add(xs, ys)
     assert [(c.function, c.argument, c.why) for c in comm.comms] == [
-        ("torch._foreach_add", "argument 1[1]", "operands in conflict")
+        ("torch._foreach_add", "argument 1 (other)[1]", "operands in conflict")
     ]
 
 

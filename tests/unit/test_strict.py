@@ -139,11 +139,17 @@ def test_nothing_moves_if_something_may_not() -> None:
     assert "argument 1 (B)" in refused(lambda: torch.linalg.solve(a, b), moves=first)
 
 
+def test_results_that_are_reduced() -> None:
+    h, x, w = place(normal(6, 8)), place(normal(6, 16), Shard(1)), place(normal(8, 16), Shard(1))
+    y = torch.nn.functional.linear(x, w)
+    assert "torch.add would move" in refused(lambda: torch.add(h, y), moves=0)
+
+
 def test_reductions_and_lists_and_writes() -> None:
     pending = sw.DTensor.from_local(normal(4, 8), MESH, [sw.Partial()])
     assert "to [4,8] R" in refused(pending.relu, moves=0)
     xs, ys = [place(normal(4, 8), Shard(0))], [nn.Parameter(place(normal(4, 8), Shard(1)))]
-    assert "argument 1[0]" in refused(lambda: torch._foreach_add(xs, ys), moves="parameters")
+    assert "argument 1 (other)[0]" in refused(lambda: torch._foreach_add(xs, ys), moves="parameters")
     before = pending.full_tensor()
     with pytest.raises(StrictModeError, match="relu_ would move argument 0"), sw.strict(moves=0):
         pending.relu_()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import FrameType
 from typing import Any, Protocol
@@ -112,6 +112,15 @@ def _observed(scope: _Scope, tensors: Sequence[Tensor], run: Callable[[], Any]) 
 def inherited(out: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """What a backward pass makes of gradients, to be differentiated itself, has the cause of the node that makes it."""
     _mark(_nodes(out), set(_nodes(grads)))
+
+
+def handed_on(x: Tensor, out: Sequence[Tensor], path: Path) -> None:
+    """The same values as those of `x`, whose gradient goes another way: what caused `x` causes that."""
+    node = _nodes((x,))[0]
+    why: Cause | None = cause()[0] if node is None else node.metadata.get(_KEY)
+    if why is not None:
+        for node in _nodes(out):
+            node.metadata[_KEY] = replace(why, path=path)
 
 
 def cause() -> tuple[Cause | None, bool]:

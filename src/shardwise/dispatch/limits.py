@@ -60,7 +60,9 @@ def _axes(move: Any) -> str:
 
 
 def _named(call: SeenCall, label: Label) -> str:
-    return f"a value inside of it ({label.operand})" if label.argument is None else call.argument(label.argument)
+    if label.argument is not None:
+        return call.argument(label.argument)
+    return label.operand if label.op is None and label.at is None else f"a value inside of it ({label.operand})"
 
 
 def _remedy(label: Label, target: Layout) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Ranked, ranked
-from shardwise.comm.cause import is_moving, listeners
+from shardwise.comm.cause import handed_on, is_moving, listeners
 from shardwise.comm.cause import moved as observed
 from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.layout import Layout, Mesh
@@ -78,6 +78,8 @@ class Mover:
     def _regathered(self, x: Tensor, gathered: Gathered) -> Tensor:
         local = localise(x)  # type: ignore[arg-type]
         shards = gathered.as_varying((local, *local.__dict__.get("_peers", ())))
+        if listeners:
+            handed_on(x, shards, (gathered.move,))
         return shards[0] if len(shards) == 1 else ranked(shards)
 
     def _moved(self, x: Tensor, facts: dict[str, Any]) -> Tensor:

@@ -5,7 +5,7 @@ A plan that moves something is labelled when it is made, from what it was lowere
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,36 +14,39 @@ from torch import Tensor
 
 from shardwise.comm.cause import CONFLICT, INSIDE, NEEDED, NO_RULE, called, calling, name_of, reduction
 from shardwise.dispatch.limits import refuse_moves
-from shardwise.dispatch.lower import Lowered
+from shardwise.dispatch.lower import Lowered, LoweredCall
 from shardwise.dispatch.modes import limits
 from shardwise.dispatch.names import argument_names
 from shardwise.dispatch.plan import Plan
 from shardwise.dispatch.trace import flat_tensors
 from shardwise.layout import Layout
 from shardwise.redistribute import Move, plan_moves
+from shardwise.rules import Value, flat_values
 from shardwise.tensor import DTensor
 
 Moves = tuple[Move, ...]
+RESULT = "its result"
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A value that a plan moves: an argument, by its number among the tensors of the call, or one inside of it."""
+    """A value that a plan moves: an argument, by its number among the tensors of the call, or one inside of it, or its
+    result."""
 
     argument: int | None
     moves: Moves
     itemsize: int
     gathers: bool = False
     alone: bool = False  # whether it meets no other tensor
-    op: Any = None  # inside of the call, of which it is the operand numbered `at`
-    at: int = 0
+    op: Any = None  # inside of the call, of which it is the operand numbered `at`, or a result where that is None
+    at: int | None = 0
 
     @property
     def operand(self) -> str:
         if self.op is None:
-            return "brought where the call needs it"
+            return RESULT if self.at is None else "brought where the call needs it"
         names = [argument.name for argument in self.op._schema.arguments]
-        return f"{self.op._schema.name.replace('::', '.')}, {_numbered(names, self.at)}"
+        return f"{self.op._schema.name.replace('::', '.')}, {RESULT if self.at is None else _numbered(names, self.at)}"
 
 
 def labelled(plan: Plan, lowered: Lowered) -> Plan:
@@ -63,9 +66,17 @@ def labelled(plan: Plan, lowered: Lowered) -> Plan:
         for at, value in enumerate(call.call.inputs)
         if not all(move.is_identity for move in call.moves[at])
     ]
+    labels += [label for call in lowered.calls for label in _of_results(call, flat_values(lowered.trace.output))]
     if labels:
         plan.labels = tuple(labels)  # type: ignore[attr-defined]
     return plan
+
+
+def _of_results(lowered: LoweredCall, results: Sequence[Value]) -> Iterator[Label]:
+    for value, moves in zip(lowered.call.outputs, lowered.out_moves, strict=True):
+        if moves:
+            op = None if value in results else lowered.call.op
+            yield Label(None, moves, value.dtype.itemsize, op=op, at=None)
 
 
 def labels_of(plan: Any, args: tuple, kwargs: dict[str, Any] | None) -> tuple[Label, ...]:
@@ -102,7 +113,7 @@ class SeenCall:
 
     def explain(self, path: Any, x: Tensor | None) -> tuple[str, str]:
         number = self.number(x)
-        found = [label for label in self.labels if label.moves is path]
+        found = [label for label in self.labels if label.moves == path]
         label = next((label for label in found if label.argument == number), found[0] if found else None)
         if number is None and label is not None:
             number = label.argument  # a copy was made of it first, in another dtype say

@@ -126,8 +126,11 @@ def in_place(move: Move) -> Callable[[Tensor], Tensor]:
     if not (hasattr(mesh.port, "reducer") and move.kind == "all_reduce" and move.is_linear and dual.keeps_value):
         return lambda x: run_path(x, (move,))
     reduce, settle = mesh.port.reducer(mesh, move.axes, move.wire_op), differentiable(move)
+    path = (move,)
 
     def reduce_in_place(x: Tensor) -> Tensor:
+        if listeners and not is_moving(path):
+            return moved(path, x, partial(reduce_in_place, x))
         node = x.grad_fn
         if not x.is_contiguous():
             return settle(x) if node is not None else run_path(x, (move,))
