@@ -178,6 +178,35 @@ def test_cross_entropy_over_sharded_classes(smoothing: float, mesh: DeviceMesh) 
     assert ours.peak <= theirs.peak
 
 
+LAYER = [*TENSOR_PARALLEL[attention][3:], *TENSOR_PARALLEL[mlp][3:]]
+
+
+def language_model(norm: Callable[..., Tensor], tokens: Tensor, target: Tensor, *weights: Tensor) -> Tensor:
+    """Two layers; the table is the head as well."""
+    table, positions, scale, shift, *layers = weights
+    x = F.embedding(tokens, table) + positions
+    for i in range(0, len(layers), len(LAYER)):
+        x = attention(norm, 0.0, x, scale, shift, *layers[i : i + 4])
+        x = mlp(norm, 0.0, x, scale, shift, *layers[i + 4 : i + len(LAYER)])
+    return F.cross_entropy(F.linear(norm(x, scale, shift), table).flatten(0, 1), target.flatten())
+
+
+@norms
+def test_a_whole_model_saves_no_more_than_its_parts(norm: Callable, mesh: DeviceMesh) -> None:
+    """Beside what its shards save: what the embedding and the loss keep for each token, as above."""
+    ours, plain = inputs(mesh, [((CLASSES, WIDTH), S0), ((TIME, WIDTH), R), *NORM, *LAYER * 2])
+    tokens, target = torch.randint(CLASSES // NUM_RANKS, (2, BATCH, TIME)).unbind()
+    whole = [sw.distribute_tensor(x, mesh, [R]) for x in (tokens, target)]
+    mine = measure(lambda: language_model(norm, *whole, *ours))
+    theirs = measure(lambda: language_model(norm, tokens, target, *plain))
+    rows = tokens.numel()
+    for_embedding, for_loss = Counter([rows, rows * 8]), Counter([rows * 8, rows, rows, rows * 4, rows * 4 * 2])
+    named = Counter([tokens.untyped_storage().nbytes()])  # tokens and targets, which are here named by other numbers
+    large = Counter({size: count for size, count in mine.saved.items() if size >= rows})
+    assert large == Counter({s: n for s, n in theirs.saved.items() if s >= rows}) - named + for_embedding + for_loss
+    assert mine.peak <= theirs.peak + mine.saved_bytes - theirs.saved_bytes + rows * 8
+
+
 # Functions, replicated and on a sharded batch
 
 

@@ -65,7 +65,7 @@ def _getters(*names: str) -> list[Any]:
             "retains_grad",
             "_cdata",
         ),
-        *("_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad_fn"),
+        *("_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad_fn", "grad_dtype", "volatile"),
     ),
     Tensor._backward_hooks.__set__,  # type: ignore[union-attr]  # autograd sets it, with the tensor's lock held
     *(Tensor.element_size, Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
@@ -78,7 +78,8 @@ def _getters(*names: str) -> list[Any]:
         Tensor.is_pinned,
         Tensor.is_coalesced,
     ),
-    *(Tensor.dense_dim, Tensor.is_shared, Tensor.storage_type),
+    *(Tensor.dense_dim, Tensor.sparse_dim, Tensor.is_shared, Tensor.storage_type, Tensor._is_zerotensor),
+    *(torch._is_zerotensor, Tensor.is_distributed, torch.is_distributed),
     Tensor.__dir__,  # asked for by tracebacks, on one rank alone
     *(torch.result_type, torch.can_cast, torch._has_compatible_shallow_copy_type),
 )
@@ -112,9 +113,9 @@ def _ravel(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     return args[0].contiguous().view(-1)
 
 
-@handles(Tensor.stride)
+@handles(Tensor.stride, Tensor.dim_order)
 def _stride(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The strides of the tensor on one device."""
+    """The strides of the tensor on one device, or their order."""
     return func(on_one_device(args[0]), *args[1:], **kwargs)
 
 
@@ -125,12 +126,20 @@ def _is_contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 @handles(
-    *_getters("shape", "ndim"), Tensor.size, Tensor.dim, Tensor.numel, torch.numel, Tensor.nelement, Tensor.__len__
+    *_getters("shape", "ndim", "nbytes"),
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    torch.numel,
+    Tensor.nelement,
+    Tensor.__len__,
 )
 def _of_the_whole(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if func == Tensor.shape.__get__:  # type: ignore[attr-defined]
         return x.shape
+    if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]
+        return x.numel() * x.element_size()
     if func == Tensor.ndim.__get__ or func is Tensor.dim:  # type: ignore[attr-defined]
         return x.ndim
     if func is Tensor.size:
@@ -285,7 +294,10 @@ def _settle(x: DTensor, requires_grad: bool = True) -> None:
     x._layout = layout
 
 
-@handles(Tensor.requires_grad.__set__, Tensor.retain_grad, Tensor.detach_, Tensor.record_stream)  # type: ignore[attr-defined]
+@handles(
+    *(Tensor.requires_grad.__set__, Tensor.retain_grad, Tensor.detach_, Tensor.record_stream),  # type: ignore[attr-defined]
+    *([Tensor.grad_dtype.__set__] if hasattr(Tensor, "grad_dtype") else []),  # type: ignore[union-attr]
+)
 def _on_every_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
         _settle(*args)

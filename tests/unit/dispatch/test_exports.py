@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
+from shardwise.debug import CommDebugMode
 from shardwise.errors import MixedTensorError, ShardMemoryError
 
 MESH = sw.simulate((2,), ("tp",))
@@ -199,6 +200,32 @@ def test_every_attribute_and_every_method_without_arguments(placement: sw.Placem
     assert {name: x for name, x in mine.items() if x is not None and repr(x) != repr(theirs[name])} == {}
     silent = {name for name in names if mine[name] is None and theirs[name] is not None}
     assert silent == names & HANDS_OUT
+
+
+FACTS = (
+    *("nbytes", "itemsize", "grad_dtype", "volatile", "dtype", "device", "layout", "is_leaf", "requires_grad"),
+    *("dim_order", "sparse_dim", "dense_dim", "is_distributed", "_is_zerotensor", "stride", "storage_type", "numel"),
+)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated", "ignore:volatile was removed")
+@pytest.mark.parametrize("name", [name for name in FACTS if hasattr(Tensor, name)])
+@pytest.mark.parametrize("placement", [Shard(0), Partial()], ids=str)
+def test_facts_are_known_without_asking_other_ranks(name: str, placement: sw.Placement) -> None:
+    """One rank alone may ask (to log them, say)."""
+    d, plain = place(placement).requires_grad_(), WHOLE.clone().requires_grad_()
+    with CommDebugMode() as comm:
+        assert asked(d, name) == asked(plain, name) is not None
+    assert comm.get_comm_counts() == {}
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no dtypes of gradients")
+def test_the_dtype_of_gradients_is_every_shards() -> None:
+    d = place(Shard(0)).requires_grad_()
+    d.grad_dtype = torch.float64
+    assert d.grad_dtype == torch.float64 and all(peer.grad_dtype == torch.float64 for peer in d._peers)
+    d.sum().backward()
+    assert d.grad.dtype == torch.float64
 
 
 # What torch itself does with memory
