@@ -39,7 +39,7 @@ def run_path(x: Tensor, moves: Sequence[Move]) -> Tensor:
 
 
 def _fresh(shards: Sequence[Tensor], x: Tensor) -> Sequence[Tensor]:
-    return shards if shards[0] is not x else (x.view_as(x), *shards[1:])
+    return shards if shards[0] is not x else [shard.view_as(shard) for shard in shards]
 
 
 def transition(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -96,8 +96,8 @@ def _in_cpp(move: Move) -> Callable[[Tensor], Tensor] | None:
         return _alias(move)
     if move.kind == "all_reduce" and move.dual.keeps_value:
         return _settling(move)
-    if move.kind == "mask" and move.dual.keeps_value and not move.keeps_value:
-        return _silencing(move)
+    if move.kind == "mask" and move.dual.keeps_value:
+        return _keep if move.keeps_value else _silencing(move)
     return None
 
 
@@ -126,6 +126,11 @@ def _silencing(move: Move) -> Callable[[Tensor], Tensor]:
         return out
 
     return silence
+
+
+def _keep(x: Tensor) -> Tensor:
+    """R → P on the rank that contributes the value: a node where the others have one."""
+    return x.view_as(x)
 
 
 SECOND_ORDER = "shardwise.second_order"
