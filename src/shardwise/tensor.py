@@ -423,7 +423,10 @@ def localise(x: DTensor) -> Tensor:
         if x.__dict__.get("_hooks") and x.requires_grad and torch.is_grad_enabled():
             return ranked(x._hooks.uses(x))  # type: ignore[attr-defined]
         local = _as_subclass(x, Tensor)
-        return local if peers is None else ranked((local, *peers))
+        if peers is None:
+            return local
+        # all by aliases: ranks whose graphs differ would add up gradients in different orders
+        return ranked((local, *(_as_subclass(peer, Tensor) for peer in peers)))
 
 
 def _remembering(made: DTensor, local: Tensor, moves: Sequence[Move]) -> DTensor:

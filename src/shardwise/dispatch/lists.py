@@ -164,12 +164,15 @@ class _Recorded:
             return self.plan(args, kwargs)
         lead = _lead(args, kwargs or {})
         recorded = len(lead) > 1 and any(x.requires_grad for x in flat_tensors((args, kwargs or {})))
-        if not recorded or (list_name(self.func).endswith("_") and _is_torchs_own(lead)):
+        in_place = list_name(self.func).endswith("_")
+        if not recorded or (in_place and _is_torchs_own(lead)):
             return self.plan(args, kwargs)
         results: list[Any] = []
         for at in range(len(lead)):
-            mine = [_element(arg, at) for arg in args]
+            mine = tuple(_element(arg, at) for arg in args)
             named = {name: _element(arg, at) for name, arg in (kwargs or {}).items()}
+            if not in_place and not any(x.requires_grad for x in flat_tensors((mine, named))):
+                mine = map_tensors(mine, _connected)
             results += self.func(*mine, **named) or ()
         return _returned(self.func, args, kwargs, results)
 
@@ -178,6 +181,11 @@ def _is_torchs_own(written: Sequence[Tensor]) -> bool:
     """Whether a list is left to torch as a whole, because it refuses one of its tensors, before it writes to any; or
     because one is there twice, of which the graph knows only once."""
     return len({id(x) for x in written}) < len(written) or any(x.requires_grad and x.is_leaf for x in written)
+
+
+def _connected(x: Tensor) -> Tensor:
+    """A tensor of which results require gradients, as all results of torch's one node do, though nobody gets any."""
+    return x.detach().requires_grad_() if x.is_floating_point() or x.is_complex() else x
 
 
 def _element(argument: Any, at: int) -> Any:

@@ -43,7 +43,7 @@ def run_path(x: Tensor, moves: Sequence[Move]) -> Tensor:
 
 
 def _fresh(shards: Sequence[Tensor], x: Tensor) -> Sequence[Tensor]:
-    return shards if shards[0] is not x else (x.view_as(x), *shards[1:])
+    return shards if shards[0] is not x else [shard.view_as(shard) for shard in shards]
 
 
 def transition(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -100,8 +100,8 @@ def _in_cpp(move: Move) -> Callable[[Tensor], Tensor] | None:
         return _alias(move)
     if move.kind == "all_reduce" and move.dual.keeps_value:
         return _settling(move)
-    if move.kind == "mask" and move.dual.keeps_value and not move.keeps_value:
-        return _silencing(move)
+    if move.kind == "mask" and move.dual.keeps_value:
+        return _keep if move.keeps_value else _silencing(move)
     return None
 
 
@@ -158,6 +158,11 @@ def _silencing(move: Move) -> Callable[[Tensor], Tensor]:
 def nothing_like(x: Tensor) -> Tensor:
     """Zeros of a plain tensor's shape that take no memory."""
     return x.new_zeros(()).expand(x.shape)
+
+
+def _keep(x: Tensor) -> Tensor:
+    """R → P on the rank that contributes the value: a node where the others have one."""
+    return x.view_as(x)
 
 
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]

@@ -112,8 +112,10 @@ class Move:
 
     @cached_property
     def is_identity(self) -> bool:
-        """Whether the ranks held here keep both their values and their gradients."""
-        return self.is_linear and self.keeps_value and self.dual.keeps_value
+        """Whether the ranks held here keep both their values and their gradients. A mask is a move on the rank that
+        keeps its value, too: there gradients must add up in the order in which they do on the others."""
+        masked = self.kind == "mask" and any(self.source.layout.mesh.shape[axis] > 1 for axis in self.axes)
+        return self.is_linear and self.keeps_value and self.dual.keeps_value and not masked
 
     @cached_property
     def shares_memory(self) -> bool:

@@ -1,0 +1,76 @@
+"""Random programs whose gradients have replicas. These must be equal to the last bit: what one rank rounds otherwise
+than another stays different from then on, and parameters drift apart."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import shardwise as sw
+from bodies import P, R, S
+
+STEPS: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda a, b: torch.tanh(a) * b,
+    lambda a, b: a @ b,
+    lambda a, b: a.t() @ b,
+    lambda a, b: a @ a + b,
+    lambda a, b: F.linear(a, b, b[0]),
+    lambda a, b: F.normalize(a, dim=0) + b,
+    lambda a, b: a.softmax(1) * b,
+    lambda a, b: F.layer_norm(a, (8,)) + b.sin(),
+    lambda a, b: F.rms_norm(a, (8,), b[0]),
+    lambda a, b: a.cumsum(0) * b.mean(),
+    lambda a, b: a.norm() * b,
+    lambda a, b: a.logsumexp(1, keepdim=True) + b,
+    lambda a, b: torch.cat([a, b])[4:12],
+    lambda a, b: F.gelu(a) - b.std(0),
+]
+
+
+def drawn(seed: int, mesh: Any) -> list[sw.DTensor]:
+    """The gradients of the leaves of a program, which is the same for the same seed."""
+    chance = random.Random(seed)
+    num_axes = mesh.ndim
+    leaves = []
+    for at in range(3):
+        value = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * seed + at))
+        placements = [chance.choice((R, R, S(0), S(1), P)) for _ in range(num_axes)]
+        leaves.append(sw.distribute_tensor(value, mesh, placements).requires_grad_())
+    values: list[Any] = list(leaves)
+    for _ in range(chance.randint(3, 8)):
+        made = chance.choice(STEPS)(chance.choice(values), chance.choice(values))
+        if chance.random() < 0.2:
+            made = made.redistribute(placements=[chance.choice((R, S(0), S(1))) for _ in range(num_axes)])
+        values.append(made)
+    losses = [(value * value.detach().cos()).mean() for value in values[-3:]]
+    torch.autograd.backward(losses)
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def biases(mesh: Any) -> list[sw.DTensor]:
+    """A bias of two row-parallel layers, used by itself in between. It counts once, on one rank, and the graphs of the
+    others must be like that rank's."""
+
+    def leaf(seed: int, shape: tuple[int, ...], placement: sw.Placement) -> Any:
+        value = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        return sw.distribute_tensor(value, mesh, [placement] * mesh.ndim).requires_grad_()
+
+    x, weight, bias = leaf(0, (64, 8), S(1)), leaf(1, (8, 8), S(1)), leaf(2, (8,), R)
+    first = F.linear(x, weight, bias)
+    between = bias.sin()
+    second = F.linear(x * 3, weight, bias)
+    torch.autograd.backward([(y * y.detach().cos()).sum() for y in (first, between, second)])
+    return [bias.grad]
+
+
+def replicas(found: sw.DTensor, held: Sequence[Tensor], everywhere: Sequence[tuple[int, ...]]) -> list[list[Tensor]]:
+    """The shards of a tensor, those that are replicas of each other together."""
+    layout, groups = found.layout_on_mesh, {}
+    for coordinate, shard in zip(everywhere, held, strict=True):
+        groups.setdefault(layout.box(coordinate), []).append(shard)
+    return list(groups.values())

@@ -1,0 +1,56 @@
+"""Replicas of gradients are equal to the last bit, in the simulator and on real ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from bodies import AXES
+from bodies_replicas import biases, drawn, replicas
+from launch import run_ranks
+from shardwise.comm import shards_of
+
+
+def check(found: sw.DTensor, held: Sequence[torch.Tensor], name: str) -> None:
+    everywhere = list(itertools.product(*map(range, found.layout_on_mesh.mesh.shape)))
+    for group in replicas(found, held, everywhere):
+        for shard in group:
+            assert torch.equal(shard, group[0]), f"{name}: replicas of {found.layout_on_mesh} differ"
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2)])
+def test_on_the_simulator(shape: tuple[int, ...]) -> None:
+    mesh = sw.simulate(shape, AXES[len(shape)])
+    for seed in range(25):
+        for found in drawn(seed, mesh):
+            check(found, shards_of(found.to_local()), f"program {seed}")
+    if len(shape) == 1:
+        for found in biases(mesh):
+            check(found, shards_of(found.to_local()), "a bias of two layers")
+
+
+def run(rank: int, size: int, shape: tuple[int, ...], seeds: range) -> None:
+    mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=AXES[len(shape)])
+    programs: dict[str, Callable[[Any], list[sw.DTensor]]] = {
+        f"program {seed}": lambda mesh, seed=seed: drawn(seed, mesh) for seed in seeds
+    }
+    if len(shape) == 1:
+        programs["a bias of two layers"] = biases
+    for name, program in programs.items():
+        for found in program(mesh):
+            held: list[Any] = [None] * size
+            dist.all_gather_object(held, found.to_local())
+            check(found, held, name)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_on_processes(shape: tuple[int, ...]) -> None:
+    size = torch.Size(shape).numel()
+    run_ranks(run, size, shape, range(12), timeout=120)
