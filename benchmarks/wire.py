@@ -8,8 +8,6 @@ from collections.abc import Iterable
 
 from shardwise.comm.ring import ring_bytes_of
 
-from shardwise.comm.ring import ring_bytes_of
-
 NUMBERS_PER_ROW = 8
 FLOAT_BYTES = 4
 
