@@ -204,7 +204,8 @@ def test_a_whole_model_saves_no_more_than_its_parts(norm: Callable, mesh: Device
     named = Counter([tokens.untyped_storage().nbytes()])  # tokens and targets, which are here named by other numbers
     large = Counter({size: count for size, count in mine.saved.items() if size >= rows})
     assert large == Counter({s: n for s, n in theirs.saved.items() if s >= rows}) - named + for_embedding + for_loss
-    assert mine.peak <= theirs.peak + mine.saved_bytes - theirs.saved_bytes + rows * 8
+    passing = 5 * rows * 8  # where the targets' logits lie, while that is computed
+    assert mine.peak <= theirs.peak + mine.saved_bytes - theirs.saved_bytes + passing
 
 
 # Functions, replicated and on a sharded batch

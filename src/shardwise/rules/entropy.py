@@ -296,9 +296,10 @@ def _index_terms(
     x: Tensor, target: Tensor, weight: Tensor | None, offset: int, weight_offset: int, of: _Entropy
 ) -> Tensor:
     """Per row: the sum of exponentials, the target's logit, and what else is needed: with smoothing the weighted sum of
-    all logits and the sum of all weights; the target's weight."""
+    all logits and the sum of all weights; the target's weight. The exponentials take the memory of the logits, of which
+    autograd keeps nothing: `x` is the caller's no more."""
     picked, mine = _look_up(x, of.classes, target, offset)
-    terms = [x.exp().sum(of.classes), picked]
+    terms = [picked]
     if of.smoothing and weight is None:
         terms.append(x.sum(of.classes))
     if of.smoothing and weight is not None:
@@ -306,7 +307,8 @@ def _index_terms(
         terms += [(x * own).sum(of.classes), own.sum().expand(picked.shape)]
     if weight is not None:
         terms.append(torch.where(mine, wide(_weights_of(weight, target, weight_offset, of.ignore)), 0))
-    return torch.stack(terms)
+    exponentials = x.exp_() if x.shape[of.classes] else x.exp()  # of nothing, `x` itself is remembered
+    return torch.stack([exponentials.sum(of.classes), *terms])
 
 
 def _probability_terms(
