@@ -15,7 +15,7 @@ from shardwise.dispatch.fuse import fused
 from shardwise.dispatch.metas import run_on_meta
 from shardwise.errors import InPlaceError
 from shardwise.rules import Call, Value, flat_values
-from shardwise.rules.registry import FUNCTIONS, PARTS
+from shardwise.rules.registry import APART, FUNCTIONS, PARTS
 
 aten = torch.ops.aten
 
@@ -34,9 +34,10 @@ FORWARDS: dict[Any, Any] = {
     torch.nn.functional.layer_norm: torch.layer_norm,
     torch.nn.functional.rms_norm: torch.rms_norm,
     **FUNCTIONS,
+    **APART,
 }
 """Python functions that do nothing but call a binding with the same arguments: the binding can run whole. And those
-that have a rule of their own: one op, not traced further."""
+that have a rule of their own: one op, not traced further; or another form that is traced in their place."""
 
 
 SILENT_IN_EVALUATION = frozenset(
