@@ -24,7 +24,7 @@ SEPARATE = {"q_proj_weight": (WIDTH, WIDTH), "k_proj_weight": (WIDTH, WIDTH), "v
 DATA = {"query": (ROWS, BATCH, WIDTH), "key": (COLUMNS, BATCH, WIDTH), "value": (COLUMNS, BATCH, WIDTH)}
 OUT = {"out_proj_weight": (WIDTH, WIDTH), "out_proj_bias": (WIDTH,)}
 BIASES = {"bias_k": (1, 1, WIDTH), "bias_v": (1, 1, WIDTH)}
-GIVEN = {name: (BATCH * HEADS, COLUMNS, WIDTH // HEADS) for name in ("static_k", "static_v")}
+GIVEN = dict.fromkeys(("static_k", "static_v"), (BATCH * HEADS, COLUMNS, WIDTH // HEADS))
 
 causal = torch.ones(ROWS, COLUMNS, dtype=torch.bool).triu(1)
 padding = torch.tensor([[False] * 5, [False, False, False, True, True]])
