@@ -28,7 +28,7 @@ from shardwise.dispatch.whole import runs_alike
 from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import Move, in_place, run_path
 from shardwise.rules import Value, flat_values
-from shardwise.rules.registry import FUNCTIONS
+from shardwise.rules.registry import APART, FUNCTIONS
 from shardwise.tensor import DTensor, localise, spread
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -40,8 +40,8 @@ def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, A
     if any(any(call.out_moves) for call in lowered.calls):
         return _reduced_plan(function, lowered, args, kwargs) or _steps(lowered, args, kwargs)
     input_moves = _input_moves(lowered)
-    function = _runnable(function, asked, lowered)
-    if input_moves is None or not _stays_itself(lowered) or not runs_alike(function, lowered, args, kwargs):
+    function, rehearsed = _runnable(function, asked)
+    if input_moves is None or not _stays_itself(lowered) or not runs_alike(rehearsed, lowered, args, kwargs):
         return _steps(lowered, args, kwargs)
     layouts = [lowered.layouts[value.index] for value in flat_values(lowered.trace.output)]
     movers = [mover_of(moves) for moves in input_moves]
@@ -57,9 +57,14 @@ def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, A
     return Whole(function if draw is None else draw(function), movers, layouts, returned, lowered.mesh, plain)
 
 
-def _runnable(function: Callable, asked: Any, lowered: Lowered) -> Callable:
-    """What can run on shards: one op of ours that stands for a function of torch's runs on meta tensors only."""
-    return asked if asked is not None and function is FUNCTIONS.get(asked) else function
+def _runnable(function: Callable, asked: Any) -> tuple[Callable, Callable]:
+    """What can run on shards, and what must make the planned calls there. One op of ours that stands for a function of
+    torch's runs on meta tensors only; another form of one gives what it gives, on shards too."""
+    if asked is None or function is asked:
+        return function, function
+    if function is APART.get(asked):
+        return asked, function
+    return (asked, asked) if function is FUNCTIONS.get(asked) else (function, function)
 
 
 def _takes_shards(function: Callable, lowered: Lowered) -> bool:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardwise.dispatch.fuse import fused
 from shardwise.dispatch.metas import run_on_meta
 from shardwise.errors import InPlaceError
 from shardwise.rules import Call, Value, flat_values
-from shardwise.rules.registry import FUNCTIONS, PARTS
+from shardwise.rules.registry import APART, FUNCTIONS, PARTS
 
 aten = torch.ops.aten
 
@@ -34,10 +36,12 @@ FORWARDS: dict[Any, Any] = {
     torch.nn.functional.layer_norm: torch.layer_norm,
     torch.nn.functional.rms_norm: torch.rms_norm,
     **FUNCTIONS,
+    **APART,
 }
 """Python functions that do nothing but call a binding with the same arguments: the binding can run whole. And those
-that have a rule of their own: one op, not traced further."""
+that have a rule of their own: one op, not traced further; or another form that is traced in their place."""
 
+_FORMS = frozenset(APART.values())
 
 SILENT_IN_EVALUATION = frozenset(
     {
@@ -207,6 +211,24 @@ class _Recorder(TorchDispatchMode):
         self.trace.calls.append(Call(func, bound_args, bound_kwargs, tuple(inputs), tuple(outputs)))
 
 
+class _InOnePiece(TorchFunctionMode):
+    """Records the composite functions that have a rule as one op each, also where another function calls them. For
+    functions of ours only: a mode does not see what torch's Python functions call, once it has seen those."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op, kwargs = OPAQUE.get(func), kwargs or {}
+        if op is None:
+            return func(*args, **kwargs)
+        with _disable_current_modes():
+            out = func(*args, **kwargs)
+        self.recorder.record(op, tuple(args), kwargs, out)
+        return out
+
+
 def trace_call(
     function: Callable, args: Sequence[Any], kwargs: dict[str, Any], metas: Sequence[Tensor], device: torch.device
 ) -> Trace:
@@ -231,7 +253,7 @@ def trace_call(
             out = function(*args, **kwargs)
             recorder.record(op, tuple(args), kwargs, out)
         else:
-            with recorder:
+            with recorder, _InOnePiece(recorder) if function in _FORMS else nullcontext():
                 out = function(*args, **kwargs)
     given = {meta.untyped_storage()._cdata for meta in metas}
     trace.lying = [(x.stride(), x.untyped_storage()._cdata in given) for x in flat_tensors(out)]

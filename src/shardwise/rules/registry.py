@@ -26,6 +26,10 @@ _library = torch.library.Library("shardwise", "FRAGMENT")
 FUNCTIONS: dict[Any, Any] = {}
 """Python functions that are traced as one op of ours."""
 
+APART: dict[Any, Callable[..., Any]] = {}
+"""Functions that merge dims which may be sharded apart, and the same function in a form that keeps them apart. That is
+what is traced. Where the shards can run it as it is, they run the function itself."""
+
 PARTS: dict[Any, Callable[..., Any]] = {}
 """Ops that are traced as several, each of which may run where its data lie best. These functions are given a result of
 the op, on meta tensors, and its arguments, and give the same in parts, or None where the op is to stay one. Where all
