@@ -39,15 +39,30 @@ class Timing:
         return statistics.median(a / b for a, b in zip(self.samples, other.samples, strict=True))
 
 
+Clock = Callable[[Call, int], float]
+"""Seconds per call, of so many calls in a row."""
+
+
+def time_per_call(call: Call, num_calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    return (time.perf_counter() - start) / num_calls
+
+
 def race(
-    calls: dict[str, Call], *, num_rounds: int, enter: Callable[[str], object] = lambda name: None
+    calls: dict[str, Call],
+    *,
+    num_rounds: int,
+    enter: Callable[[str], object] = lambda name: None,
+    clock: Clock = time_per_call,
 ) -> dict[str, Timing]:
     """Times the calls in turns, each for an equal slice. Every round has another order, so that each comes after all
     of the others: what one leaves behind in caches and heaps is to slow down all alike.
 
     `enter` is told, before each slice, which one comes.
     """
-    sizes = {name: slice_size(call) for name, call in calls.items()}
+    sizes = {name: slice_size(call, clock) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     order, chance = list(calls), random.Random(0)
     gc.collect()
@@ -59,23 +74,16 @@ def race(
                 enter(name)
                 for _ in range(WARM_UP_CALLS):
                     calls[name]()
-                samples[name].append(time_per_call(calls[name], sizes[name]))
+                samples[name].append(clock(calls[name], sizes[name]))
     finally:
         gc.unfreeze()
     return {name: Timing(tuple(s)) for name, s in samples.items()}
 
 
-def slice_size(call: Call) -> int:
+def slice_size(call: Call, clock: Clock) -> int:
     for _ in range(5):
         call()
-    return max(1, round(SLICE_SECONDS / time_per_call(call, 5)))
-
-
-def time_per_call(call: Call, num_calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(num_calls):
-        call()
-    return (time.perf_counter() - start) / num_calls
+    return max(1, round(SLICE_SECONDS / clock(call, 5)))
 
 
 def seconds(value: float) -> str:

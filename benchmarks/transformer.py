@@ -56,7 +56,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mixed = self.attend(self.by_heads(self.query(x)), self.by_heads(self.key(x)), self.by_heads(self.value(x)))
-        return self.output(mixed.transpose(1, 2).contiguous().view(x.shape))
+        return self.output(mixed.transpose(1, 2).contiguous().view(*x.shape[:2], -1))
 
 
 class MLP(nn.Module):
