@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench coverage verify errors clean
+.PHONY: help install demo test check format bench coverage verify errors fuzz clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -43,6 +43,10 @@ coverage: $(STAMP)  ## run every operator of torch on DTensors in all layouts ag
 errors: export OMP_NUM_THREADS := 1
 errors: $(STAMP)  ## call every operator of torch with bad arguments, and compare the errors (five minutes)
 	$(BIN)/shardwise errors --write-report benchmarks/results/errors-$$(date +%F).md
+
+fuzz: export OMP_NUM_THREADS := 1
+fuzz: $(STAMP)  ## run 20,000 random programs on the simulator and 4,000 on real ranks against one device (an hour)
+	$(BIN)/shardwise fuzz --programs 20000 --gloo 5400 --json .fuzz-run.json --resume --write-report benchmarks/results/fuzz-$$(date +%F).md
 
 verify: export OMP_NUM_THREADS := 1
 verify: $(STAMP)  ## judge every sharding rule by brute force, and write docs/rules.md (three minutes)

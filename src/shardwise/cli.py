@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from shardwise.proof import coverage, errors, verify
+from shardwise.proof.fuzz import command as fuzz
 
 COMMANDS: dict[str, ModuleType] = {
     "coverage": coverage,
     "errors": errors,
+    "fuzz": fuzz,
     "verify": verify,
 }
 

@@ -78,7 +78,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, self.task, self.settings), daemon=True)
-        with _deaf():
+        with deaf():
             self.process.start()
         self.ready = False
         theirs.close()
@@ -130,7 +130,7 @@ class _Worker:
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
+def deaf() -> Iterator[None]:
     """Processes started here do not hear a terminal's interrupt, which it sends to all: this one ends the others."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

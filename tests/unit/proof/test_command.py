@@ -24,6 +24,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "errors": ("--ops", "mm|bmm|mv", "--layouts", "1", "--spread", "1"),
     "verify": ("aten::mm", "aten::bmm", "aten::mv", "--calls", "1"),
 }
+OF_OPERATORS = list(ARGUMENTS)
+"""Commands that go through torch's operators. (`fuzz` goes through programs: see test_fuzz.py.)"""
 TASKS = {"coverage": "cover", "errors": "try_operator", "verify": "judge_saved"}
 
 
@@ -53,7 +55,7 @@ def refused(capsys: pytest.CaptureFixture[str], command: str, *arguments: str) -
 # Numbers and patterns
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", OF_OPERATORS)
 @pytest.mark.parametrize(
     ("option", "value", "why"),
     [
@@ -89,7 +91,7 @@ def _refused_by_the_parser(arguments: list[str], why: str, capsys: pytest.Captur
 
 # Files
 
-FILES = [(command, option) for command in COMMANDS for option in ("--json", "--write-report")]
+FILES = [(command, option) for command in OF_OPERATORS for option in ("--json", "--write-report")]
 FILES.append(("verify", "--write-docs"))
 
 
@@ -118,13 +120,13 @@ def test_results_replace_no_device(nothing_runs: None, capsys: pytest.CaptureFix
     assert told == "/dev/null cannot be written: it is not a plain file"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", OF_OPERATORS)
 def test_resume_needs_a_file(command: str, nothing_runs: None, capsys: pytest.CaptureFixture[str]) -> None:
     told = refused(capsys, command, *ARGUMENTS[command], "--resume")
     assert told == "--resume needs --json FILE: the results to go on with"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", OF_OPERATORS)
 @pytest.mark.parametrize("content", ["", '{"results": {', "[]", "3", "{}", '{"results": []}', "\udcff"])
 def test_a_file_that_holds_no_results(
     command: str, content: str, tmp_path: Path, nothing_runs: None, capsys: pytest.CaptureFixture[str]
@@ -269,7 +271,7 @@ def _noting(task: pool.Task, tried: list[str], stop_at: int | None = None) -> po
     return noting
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", OF_OPERATORS)
 def test_only_the_rest_of_an_interrupted_run_is_run(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

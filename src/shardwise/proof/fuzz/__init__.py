@@ -1,0 +1,1 @@
+"""Random programs: drawn, run on one device and on DTensors, compared, and made small where they differ."""

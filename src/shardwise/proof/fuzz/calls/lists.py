@@ -1,0 +1,100 @@
+"""Calls on lists of tensors, and complex numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.proof.fuzz.draw import Do, Draw, Var
+
+
+def _list(d: Draw, *, repeats: bool = True) -> str:
+    """A list of tensors, in which one may stand twice."""
+    found = [d.tensor(0, 1, 2, 3) for _ in range(d.chance.randint(1, 3))]
+    names = list(map(str, found)) if repeats else list(dict.fromkeys(map(str, found)))
+    return f"[{', '.join(names)}]"
+
+
+def foreach(d: Draw) -> str:
+    ways = (
+        *(
+            "torch._foreach_add({l}, {c})",
+            "torch._foreach_mul({l}, {c})",
+            "torch._foreach_norm({l})",
+            "torch._foreach_mul({l}, {l})",
+        ),
+        *(
+            "torch._foreach_tanh({l})",
+            "torch._foreach_neg({l})",
+            "torch._foreach_norm({l}, 1)",
+            "torch._foreach_sub({l}, {l})",
+        ),
+        *(
+            "torch._foreach_addcmul({l}, {l}, {l}, {c})",
+            "torch._foreach_lerp({l}, {l}, {c})",
+            "torch._foreach_div({l}, {c})",
+        ),
+    )
+    return d.pick(*ways).format(l=_list(d), c=d.number())
+
+
+def foreach_written(d: Draw) -> Do:
+    ways = (
+        *("torch._foreach_mul_({l}, {c})", "torch._foreach_add_({l}, {c})", "torch._foreach_add_({l}, {l}, alpha={c})"),
+        *(
+            "torch._foreach_tanh_({l})",
+            "torch._foreach_zero_({l})",
+            "torch._foreach_neg_({l})",
+            "torch._foreach_mul_({l}, {l})",
+        ),
+    )
+    text = d.pick(*ways).format(l=_list(d), c=d.number())
+    return Do(f"with torch.no_grad(): {text}" if d.likely(0.5) else text)
+
+
+def clip(d: Draw) -> str:
+    return f"torch.nn.utils.get_total_norm({_list(d, repeats=False)})"
+
+
+def complex_of(d: Draw) -> str:
+    x = d.tensor(1, 2, 3)
+    pair = d.fit((*x.shape, 2), x.dtype)
+    return d.pick("torch.complex({x}, {x})", "torch.complex({x}, -{x} * 2)", "torch.view_as_complex({p})").format(
+        x=x, p=pair
+    )
+
+
+def of_complex(d: Draw) -> str:
+    z = _complex(d)
+    ways = (
+        *(
+            "torch.view_as_real({z})",
+            "{z}.real",
+            "{z}.imag",
+            "{z}.abs()",
+            "{z} * {z}.conj()",
+            "{z} * (1 - 2j)",
+            "{z}.conj()",
+        ),
+        *("{z}.sum()", "{z}.angle()", "torch.view_as_real({z}.conj().resolve_conj())", "{z} @ {z}.mH", "{z} * {z}"),
+    )
+    return d.pick(*ways).format(z=z)
+
+
+def complex_written(d: Draw) -> Do:
+    z = _complex(d)
+    ways = ("torch.view_as_real({z}).mul_(3)", "{z}.mul_(0.5j)", "{z}.real.add_(1)", "{z}.imag.zero_()")
+    text = d.pick(*ways).format(z=z)
+    return Do(f"with torch.no_grad(): {text}" if d.likely(0.5) else text)
+
+
+def _complex(d: Draw) -> Var:
+    return d.some(lambda x: x.dtype.is_complex) or d.leaf(d.shape(d.pick(1, 2)), torch.complex128)
+
+
+def fourier(d: Draw) -> str:
+    x = d.tensor(1, 2)
+    return d.pick("torch.fft.fft({x}, dim={d})", "torch.fft.rfft({x}, dim={d}).abs()").format(x=x, d=d.dim(x))
+
+
+FOREACH = (foreach, foreach, foreach_written, clip)
+COMPLEX = (complex_of, complex_of, of_complex, of_complex, of_complex, complex_written, fourier)

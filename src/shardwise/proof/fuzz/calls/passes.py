@@ -1,0 +1,128 @@
+"""Backward passes and what belongs to them: hooks, checkpoints, gradients of gradients, optimizers."""
+
+from __future__ import annotations
+
+from shardwise.proof.fuzz.calls.inside import INSIDE
+from shardwise.proof.fuzz.draw import Do, Draw, Refused, Var
+
+LOSSES = ("{x}.sum()", "{x}.sin().sum()", "({x} * {x}).sum()", "{x}.mean()", "{x}.tanh().sum()")
+
+
+def _loss(d: Draw, x: Var) -> str:
+    return d.pick(*LOSSES).format(x=x)
+
+
+def _recorded(d: Draw, *dims: int) -> Var:
+    """A result with a history."""
+    found = d.some(lambda x: x.dtype.is_floating_point and x.value.requires_grad and not x.value.is_leaf)
+    if found is None:
+        raise Refused("nothing needs a gradient")
+    return found
+
+
+def hook(d: Draw) -> Do:
+    """On a tensor that is not used yet: in the simulator a hook must come first."""
+    used = {name for part in d.parts for name in part.takes}
+    x = d.tensor(0, 1, 2, 3, fits=lambda v: v.value.requires_grad and str(v) not in used)
+    return Do(f"{x}.register_hook(lambda g: {d.pick('g * 2', 'None', 'g + 0.5', 'g.tanh()')})")
+
+
+def retain(d: Draw) -> Do:
+    return Do(f"{_recorded(d)}.retain_grad()")
+
+
+def backward(d: Draw) -> Do:
+    return Do(f"{_loss(d, _recorded(d))}.backward(retain_graph=True)")
+
+
+def two_backwards(d: Draw) -> Do:
+    """Two losses of one result."""
+    x = _recorded(d)
+    return Do(f"{_loss(d, x)}.backward(retain_graph=True); {_loss(d, x)}.backward(retain_graph=True)")
+
+
+def gradient(d: Draw) -> str:
+    x = _recorded(d)
+    sources = [v for v in d.pool if v.value.requires_grad and v.dtype.is_floating_point and v != x]
+    wanted = d.chance.sample(sources, min(len(sources), d.pick(1, 1, 2)))
+    create = d.pick("create_graph=True", "retain_graph=True")
+    return f"torch.autograd.grad({_loss(d, x)}, [{', '.join(wanted)}], {create}, allow_unused=True)"
+
+
+def checkpointed(d: Draw) -> str:
+    """A few calls inside one another, recomputed in the backward pass."""
+    outer = [d.tensor(1, 2, 3) for _ in range(d.pick(1, 2))]
+    arguments = [Var.of(f"a{i}", x.value) for i, x in enumerate(outer)]
+    body = nested(d, arguments)
+    names = ", ".join(arguments)
+    return f"checkpoint(lambda {names}: {body}, {', '.join(outer)}, use_reentrant={d.likely(0.5)})"
+
+
+def nested(d: Draw, arguments: list[Var]) -> Var:
+    """An expression of two or three calls, of which each takes the result of the one before."""
+    scope = {**d.run.names, **{str(x): x.value for x in arguments}}
+    d.inner, made = list(arguments), arguments[0]
+    try:
+        for _ in range(d.pick(2, 3)):
+            text = f"({d.pick(*INSIDE)(d)})"
+            made = Var.of(text, eval(text, scope))
+            if not hasattr(made.value, "shape"):
+                raise Refused("several results")
+            d.inner = [made, *arguments] if d.likely(0.8) else [made]
+    finally:
+        d.inner = None
+    return made
+
+
+def unrecorded(d: Draw) -> Do:
+    name = d.name()
+    return Do(f"with torch.no_grad(): {name} = {d.pick(*INSIDE)(d)}", name)
+
+
+def optimize(d: Draw) -> Do:
+    """A step of an optimizer, with parameters that the loss may not have used."""
+    leaves = [x for x in d.pool if x.value.is_leaf and x.value.requires_grad]
+    if not leaves:
+        raise Refused("nothing to optimize")
+    kind = d.pick(
+        "SGD({p}, lr=0.1, weight_decay=0.1)",
+        "AdamW({p}, lr=0.1, weight_decay=0.1, eps=0.1)",
+        "SGD({p}, lr=0.1, momentum=0.9)",
+    )
+    option = d.pick("", ", foreach=True", ", foreach=False")
+    made = kind.format(p=f"[{', '.join(leaves)}]")[:-1] + option + ")"
+    name = d.name("o")
+    return Do(
+        f"{name} = torch.optim.{made}; {name}.step()" + d.pick("", f"; {name}.step()", f"; {name}.zero_grad()"), name
+    )
+
+
+def clipping(d: Draw) -> Do:
+    leaves = [x for x in d.pool if x.value.is_leaf and x.value.grad is not None]
+    return Do(f"torch.nn.utils.clip_grad_norm_([{', '.join(leaves)}], 0.5)")
+
+
+def final(d: Draw) -> Do:
+    """One loss of several results."""
+    found = [x for x in d.pool if x.dtype.is_floating_point and x.value.requires_grad and not x.value.is_leaf]
+    if not found:
+        raise Refused("nothing needs a gradient")
+    losses = [_loss(d, x) for x in d.chance.sample(found, min(len(found), d.pick(1, 2, 3)))]
+    return Do(f"({' + '.join(losses)}).backward()")
+
+
+CALLS = (
+    hook,
+    hook,
+    retain,
+    retain,
+    retain,
+    backward,
+    two_backwards,
+    gradient,
+    gradient,
+    checkpointed,
+    checkpointed,
+    checkpointed,
+    unrecorded,
+)

@@ -1,0 +1,125 @@
+"""Writing in place: to tensors, through views, to copies, to parts."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.proof.fuzz.calls.shapes import cut
+from shardwise.proof.fuzz.draw import Do, Draw, Var
+
+VIEWS = (
+    *(
+        "{x}",
+        "{x}",
+        "{x}",
+        "{x}.detach()",
+        "{x}[{i}]",
+        "{x}.select({d}, {i})",
+        "{x}.view(-1)",
+        "{x}.flatten()",
+        "{x}.reshape(-1)",
+    ),
+    *(
+        "{x}.ravel()",
+        "{x}.transpose({d}, -1)",
+        "{x}.unbind({d})[0]",
+        "{x}.chunk(2, {d})[-1]",
+        "{x}.select({d}, {i}).contiguous()",
+    ),
+    *(
+        "{x}.select({d}, {i}).detach()",
+        "{x}.narrow({d}, 0, 1)",
+        "{x}.flatten(0, 1)[{i}]",
+        "{x}.diagonal()",
+        "{x}.T.contiguous()",
+    ),
+    *("{x}.select({d}, {i}).reshape(-1)", "{x}.select({d}, {i}).flatten()", "{x}.select({d}, {i}).ravel()", "{x}.data"),
+    *(
+        "{x}.unsqueeze({d})",
+        "{x}.squeeze()",
+        "{x}.expand_as({x})",
+        "{x}.view_as({x})",
+        "{x}.clone()",
+        "{x}.contiguous()",
+    ),
+)
+ONTO = (
+    *(
+        ".add_({c})",
+        ".mul_({c})",
+        ".zero_()",
+        ".fill_({c})",
+        ".sub_({y})",
+        ".copy_({y})",
+        ".mul_({y})",
+        ".add_({y}, alpha={c})",
+    ),
+    *(
+        ".tanh_()",
+        ".neg_()",
+        ".div_(2)",
+        ".sigmoid_()",
+        ".square_()",
+        ".addcmul_({y}, {y})",
+        ".lerp_({y}, 0.5)",
+        ".cumsum_(0)",
+    ),
+)
+
+
+def write(d: Draw) -> Do:
+    target = _target(d)
+    text = target + d.pick(*ONTO).format(c=d.number(), y=d.fit(target.shape, target.dtype))
+    return Do(_maybe_unrecorded(d, text))
+
+
+def _target(d: Draw) -> Var:
+    """Something to write to: a tensor, or what a view of it, or a copy, is."""
+    x = d.tensor(1, 2, 3)
+    dim = d.dim(x)
+    text = d.pick(*VIEWS).format(x=x, d=dim, i=d.chance.randrange(max(x.shape[dim], 1)))
+    with torch.no_grad():
+        return Var.of(text, eval(text, d.run.names))
+
+
+def _maybe_unrecorded(d: Draw, text: str) -> str:
+    return f"with torch.no_grad(): {text}" if d.likely(0.5) else text
+
+
+def assign(d: Draw) -> Do:
+    x = d.tensor(1, 2, 3)
+    cuts = ", ".join(cut(d, size) for size in x.shape[: d.chance.randint(1, x.ndim)])
+    with torch.no_grad():
+        part = eval(f"{x}[{cuts}]", d.run.names)
+    value = d.pick(str(d.number()), d.fit(part.shape, x.dtype))
+    return Do(_maybe_unrecorded(d, f"{x}[{cuts}] {d.pick('=', '=', '+=', '*=')} {value}"))
+
+
+def assign_by_tensor(d: Draw) -> Do:
+    x = d.tensor(1, 2)
+    index = d.index(d.pick((), (1,)), x.shape[0])
+    places = d.pick(str(index), str(d.mask(x.shape)))
+    return Do(_maybe_unrecorded(d, f"{x}[{places}] = {d.number()}"))
+
+
+def indexed(d: Draw) -> Do:
+    x = d.tensor(1, 2, 3)
+    dim = d.chance.randrange(x.ndim)
+    index = d.index((d.size(),), x.shape[dim])
+    source = d.fit((*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :]), x.dtype)
+    ways = (
+        *("{x}.index_add_({d}, {i}, {s})", "{x}.index_fill_({d}, {i}, 0.5)", "{x}.masked_fill_({m}, {c})"),
+        *("{x}.index_put_(({j},), {t}, accumulate=True)", "{x}.clamp_(-2, 2)"),
+    )
+    first = d.index((1,), x.shape[0])
+    one = d.fit((1, *x.shape[1:]), x.dtype)
+    text = d.pick(*ways).format(x=x, d=dim, i=index, s=source, m=d.mask(x.shape), c=d.number(), j=first, t=one)
+    return Do(_maybe_unrecorded(d, text))
+
+
+def returned(d: Draw) -> str:
+    """The tensor itself, under another name."""
+    return d.pick("{x}.add_({c})", "{x}.mul_({c})", "{x}[0].mul_({c})").format(x=d.tensor(1, 2), c=d.number())
+
+
+CALLS = (*[write] * 7, assign, assign, assign_by_tensor, indexed, returned)

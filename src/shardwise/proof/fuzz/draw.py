@@ -1,0 +1,300 @@
+"""Drawing a program: calls are drawn one by one and run on one device, and those that torch refuses are drawn again."""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.layout import Partial, Placement, Replicate, Shard
+from shardwise.proof.fuzz.program import Leaf, Line, Part, Program, Run
+
+MESHES: tuple[tuple[int, ...], ...] = ((2,), (4,), (2, 2), (3,))
+SIZES = (1, 1, 2, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8)
+FLOATS = (torch.float64, torch.float32)
+DTYPES = (*[torch.float64] * 22, torch.float32, torch.int64, torch.bool, torch.complex128)
+
+LARGEST = 1e3
+"""Results with larger numbers are not kept: in what is computed from them, rounding would be seen."""
+MOST = 300
+"""Elements of a result."""
+GAP = 1e-5
+"""How far apart numbers must be for a choice between them to be the same after rounding."""
+CHANGES = re.compile(r"_\(|grad\(")
+"""Expressions that change more than their result: the memory or the graph of what there is."""
+
+
+class Refused(Exception):
+    """A call that torch does not take, or whose result would not be of use."""
+
+
+class Var(str):
+    """A name, or an expression, with what it is on one device."""
+
+    value: Tensor
+
+    @staticmethod
+    def of(text: str, value: Tensor) -> Var:
+        made = Var(text)
+        made.value = value
+        return made
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.value.dim()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+
+@dataclass(frozen=True)
+class Do:
+    """A statement, and the name that it gives, if it does."""
+
+    text: str
+    gives: str | None = None
+
+
+Maker = Callable[["Draw"], "str | Do"]
+
+
+def mesh_of(seed: int, number: int) -> tuple[int, ...]:
+    """The mesh of a program, known before it is drawn."""
+    return random.Random(f"mesh {seed}:{number}").choice(MESHES)
+
+
+class Draw:
+    """A program in the making."""
+
+    def __init__(self, seed: int, number: int) -> None:
+        self.chance = random.Random(f"{seed}:{number}")
+        self.mesh = mesh_of(seed, number)
+        self.sizes = [self.chance.choice(SIZES) for _ in range(3)]
+        if self.chance.random() < 0.04:
+            self.sizes[0] = 0
+        self.parts: list[Part] = []
+        self.run = Run()
+        self.count = 0
+        self.inner: list[Var] | None = None  # inside a function, its arguments
+        self.changed = False  # whether the call that is being drawn has changed what there was before
+
+    # Names
+
+    @property
+    def pool(self) -> list[Var]:
+        """What calls may take: tensors, later ones last."""
+        if self.inner is not None:
+            return self.inner
+        names = [name for part in self.parts for name in part.gives]
+        return [Var.of(name, value) for name, value in self.run.tensors(names)]
+
+    def name(self, letter: str = "v") -> str:
+        self.count += 1
+        return f"{letter}{self.count}"
+
+    def some(self, fits: Callable[[Var], Any]) -> Var | None:
+        """A tensor that fits; later ones are likelier."""
+        fitting = [x for x in self.pool if fits(x)]
+        return self.chance.choices(fitting, [i * i + 3 for i in range(len(fitting))])[0] if fitting else None
+
+    def tensor(self, *dims: int, fits: Callable[[Var], Any] = lambda x: True) -> Var:
+        """A tensor of floats with so many dims (by default, at least one) for which more may be asked."""
+        wanted = dims or (1, 2, 3, 4)
+        found = self.some(lambda x: x.dtype in FLOATS and x.ndim in wanted and fits(x))
+        if found is None or (self.chance.random() < 0.1 and self.inner is None):
+            found = self.leaf(self.shape(self.chance.choice(wanted)))
+        return found
+
+    def fit(self, shape: Sequence[int], dtype: torch.dtype = torch.float64, *, new: float = 0.2) -> Var:
+        """A tensor of a shape: one there is, or a new leaf."""
+        found = self.some(lambda x: x.shape == tuple(shape) and x.dtype == dtype)
+        if found is None or self.chance.random() < new:
+            return self.leaf(shape, dtype)
+        return found
+
+    # Leaves
+
+    def shape(self, num_dims: int) -> tuple[int, ...]:
+        return tuple(self.size() for _ in range(num_dims))
+
+    def size(self) -> int:
+        return self.chance.choice(self.sizes) if self.chance.random() < 0.7 else self.chance.choice(SIZES)
+
+    def leaf(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float64,
+        *,
+        high: int | None = None,
+        grad: bool | None = None,
+    ) -> Var:
+        """A new leaf, laid out somehow."""
+        if high is not None and high < 1:
+            raise Refused("no number is below it")
+        real = dtype in FLOATS
+        placements = self.placements(len(shape), dtype)
+        made = Leaf(
+            self.name("x"),
+            tuple(shape),
+            dtype,
+            placements,
+            self.chance.randrange(1000),
+            high=high,
+            sizes=self.uneven(shape, placements),
+            local=self.chance.random() < 0.2,
+            grad=real and (self.chance.random() < 0.7 if grad is None else grad),
+        )
+        self.parts.append(made)
+        self.run.do(made)
+        return Var.of(made.name, self.run.value(made.name))
+
+    def index(self, shape: Sequence[int], high: int) -> Var:
+        """Integers from 0 to below `high`."""
+        return self.leaf(shape, torch.int64, high=high)
+
+    def mask(self, shape: Sequence[int]) -> Var:
+        return self.fit(shape, torch.bool)
+
+    def placements(self, num_dims: int, dtype: torch.dtype = torch.float64) -> tuple[Placement, ...]:
+        """One for each axis; what is pending is the same on all of them."""
+        pending = self.chance.choice(_PENDING[dtype])
+        ways: list[Any] = [Replicate()] * 2 + [Shard(dim) for dim in range(num_dims)] * 2
+        ways += [] if pending is None else [Partial(pending)]
+        return tuple(self.chance.choice(ways) for _ in self.mesh)
+
+    def uneven(self, shape: Sequence[int], placements: Sequence[Placement]) -> tuple[int, ...] | None:
+        """Now and then: how many rows each rank brings of the dim that one axis shards."""
+        cut = [(axis, p.dim) for axis, p in enumerate(placements) if isinstance(p, Shard)]
+        if len(cut) != 1 or self.chance.random() > 0.12:
+            return None
+        axis, dim = cut[0]
+        ends = sorted(self.chance.randint(0, shape[dim]) for _ in range(self.mesh[axis] - 1))
+        return tuple(b - a for a, b in zip([0, *ends], [*ends, shape[dim]], strict=True))
+
+    # Numbers
+
+    def dim(self, x: Var) -> int:
+        if not x.ndim:
+            raise Refused("it has no dims")
+        dim = self.chance.randrange(x.ndim)
+        return dim - x.ndim if self.chance.random() < 0.2 else dim
+
+    def pick(self, *things: Any) -> Any:
+        return self.chance.choice(things)
+
+    def likely(self, share: float) -> bool:
+        return self.chance.random() < share
+
+    def number(self) -> float:
+        return self.chance.choice((-1.5, -0.5, 0.5, 0.75, 1.25, 2.0))
+
+    # Adding to the program
+
+    def add(self, make: Maker) -> bool:
+        """Draw a call and add it, with the leaves it asks for; false if torch, or we, do not want it."""
+        kept, self.changed = len(self.parts), False
+        try:
+            self._add(make)
+            self._forget_unused(kept)
+        except Exception:  # whatever torch raises for a call that does not fit
+            del self.parts[kept:]
+            if self.changed:
+                self._again()
+            return False
+        return True
+
+    def _add(self, make: Maker) -> None:
+        made = make(self)
+        if isinstance(made, Do):
+            gives = () if made.gives is None else (made.gives,)
+            self.parts.append(Line(made.text, gives))
+            self.changed = True
+            self.run.do(self.parts[-1])
+            self._check([name for part in self.parts for name in part.gives])
+            return
+        self.give(made)
+
+    def _forget_unused(self, kept: int) -> None:
+        """Drop leaves that were asked for and then not taken."""
+        used = self.parts[-1].takes
+        self.parts[kept:-1] = [part for part in self.parts[kept:-1] if used & set(part.gives)]
+
+    def give(self, text: str) -> list[Var]:
+        """Run an expression, and name what it gives."""
+        self.changed |= CHANGES.search(text) is not None
+        value = eval(text, self.run.names)
+        several = isinstance(value, (tuple, list))
+        values = list(value) if several else [value]
+        if not 0 < len(values) <= 8:
+            raise Refused("too many results")
+        names = [self.name() for _ in values]
+        left = ", ".join(names) + ("," if several and len(names) == 1 else "")
+        self.parts.append(Line(f"{left} = {text}", tuple(names)))
+        self.run.names.update(zip(names, values, strict=True))
+        self._check(names)
+        return [Var.of(name, value) for name, value in zip(names, values, strict=True)]
+
+    def _check(self, names: Sequence[str]) -> None:
+        for _, x in self.run.tensors(names):
+            check_numbers(x)
+            if (x.is_leaf or x.retains_grad) and x.grad is not None:
+                check_numbers(x.grad)
+
+    def _again(self) -> None:
+        """Run what is left, as if what was removed had never been run."""
+        self.run = Run()
+        for part in self.parts:
+            self.run.do(part)
+
+    def program(self) -> Program:
+        return Program(self.mesh, tuple(self.parts))
+
+
+_PENDING: dict[torch.dtype, tuple[str | None, ...]] = {
+    torch.float64: ("sum", "sum", "avg", "max", "min"),
+    torch.float32: ("sum", "avg", "max", "min"),
+    torch.int64: (None, None, "sum", "max"),
+    torch.complex128: (None, "sum", "avg"),
+    torch.bool: (None,),
+}
+
+
+def check_numbers(x: Tensor) -> None:
+    """Raise unless a result is small, in both ways, and finite."""
+    if x.numel() > MOST or x.dim() > 5:
+        raise Refused("too large")
+    if x.numel() and not x.dtype == torch.bool and not float(x.detach().abs().max()) <= LARGEST:  # nor NaN
+        raise Refused("numbers too large")
+
+
+def apart(x: Var, dim: int | None = None) -> Var:
+    """The tensor, if no two numbers of it (along a dim) are so near that rounding could change their order."""
+    values = x.value.detach()
+    ordered = (values.flatten() if dim is None or not x.ndim else values.movedim(dim, -1)).sort(-1).values
+    if ordered.shape[-1] > 1 and ordered.numel() and not float(ordered.diff(dim=-1).min()) > GAP:
+        raise Refused("a tie")
+    return x
+
+
+def off(x: Var, *points: float) -> Var:
+    """The tensor, if no number of it is so near to these that rounding could change on which side it is."""
+    for point in points or (0.0,):
+        if x.value.numel() and not float((x.value.detach() - point).abs().min()) > GAP:
+            raise Refused("a tie")
+    return x
+
+
+def quiet() -> warnings.catch_warnings:  # type: ignore[type-arg]
+    """What torch warns of in random programs is known."""
+    return warnings.catch_warnings(action="ignore")

@@ -1,0 +1,234 @@
+"""Running a program on one device and on DTensors, and comparing them after every line.
+
+Compared are the values of what a line gives and of what it writes to; after a backward pass all gradients, and which of
+them are None; at the end all values once more, since a write may reach what it must not. Besides, ranks that hold the
+same piece must hold the same bits.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import as_mesh, shards_of
+from shardwise.dispatch.copies import StaleView
+from shardwise.layout import Mesh
+from shardwise.proof.distance import distance, largest, same
+from shardwise.proof.fuzz.draw import quiet
+from shardwise.proof.fuzz.program import Part, Program, Run
+from shardwise.proof.together import RanksApart, ranks_compared
+from shardwise.tensor import DTensor
+
+RIGHT, WRONG, RAISED, APART, HUNG, INVALID = "right", "wrong", "raised", "apart", "hung", "invalid"
+KINDS: dict[str, str] = {
+    RIGHT: "values, gradients and replicas are those of one device",
+    RAISED: "raised where torch does not, before anything was written",
+    WRONG: "a value or a gradient is wrong, or replicas differ",
+    APART: "some ranks raise and others do not: as processes they would hang",
+    HUNG: "no answer within the time limit",
+}
+"""What may become of a program."""
+FAILURES = (WRONG, APART, HUNG)
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+Print = tuple[str, Any, int]
+"""Of a piece of a value: what it is, which piece, and a number for its bits. Equal pieces have equal numbers."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a program, at which of its parts."""
+
+    kind: str
+    detail: str = ""
+    at: int = -1
+    prints: list[Print] = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def head(self) -> str:
+        """What is the same for failures of one class: the detail without names and numbers."""
+        return re.sub(r"\b[xvo]?\d+(\.\d+)?(e[-+]?\d+)?\b", "#", self.detail)[:100]
+
+
+class Wrong(Exception):
+    """A difference, in words."""
+
+
+def judge(program: Program, mesh: Any, tell: Callable[[int], None] = lambda at: None) -> Verdict:
+    """Run a program on a mesh, and `tell` which part it is at. What is off by rounding alone, in single precision, is
+    right."""
+    with quiet(), ranks_compared():
+        verdict = _Judged(program, as_mesh(mesh)).verdict(tell)
+        if verdict.kind == WRONG and program.has_single_precision:
+            again = _Judged(program.in_double_precision(), as_mesh(mesh)).verdict(tell)
+            return again if again.kind == RIGHT else verdict
+    return verdict
+
+
+class _Judged:
+    """A program that is being judged."""
+
+    def __init__(self, program: Program, mesh: Mesh) -> None:
+        self.program = program
+        self.plain, self.dist = Run(), Run(mesh)
+        self.names: list[str] = []
+        self.prints: list[Print] = []
+        self.compared = 0
+        self.second_order = False
+        self.writes = False
+
+    def verdict(self, tell: Callable[[int], None]) -> Verdict:
+        for at, part in enumerate(self.program.parts):
+            tell(at)
+            try:
+                self._step(part)
+            except Wrong as wrong:
+                return Verdict(WRONG, str(wrong), at)
+            except RanksApart as error:
+                return Verdict(APART, str(error), at)
+            except _Raised as raised:
+                return self._raised(raised.error, at)
+            except _Invalid as error:
+                return Verdict(INVALID, str(error), at)
+        try:
+            self._compare_all("at the end")
+        except Wrong as wrong:
+            return Verdict(WRONG, str(wrong), len(self.program.parts))
+        return Verdict(RIGHT, prints=self.prints)
+
+    def _step(self, part: Part) -> None:
+        try:
+            self.dist.do(part)
+        except RanksApart:
+            raise
+        except Exception as error:
+            raise _Raised(error) from error
+        versions = {name: x._version for name, x in self.plain.tensors(self.names)}
+        self._plainly(part)
+        self.second_order |= "create_graph" in part.text
+        self.names += part.gives
+        written = [name for name, x in self.plain.tensors(list(versions)) if x._version != versions[name]]
+        self.writes |= bool(written) or "_(" in part.text or ".data" in part.text
+        for name in (*part.gives, *written):
+            self._compare(name, self.dist.value(name), self.plain.value(name))
+        if "backward" in part.text or "grad_norm_" in part.text or ".step()" in part.text:
+            self._compare_gradients()
+
+    def _plainly(self, part: Part) -> None:
+        try:
+            self.plain.do(part)
+        except Exception as error:
+            raise _Invalid(f"{type(error).__name__}: {error}") from error
+
+    def _raised(self, error: Exception, at: int) -> Verdict:
+        """An error, unless something was written before it."""
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        try:
+            self._compare_all(f"after {told}")
+            self._plainly(self.program.parts[at])
+        except Wrong as wrong:
+            return Verdict(WRONG, str(wrong), at)
+        except _Invalid as invalid:
+            return Verdict(INVALID, str(invalid), at)
+        return Verdict(RAISED, told, at)
+
+    # Comparing
+
+    def _compare_all(self, when: str) -> None:
+        if not self.writes:
+            return
+        for name in self.names:
+            self._compare(name, self.dist.value(name), self.plain.value(name), f" {when}")
+
+    def _compare_gradients(self) -> None:
+        for name, expected in self.plain.tensors(self.names):
+            if expected.is_leaf or expected.retains_grad:
+                self._compare(f"{name}.grad", self.dist.value(name).grad, expected.grad)
+
+    def _compare(self, name: str, mine: Any, expected: Any, when: str = "") -> None:
+        if not isinstance(expected, Tensor):
+            if expected is None and mine is not None and not (isinstance(mine, Tensor) and self._excused(mine)):
+                raise Wrong(f"{name}{when}: should be None")
+            return
+        if isinstance(mine, StaleView):
+            return  # whoever uses it is told
+        if not isinstance(mine, DTensor):
+            raise Wrong(f"{name}{when}: a {type(mine).__name__}, not a DTensor")
+        if mine.shape != expected.shape or mine.dtype != expected.dtype:
+            found, wanted = (f"{x.dtype}{list(x.shape)}" for x in (mine, expected))
+            raise Wrong(f"{name}{when}: {found}, not {wanted}")
+        if mine.requires_grad != expected.requires_grad and not (mine.requires_grad and self.second_order):
+            raise Wrong(f"{name}{when}: requires_grad is {mine.requires_grad}")
+        self._compare_pieces(name, mine, when)
+        value, expected = whole(mine), expected.detach()
+        if not same(value, expected) and (far := distance(value, expected)) is not None:
+            raise Wrong(f"{name}{when}: off by {far:.2g} (largest: {largest(expected):.2g}) as {mine._layout}")
+
+    def _excused(self, mine: Tensor) -> bool:
+        """On all ranks, a pass through gradients of gradients goes through all of the graph: zeros instead of None."""
+        return self.second_order and not whole(mine).any()
+
+    def _compare_pieces(self, name: str, mine: DTensor, when: str) -> None:
+        """Shards have the shape that their layout says, and the same bits as others of the same piece."""
+        self.compared += 1
+        pieces = list(prints(f"{name}{when}", mine))
+        problem = unequal(pieces)
+        if problem is not None:
+            raise Wrong(f"{problem} as {mine._layout}")
+        self.prints += [(what, (self.compared, piece), bits) for what, piece, bits in pieces]
+
+
+class _Raised(Exception):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class _Invalid(Exception):
+    """Torch itself refuses a part."""
+
+
+def whole(x: Any) -> Tensor:
+    """What one device would have."""
+    with torch.no_grad():
+        return x.detach().full_tensor()
+
+
+def prints(what: str, x: DTensor) -> Iterator[Print]:
+    """The bits of the pieces that are held here."""
+    layout = x._layout
+    with _disabled():
+        for coordinate, shard in zip(layout.mesh.held, shards_of(x), strict=True):
+            shard = shard.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
+            if tuple(shard.shape) != layout.local_shape(coordinate):
+                raise Wrong(f"{what}: the shard at {coordinate} has shape {list(shard.shape)}, which is not {layout}")
+            terms = tuple(at for at, p in zip(coordinate, layout.pending, strict=True) if p is not None)
+            yield what, (layout.box(coordinate), terms), zlib.crc32(shard.contiguous().numpy().tobytes())
+
+
+def unequal(found: Sequence[Print]) -> str | None:
+    """What replicas differ of, if they do."""
+    seen: dict[Any, int] = {}
+    for what, piece, bits in found:
+        if seen.setdefault((what, piece), bits) != bits:
+            return f"{what}: replicas differ"
+    return None
+
+
+def together(verdicts: Sequence[Verdict]) -> Verdict:
+    """One verdict of those that the ranks came to, each for itself."""
+    kinds = {verdict.kind for verdict in verdicts}
+    if len(kinds) > 1:
+        told = "; ".join(f"{verdict.kind} {verdict.detail}".strip() for verdict in verdicts)
+        return Verdict(WRONG if WRONG in kinds else APART, f"ranks differ: {told}", max(v.at for v in verdicts))
+    first = verdicts[0]
+    problem = unequal([print for verdict in verdicts for print in verdict.prints])
+    if problem is not None:
+        return Verdict(WRONG, problem)
+    return replace(first, prints=[])

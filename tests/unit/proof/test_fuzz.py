@@ -1,0 +1,221 @@
+"""Random programs are the same everywhere, in text that runs; their judge finds what is wrong, and shrinks it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.cli import main
+from shardwise.proof.fuzz.command import classes_of, result_of, smallest
+from shardwise.proof.fuzz.draw import MESHES, mesh_of
+from shardwise.proof.fuzz.families import FAMILIES, draw
+from shardwise.proof.fuzz.judge import APART, INVALID, RAISED, RIGHT, WRONG, Verdict, judge, together
+from shardwise.proof.fuzz.leaves import Device
+from shardwise.proof.fuzz.program import Leaf, Line, Program
+from shardwise.proof.fuzz.shrink import shrunk
+from shardwise.proof.pool import Outcome
+from shardwise.tensor import DTensor
+
+X = Leaf("x1", (3, 4), torch.float64, (sw.Shard(0),), 1, grad=True)
+Y = Leaf("x2", (3, 4), torch.float64, (sw.Partial(),), 2, grad=True)
+
+
+def program(*parts: Leaf | str) -> Program:
+    """A program of leaves and lines; a line gives the names before its first equals sign."""
+    made = [Line(p, _gives(p)) if isinstance(p, str) else p for p in parts]
+    return Program((2,), tuple(made))
+
+
+def _gives(text: str) -> tuple[str, ...]:
+    left, sign, _ = text.partition(" = ")
+    return tuple(left.split(", ")) if sign and left.replace(", ", "").isalnum() else ()
+
+
+def judged(*parts: Leaf | str) -> Verdict:
+    return judge(program(*parts), sw.simulate((2,)))
+
+
+# Drawing
+
+
+def test_a_program_is_the_same_in_every_process() -> None:
+    code = "from shardwise.proof.fuzz.families import draw; print([draw(3, n).text for n in range(5)])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str([draw(3, number).text for number in range(5)])
+
+
+def test_programs_differ_by_seed_and_number() -> None:
+    assert len({draw(seed, number).text for seed in range(3) for number in range(3)}) == 9
+
+
+def test_the_mesh_is_known_before_a_program_is_drawn() -> None:
+    assert all(draw(0, number).mesh == mesh_of(0, number) for number in range(8))
+    assert {mesh_of(0, number) for number in range(40)} == set(MESHES)
+
+
+def test_a_program_runs_as_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fuzz", "--program", "0:0"]) == 0
+    text = capsys.readouterr().out
+    names: dict[str, object] = {}
+    exec(text, names)
+    assert any(isinstance(value, DTensor) for value in names.values())
+    assert "# right" in text
+
+
+def test_every_family_is_drawn() -> None:
+    text = "\n".join(draw(0, number).body for number in range(150))
+    for word in (
+        *("F.group_norm", ".unbind(", "checkpoint(", "use_reentrant=True", "use_reentrant=False", ".register_hook("),
+        *(".retain_grad()", "torch.autograd.grad(", "create_graph=True", "torch._foreach_", "view_as_real", "cdist"),
+        *("multi_head_attention_forward", "F.conv", "F.interpolate", "index_put", "Partial('avg')", "sizes=", "local="),
+        *("torch.optim.", "on.redistribute(", ".detach()", "torch.no_grad()", "float32", "complex128", ".contiguous()"),
+    ):
+        assert word in text, word
+    assert len(FAMILIES) == 12
+
+
+# Leaves
+
+WAYS = (sw.Replicate(), sw.Shard(0), sw.Shard(1), *(sw.Partial(op) for op in ("sum", "avg", "max", "min")))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("mesh", [(2,), (4,)])
+def test_a_leaf_has_the_same_value_in_all_layouts(way: sw.Placement, mesh: tuple[int, ...]) -> None:
+    whole = Device().leaf((3, 2), torch.float64, seed=4)
+    laid = Device(sw.simulate(mesh)).leaf((3, 2), torch.float64, [way], seed=4)
+    assert isinstance(laid, DTensor) and laid.placements == (way,)
+    torch.testing.assert_close(laid.full_tensor(), whole, rtol=1e-15, atol=0)
+
+
+def test_ranks_may_bring_as_much_as_they_like() -> None:
+    laid = Device(sw.simulate((3,))).leaf((4, 2), torch.float64, [sw.Shard(0)], seed=4, sizes=(3, 0, 1))
+    assert isinstance(laid, DTensor)
+    assert laid.layout_on_mesh.held_shapes == ((3, 2), (0, 2), (1, 2))
+    assert laid.full_tensor().equal(Device().leaf((4, 2), torch.float64, seed=4))
+
+
+def test_terms_differ() -> None:
+    laid = Device(sw.simulate((2,))).leaf((5,), torch.float64, [sw.Partial("max")], seed=4)
+    assert isinstance(laid, DTensor)
+    first, second = laid.to_local(), laid.to_local()._peers[0]  # type: ignore[attr-defined]
+    assert not first.as_subclass(Tensor).equal(second)
+
+
+# Judging
+
+
+def test_a_right_program() -> None:
+    assert judged(X, Y, "v1 = x1 @ x2.t()", "v1.sum().backward()").kind == RIGHT
+
+
+def test_a_wrong_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = DTensor.full_tensor
+    monkeypatch.setattr(DTensor, "full_tensor", lambda x: honest(x) * (1 + 1e-6))
+    verdict = judged(X, "v1 = x1 * 2")
+    assert verdict.kind == WRONG and verdict.detail.startswith("x1: off by") and verdict.at == 0
+
+
+def test_replicas_that_differ_in_a_bit_are_found() -> None:
+    spoil = "v1 = x1.detach(); [peer.mul_(1 + 2**-52) for peer in getattr(v1, '_peers', ())]"
+    verdict = judge(Program((2,), (replace(X, placements=(sw.Replicate(),)), Line(spoil, ("v1",)))), sw.simulate((2,)))
+    assert verdict.kind == WRONG and verdict.detail == "v1: replicas differ as [3,4] R"
+
+
+def test_a_gradient_that_should_be_none_is_found() -> None:
+    give = "x2.grad = x2.detach() * 0 if hasattr(x2, '_layout') else None; x1.sum().backward()"
+    verdict = judged(X, Y, give)
+    assert verdict == Verdict(WRONG, "x2.grad: should be None", 2)
+
+
+def test_what_is_written_is_compared_though_it_is_not_given() -> None:
+    verdict = judged(X, "x1.data.add_(1 if hasattr(x1, '_layout') else 2)")
+    assert verdict.kind == WRONG and verdict.detail.startswith("x1 at the end: off by 1")
+
+
+def test_an_error_that_torch_does_not_raise() -> None:
+    verdict = judged(X, "if hasattr(x1, '_layout'): raise ValueError('no')")
+    assert verdict == Verdict(RAISED, "ValueError: no", 1)
+
+
+def test_an_error_after_having_written_is_wrong() -> None:
+    verdict = judged(
+        X, "v1 = x1.detach()", "v1.add_(1)", "if hasattr(v1, '_layout'): v1.add_(1); raise ValueError('no')"
+    )
+    assert verdict.kind == WRONG and "after ValueError: no: off by 1" in verdict.detail
+
+
+def test_what_torch_refuses_is_no_program() -> None:
+    assert judged(X, "v1 = x1 @ x1").kind == INVALID
+
+
+def test_rounding_in_single_precision_is_no_difference() -> None:
+    x = replace(X, dtype=torch.float32)
+    grown = "v1 = (x1 * 1e8 + (0.1 if hasattr(x1, '_layout') else 0)) - x1 * 1e8 if x1.dtype == torch.float32 else x1"
+    assert judged(x, grown).kind == RIGHT
+    assert judged(replace(x, dtype=torch.float64), grown.replace("float32", "float64")).kind == WRONG
+
+
+def test_ranks_that_come_to_different_verdicts() -> None:
+    assert together([Verdict(RIGHT), Verdict(RAISED, "no", 3)]) == Verdict(APART, "ranks differ: right; raised no", 3)
+    bits = [[("v1", (1, ()), number)] for number in (7, 7, 8)]
+    assert together([Verdict(RIGHT, prints=b) for b in bits[:2]]) == Verdict(RIGHT)
+    assert together([Verdict(RIGHT, prints=b) for b in bits]) == Verdict(WRONG, "v1: replicas differ")
+
+
+# Shrinking
+
+
+def test_what_matters_is_left() -> None:
+    parts = (
+        X,
+        Y,
+        "v1 = x1 * 2",
+        "v2 = v1 + x2",
+        "v3 = x2.tanh()",
+        "if hasattr(v1, '_layout'): raise ValueError('no')",
+        "v4 = v3 * 2",
+    )
+    small, verdict = smallest(program(*parts), judged(*parts))
+    assert verdict.kind == RAISED and verdict.detail == "ValueError: no"
+    assert small.body.splitlines()[1:] == [
+        "x1 = on.leaf((), torch.float64, [Replicate()], seed=1)",
+        "v1 = x1 * 2",
+        "if hasattr(v1, '_layout'): raise ValueError('no')",
+    ]
+
+
+def test_shrinking_ends() -> None:
+    tried: list[Program] = []
+    assert shrunk(program(X, Y), lambda p: not tried.append(p), most=7) is tried[-1]
+    assert len(tried) <= 7
+
+
+# Results
+
+
+def test_problems_are_sorted_into_classes() -> None:
+    def part(kind: str, number: int, detail: str) -> dict[str, object]:
+        head = Verdict(kind, detail).head
+        return {"kind": kind, "calls": 9, "program": f"0:{number}", "line": "", "detail": detail, "class": head}
+
+    parts = [
+        part(RAISED, 1, "E: v3"),
+        part(RAISED, 2, "E: v4"),
+        part(WRONG, 3, "v5: off by 2.5e-3"),
+        {"kind": RIGHT, "calls": 9},
+    ]
+    result = result_of(Outcome("0-24", parts))
+    assert result.status == "2 raised, 1 wrong" and result.calls == 36
+    assert [(p["program"], n) for p, n in classes_of([result])] == [("0:3", 1), ("0:1", 2)]
+
+
+def test_a_chunk_that_is_not_finished_has_a_program_that_hung() -> None:
+    result = result_of(Outcome("25-49", [{"kind": RIGHT, "calls": 9}], "timed out"))
+    assert result.counts == {RIGHT: 1, "hung": 1} and result.problems[0]["program"] == "26"
