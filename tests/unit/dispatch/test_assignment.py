@@ -229,3 +229,20 @@ def test_slices_of_an_expanded_part_are_refused_as_in_torch(placement: sw.Placem
         with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single"):
             d[:, :, :1].expand(3, 4, 6)[1:] = value
     assert torch.equal(d.full_tensor(), whole())
+
+
+@pytest.mark.parametrize("placement", [R, S(0), S(1), sw.Partial()], ids=str)
+def test_a_part_of_a_parameter_is_scaled_under_no_grad(placement: sw.Placement) -> None:
+    """Of the part, which is a view that was written to, torch does not say whether it is a leaf."""
+    expected, d = whole().requires_grad_(), place(whole(), placement).requires_grad_()
+    for x in (expected, d):
+        with torch.no_grad():
+            x[1:] *= 0.5
+            x[:, 1::2] += x[:, :1]
+            part = x[1:]
+            part.mul_(2)
+            x[:2].add_(part + 1)
+        x.sum().backward()
+    assert torch.equal(d.detach().full_tensor(), expected.detach())
+    assert expected.grad is not None and d.grad is not None
+    assert torch.equal(d.grad.full_tensor(), expected.grad)

@@ -295,6 +295,6 @@ def off(x: Var, *points: float) -> Var:
     return x
 
 
-def quiet() -> warnings.catch_warnings:  # type: ignore[type-arg]
+def quiet() -> warnings.catch_warnings:
     """What torch warns of in random programs is known."""
     return warnings.catch_warnings(action="ignore")

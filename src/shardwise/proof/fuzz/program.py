@@ -112,17 +112,17 @@ class Program:
 
     def in_double_precision(self) -> Program:
         """The same program where rounding cannot be what differs."""
-        parts = [replace(p, dtype=torch.float64) if _is_single(p) else p for p in self.parts]
-        lines = [replace(p, text=p.text.replace("float32", "float64")) if isinstance(p, Line) else p for p in parts]
-        return replace(self, parts=tuple(lines))
+        return replace(self, parts=tuple(map(_in_double_precision, self.parts)))
 
     @property
     def has_single_precision(self) -> bool:
         return any("float32" in part.text for part in self.parts)
 
 
-def _is_single(part: Part) -> bool:
-    return isinstance(part, Leaf) and part.dtype == torch.float32
+def _in_double_precision(part: Part) -> Part:
+    if isinstance(part, Line):
+        return replace(part, text=part.text.replace("float32", "float64"))
+    return replace(part, dtype=torch.float64) if part.dtype == torch.float32 else part
 
 
 @lru_cache(maxsize=4096)

@@ -56,14 +56,15 @@ class World:
         heard: dict[int, Verdict] = {}
         end = time.monotonic() + timeout
         while len(heard) < self.size:
-            left = [pipe for rank, pipe in enumerate(self.pipes) if rank not in heard]
-            ready = wait(left, max(0.0, end - time.monotonic()))
+            left = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in heard}
+            ready = wait(list(left), max(0.0, end - time.monotonic()))
             if not ready:
                 return self._hung(heard)
-            for pipe in ready:
-                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+            for pipe, rank in left.items():
+                if pipe not in ready:
+                    continue
                 try:
-                    heard[rank] = pipe.recv()  # type: ignore[union-attr]
+                    heard[rank] = pipe.recv()
                 except (EOFError, ConnectionError):
                     return self._hung(heard, f"rank {rank} died")
                 if heard[rank].kind != RIGHT:

@@ -101,8 +101,10 @@ def entropy(d: Draw) -> str:
         raise Refused("no rows")
     option = d.pick("", ", label_smoothing=0.1", ", reduction='sum'", ", ignore_index=0, reduction='none'")
     weight = d.leaf((x.shape[1],), x.dtype, grad=False)
-    ways = ("F.cross_entropy({x}, {t}{o})", "F.cross_entropy({x}, {t}{o})", "F.nll_loss({x}.log_softmax(1), {t})")
-    ways += ("F.cross_entropy({x}, {t}, {w} ** 2)", "F.cross_entropy({x}, {x}.softmax(1))")
+    ways = (
+        *("F.cross_entropy({x}, {t}{o})", "F.cross_entropy({x}, {t}{o})", "F.nll_loss({x}.log_softmax(1), {t})"),
+        *("F.cross_entropy({x}, {t}, {w} ** 2)", "F.cross_entropy({x}, {x}.softmax(1))"),
+    )
     return d.pick(*ways).format(x=x, t=target, o=option, w=weight)
 
 

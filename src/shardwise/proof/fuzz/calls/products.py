@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardwise.proof.fuzz.draw import Draw, Refused
 
 
@@ -42,6 +44,7 @@ def linear(d: Draw) -> str:
 
 def einsum(d: Draw) -> str:
     x = d.tensor(2, 3)
+    shapes: Sequence[tuple[int, ...]]
     if x.ndim == 2:
         way, shape = d.pick(("ij,jk->ik", 1), ("ij,ij->i", 0), ("ij,kj->ki", 2), ("ij,ij->", 0), ("ij,j->i", 3))
         shapes = (x.shape, (x.shape[1], d.size()), (d.size(), x.shape[1]), (x.shape[1],))

@@ -37,7 +37,8 @@ def reshape(d: Draw) -> str:
 
 def _shape(d: Draw, x: Var) -> tuple[int, ...]:
     """Another shape of as many elements."""
-    left, sizes = math.prod(x.shape), []
+    left = math.prod(x.shape)
+    sizes: list[int] = []
     if not left:
         raise Refused("nothing to reshape")
     while left > 1 and len(sizes) < 3:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.proof.fuzz.calls.shapes import cut
-from shardwise.proof.fuzz.draw import Do, Draw, Var
+from shardwise.proof.fuzz.draw import Do, Draw, Maker, Refused, Var
 
 VIEWS = (
     *(
@@ -78,6 +78,8 @@ def _target(d: Draw) -> Var:
     x = d.tensor(1, 2, 3)
     dim = d.dim(x)
     text = d.pick(*VIEWS).format(x=x, d=dim, i=d.chance.randrange(max(x.shape[dim], 1)))
+    if text.endswith(".data") and x.value.requires_grad:
+        raise Refused("what a backward pass saved of it would change, or would not, without a word")
     with torch.no_grad():
         return Var.of(text, eval(text, d.run.names))
 
@@ -122,4 +124,4 @@ def returned(d: Draw) -> str:
     return d.pick("{x}.add_({c})", "{x}.mul_({c})", "{x}[0].mul_({c})").format(x=d.tensor(1, 2), c=d.number())
 
 
-CALLS = (*[write] * 7, assign, assign, assign_by_tensor, indexed, returned)
+CALLS: tuple[Maker, ...] = (*[write] * 7, assign, assign, assign_by_tensor, indexed, returned)
