@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from shardwise.proof.fuzz.calls.inside import INSIDE
 from shardwise.proof.fuzz.draw import Do, Draw, Refused, Var
 
@@ -75,8 +77,12 @@ def nested(d: Draw, arguments: list[Var]) -> Var:
 
 
 def unrecorded(d: Draw) -> Do:
-    name = d.name()
-    return Do(f"with torch.no_grad(): {name} = {d.pick(*INSIDE)(d)}", name)
+    """A result that is not recorded. (Of a view torch says that it requires a gradient, and then loses it.)"""
+    name, text = d.name(), d.pick(*INSIDE)(d)
+    with torch.no_grad():
+        if eval(text, d.run.names).requires_grad:
+            raise Refused("a view")
+    return Do(f"with torch.no_grad(): {name} = {text}", name)
 
 
 def optimize(d: Draw) -> Do:
