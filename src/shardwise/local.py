@@ -32,15 +32,6 @@ def single(local: Tensor) -> Tensor:
         return _OneOfAll.apply(local, *local._peers)
 
 
-def is_leaf(x: Tensor) -> bool:
-    """Whether a tensor is a leaf of the graph. Of a view made under no_grad and written to there, torch does not say:
-    it would have to be part of a graph, and is of none."""
-    try:
-        return x.is_leaf
-    except RuntimeError:
-        return False
-
-
 def check_strided(x: Tensor) -> Tensor:
     """The tensor, unless it cannot be cut along its dims."""
     if not isinstance(x, Tensor):

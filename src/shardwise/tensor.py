@@ -383,7 +383,9 @@ def _summed_axes(layout: Layout) -> tuple[int, ...]:
     return tuple(axis for axis, p in enumerate(layout.pending) if p is not None and p.reduce_op == "sum")
 
 
-OURS = frozenset({"_layout", "_peers", "_is_param", "_hooks", "_moved", "_strides", "_copied", "_source", "_whole"})
+OURS = frozenset(
+    {"_layout", "_peers", "_is_param", "_hooks", "_moved", "_strides", "_copied", "_source", "_taking", "_whole"}
+)
 """What we keep on a tensor ourselves."""
 
 

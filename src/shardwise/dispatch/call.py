@@ -33,7 +33,6 @@ from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, is_leaf, map
 from shardwise.dispatch.views import MAY_COPY, ONLY_VIEWS, Copies, OfAllRanks, OfCopies, ViewOrCopy, Writes, only_views
 from shardwise.errors import InPlaceError, MeshError, StrideError
 from shardwise.layout import Layout
-from shardwise.local import is_leaf
 from shardwise.rules import Value, flat_values, rule_for
 from shardwise.rules.foreach import is_list_op
 from shardwise.rules.pointwise import ELEMENTWISE

@@ -3,8 +3,8 @@
 What torch makes a view may here need data from other ranks: a reshape across a sharded dim, one row of a sharded dim.
 Such a result is a copy, and the program may tell the difference only by writing to it or to its source. So writes are
 watched: a write to a copy is carried on to its source where that is possible, and refused before it happens where not;
-after a write to the source its copies are stale, and whoever uses one is told so. Nothing is watched while there are no
-such copies.
+after a write to the source its copies are stale, and are taken again when they are used next. Nothing is watched while
+there are no such copies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm import shards_of
+from shardwise.dispatch.trace import flat_tensors
 from shardwise.errors import InPlaceError
+from shardwise.layout import Layout, Replicate
 from shardwise.tensor import DTensor, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -30,6 +33,7 @@ class CopiedView(DTensor):
 
     _strides: tuple[int, ...]  # of the whole, where that does not lie plainly
     _source: tuple[DTensor, WayBack | None]  # what it was taken from, and how a write gets back there
+    _taking: Taking | None
     _whole: CopiedView  # of a view of a copy: the copy
 
 
@@ -39,17 +43,22 @@ class Part(CopiedView):
 
 
 class StaleView(DTensor):
-    """A copy whose source was written to after it was taken."""
+    """A copy whose source was written to after it was taken. Whoever uses it takes it again."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise stale()
+        for x in flat_tensors((args, kwargs or {})):
+            if isinstance(x, StaleView):
+                renew(x)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
-        raise stale()
+        renew(self)
+        return self.redistribute(*args, **kwargs)
 
     def to_local(self, **kwargs: Any) -> Any:
-        raise stale()
+        renew(self)
+        return self.to_local(**kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StaleView(shape={list(self._layout.shape)})"
@@ -62,6 +71,36 @@ def stale() -> InPlaceError:
     )
 
 
+class Taking:
+    """How a view was taken of its source, the first argument: so it can be taken again, and written to."""
+
+    __slots__ = ("args", "function", "kwargs", "position", "recorded")
+
+    def __init__(self, function: Callable, args: tuple, kwargs: dict[str, Any], position: int) -> None:
+        self.function, self.args, self.kwargs, self.position = function, args[1:], kwargs, position
+        self.recorded = torch.is_grad_enabled()
+
+    def again(self, source: DTensor) -> Any:
+        """The view of its source as that is now."""
+        with torch.set_grad_enabled(self.recorded):
+            return self._of(source)
+
+    @property
+    def way_back(self) -> WayBack | None:
+        """Through the whole, unless the view depends on how that lies in memory."""
+        return None if self.function in (Tensor.as_strided, torch.as_strided) else self._write
+
+    def _write(self, source: DTensor, copy: DTensor) -> None:
+        """Write to a view of the whole, which needs no data of other ranks, and bring that back."""
+        whole = source.redistribute(placements=[Replicate()] * source._layout.mesh.ndim).clone()
+        view = self._of(whole)
+        _once(view, view).copy_(_once(copy, view))
+        source.copy_(whole)
+
+    def _of(self, source: DTensor) -> Any:
+        return flat_tensors(self.function(source, *self.args, **self.kwargs))[self.position]
+
+
 Register = dict[int, list[weakref.ref[CopiedView]]]
 copies: Register = {}  # by their own storage
 _taken: Register = {}  # copies and views of them, by the storage of their source
@@ -70,11 +109,13 @@ _taken: Register = {}  # copies and views of them, by the storage of their sourc
 # Watching
 
 
-def watch_copy(copy: Any, source: DTensor, way_back: WayBack | None = None) -> None:
-    """A copy keeps what it was taken from; without a way back there, writes to it are refused."""
+def watch_copy(copy: Any, source: DTensor, taking: Taking | None = None, way_back: WayBack | None = None) -> None:
+    """A copy keeps what it was taken from, and how. If that is not known, writes to it are refused, and so is its use
+    after its source was written to. A way back that is shorter than that through the whole may be given."""
     storage = storage_of(copy)
     copy.__class__ = CopiedView
-    copy._source = source, way_back  # as long as the copy lives, so does what it was taken from
+    copy._taking = taking
+    copy._source = source, way_back or (taking and taking.way_back)  # it lives at least as long as the copy
     _enter(copies, storage, copy)
     _enter(_taken, storage_of(source), copy)
 
@@ -171,9 +212,18 @@ def _is_recorded(x: Tensor) -> bool:
 
 
 def _takes_writes(copy: CopiedView) -> bool:
-    """Whether a write gets back to where the copy was taken from: a pending extremum or norm cannot be written to."""
+    """Whether a write gets back to where the copy was taken from."""
     source, way_back = copy._source
-    return way_back is not None and all(p is None or p.reduce_op in ("sum", "avg") for p in source._layout.pending)
+    return way_back is not None and can_be_made(source._layout)
+
+
+MAKEABLE = frozenset({"sum", "avg", "max", "min"})
+"""Pending reductions that a value can be made the terms of: every rank has it, or one does and the others nothing."""
+
+
+def can_be_made(layout: Layout) -> bool:
+    """Whether any value of its shape can be brought into a layout."""
+    return all(pending is None or pending.reduce_op in MAKEABLE for pending in layout.pending)
 
 
 def carry_on(written: Iterable[Tensor]) -> None:
@@ -182,9 +232,7 @@ def carry_on(written: Iterable[Tensor]) -> None:
         return
     for x in written:
         for reference in _taken.pop(storage_of(x), ()):
-            outdated = reference()
-            if outdated is not None:
-                outdated.__class__ = StaleView  # type: ignore[assignment]
+            _outdate(reference())
         copy = _copy_in(x)
         if copy is not None:
             source, way_back = copy._source
@@ -196,4 +244,42 @@ def carry_on(written: Iterable[Tensor]) -> None:
                 if _whole(view) is copy or (view.__class__ is CopiedView and _source_storage(view) == storage_of(copy)):
                     _enter(_taken, storage, view)
                 else:
-                    view.__class__ = StaleView  # type: ignore[assignment]
+                    _outdate(view)
+
+
+def _outdate(copy: CopiedView | None) -> None:
+    """A copy is stale, and so is all that was taken from it."""
+    if copy is not None:
+        copy.__class__ = StaleView  # type: ignore[assignment]
+        for reference in _taken.pop(storage_of(copy), ()):
+            _outdate(reference())
+
+
+def renew(x: Any) -> None:
+    """A stale copy, or a view of one, shows what its source does now."""
+    copy: Any = _whole(x)
+    if copy.__class__ is StaleView:
+        _take_again(copy)
+    if x is not copy:
+        x.__class__ = CopiedView
+        _enter(_taken, _source_storage(x), x)
+
+
+def _once(x: Tensor, target: Tensor) -> Tensor:
+    """What is to be written to a target, without the repeats of one that is expanded: those cannot be written to."""
+    for dim, (step, size) in enumerate(zip(target.stride(), target.shape)):
+        if step == 0 and size > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
+def _take_again(copy: Any) -> None:
+    source, _ = copy._source
+    fresh = None if copy._taking is None else copy._taking.again(source)
+    if fresh is None or fresh._layout is not copy._layout:
+        raise stale()
+    copy.__class__ = CopiedView
+    with _disabled(), torch.set_grad_enabled(fresh.requires_grad):  # in torch, too, it has the new history of its base
+        for mine, taken in zip(shards_of(copy), shards_of(fresh), strict=True):
+            _once(mine, mine).copy_(_once(taken, mine))
+    _enter(_taken, storage_of(source), copy)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm import shards_of
-from shardwise.dispatch.copies import refuse_lost_writes, storage_of, watch_copy
+from shardwise.dispatch.copies import can_be_made, refuse_lost_writes, storage_of, watch_copy
 from shardwise.dispatch.fallback import report
 from shardwise.dispatch.plan import Plan
 from shardwise.dispatch.stand_ins import meta, refused
@@ -30,15 +30,6 @@ from shardwise.rules.registry import refuse_shared_memory
 from shardwise.tensor import DTensor, as_layout, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
-
-MAKEABLE = frozenset({"sum", "avg", "max", "min"})
-"""Pending reductions that a value can be made the terms of: every rank has it, or one does and the others nothing."""
-
-
-def can_be_made(layout: Layout) -> bool:
-    """Whether any value of its shape can be brought into a layout."""
-    return all(pending is None or pending.reduce_op in MAKEABLE for pending in layout.pending)
-
 
 # Writing a value
 

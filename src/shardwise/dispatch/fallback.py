@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.record import note_fallback
-from shardwise.dispatch.copies import storage_of, watch_copy
+from shardwise.dispatch.copies import Taking, storage_of, watch_copy
 from shardwise.dispatch.modes import is_strict
 from shardwise.dispatch.plan import Mover, wrap_fresh
 from shardwise.dispatch.trace import flat_tensors, map_tensors
@@ -142,9 +142,9 @@ class Gathered:
             out = map_tensors(out, lambda x: spread(x, self.mesh).clone())  # they may be written to
         with _disabled():
             out = map_tensors(out, lambda x: wrap_fresh(x, Layout(self.mesh, tuple(x.shape))))
-        for result, source in zip(flat_tensors(out), copies):
+        for at, (result, source) in enumerate(zip(flat_tensors(out), copies)):
             if source is not None:
-                watch_copy(result, source)
+                watch_copy(result, source, Taking(self.function, args, kwargs, at) if source is args[0] else None)
         return out
 
     def _copies(self, out: Any, gathered: Any, given: Any) -> list[DTensor | None]:

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from shardwise.comm import ranked
-from shardwise.dispatch.copies import StaleView, stale
+from shardwise.dispatch.copies import StaleView, renew
 from shardwise.dispatch.special import shards_of
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor, gradient_shards, gradient_tensor, localise, settled, wrap
@@ -209,8 +209,9 @@ def _derive(cls: Any) -> Any:
             out = cls.forward(ctx, *args, **kwargs)
         call.returns_tuple = isinstance(out, tuple)
         results = _without_arguments(ctx, _as_tuple(out), args)
-        if any(isinstance(x, StaleView) for x in results):
-            raise stale()
+        for x in results:
+            if isinstance(x, StaleView):
+                renew(x)
         call.outputs = _layouts(results)
         return tuple(_flat(results))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.dispatch.copies import CopiedView, StaleView, stale
+from shardwise.dispatch.copies import CopiedView, StaleView, renew
 from shardwise.dispatch.modes import replicates_implicitly
 from shardwise.errors import MixedTensorError
 from shardwise.tensor import DTensor
@@ -60,10 +60,10 @@ def key_of(value: Any) -> Any:
 
 
 def _plain_tensor(value: Tensor) -> Any:
+    if isinstance(value, StaleView):
+        renew(value)
     if isinstance(value, CopiedView):
         return (CopiedView, value._layout)
-    if isinstance(value, StaleView):
-        raise stale()
     shape = tuple(value.shape)
     if shape and not replicates_implicitly() and (value.requires_grad or not _made_by_torch()):
         raise MixedTensorError(

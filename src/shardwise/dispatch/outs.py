@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import shards_of
-from shardwise.dispatch.copies import is_copied_view
-from shardwise.dispatch.elsewhere import can_be_made, overwrite
+from shardwise.dispatch.copies import can_be_made, is_copied_view
+from shardwise.dispatch.elsewhere import overwrite
 from shardwise.dispatch.fallback import _user_level
 from shardwise.dispatch.plan import Plan
 from shardwise.dispatch.randomness import check_in_step

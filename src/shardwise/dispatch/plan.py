@@ -11,7 +11,6 @@ from torch import Tensor
 from shardwise.comm import Ranked
 from shardwise.dispatch.trace import map_tensors
 from shardwise.layout import Layout
-from shardwise.local import is_leaf
 from shardwise.redistribute import Move, differentiable, forget, recall, remember, run_path, transition
 from shardwise.tensor import DTensor, localise, settled, spread
 
@@ -60,7 +59,7 @@ class Mover:
             moved = self.only(x)
         else:
             moved = self._moved(x, facts)
-        kept[self.key] = remember(moved, self.mesh) if is_leaf(x) else moved, version, self.moves
+        kept[self.key] = remember(moved, self.mesh) if x.is_leaf else moved, version, self.moves
         return moved
 
     def _moved(self, x: Tensor, facts: dict[str, Any]) -> Tensor:

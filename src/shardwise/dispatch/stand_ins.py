@@ -14,7 +14,6 @@ from torch import Tensor
 from shardwise.dispatch.memory import whole_strides
 from shardwise.dispatch.trace import flat_tensors, is_leaf
 from shardwise.errors import ShardwiseError
-from shardwise.local import is_leaf
 from shardwise.rules import Call
 from shardwise.tensor import DTensor
 

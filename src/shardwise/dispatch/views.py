@@ -17,6 +17,7 @@ from shardwise.comm import shards_of
 from shardwise.dispatch.copies import (
     CopiedView,
     Part,
+    Taking,
     WayBack,
     carry_on,
     copies,
@@ -62,7 +63,8 @@ class Copies:
             way_back = _way_back(self.function, args, kwargs or {}) if comes_first and len(results) == 1 else None
             for at, strides in zip(self.positions, self._strides(source, args, kwargs or {}), strict=True):
                 if results[at].__class__ is DTensor:
-                    watch_copy(results[at], source, way_back)
+                    taking = Taking(self.function, args, kwargs or {}, at) if comes_first else None
+                    watch_copy(results[at], source, taking, way_back)
                     _remember_other_strides(results[at], strides)
         elif "_moved" in source.__dict__:  # what was moved may be used again: it is not the result's to write to
             own: Any = copied

@@ -209,14 +209,6 @@ def test_indices_into_an_expanded_part(case: str, placement: sw.Placement) -> No
         for x in (expected, d):
             part, _ = EXPANDED[case](x)
             given = placed(value, d.device_mesh) if x is d else value
-            if case == "rows of the first" and x is d and placement == S(1):
-                with (
-                    pytest.raises(sw.errors.InPlaceError, match="the write would be lost"),
-                    pytest.warns(match=WARNING),
-                ):
-                    part[index] = given
-                expected = whole()
-                continue
             with pytest.warns(match=WARNING):
                 part[index] = given
         assert torch.equal(d.full_tensor(), expected), value
