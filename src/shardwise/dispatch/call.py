@@ -125,8 +125,8 @@ def dispatch(
                     parts.append(arg._layout if kind is DTensor else arg if kind is int else key_of(arg))
             key = tuple(parts)
     except Uncacheable:
-        plan = _new_plan(func, args, kwargs or {})
-        return watched(plan, func, args, kwargs) if watchers else plan(args, kwargs)
+        new = _new_plan(func, args, kwargs or {})
+        return watched(new, func, args, kwargs) if watchers else new(args, kwargs)
     except PlainTensor:
         raise mixed(func, args, kwargs) from None
     _call()
