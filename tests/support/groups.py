@@ -25,7 +25,6 @@ def run_threads(body: Callable[[int], Any], world_size: int) -> list[Any]:
 
     def run(rank: int) -> None:
         try:
-            torch.manual_seed(0)
             dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
             results[rank] = body(rank)
         except BaseException as error:

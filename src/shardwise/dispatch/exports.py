@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.dispatch.fallback import describe
 from shardwise.dispatch.key import caller
 from shardwise.dispatch.mixing import mixed
-from shardwise.dispatch.special import handles, kind_of, shards_of, whole_of
+from shardwise.dispatch.special import handles, kind_of, of_data, shards_of
 from shardwise.errors import ShardMemoryError
 from shardwise.tensor import DTensor, as_layout
 
@@ -50,7 +50,7 @@ def _to_array(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     x, *rest = args
     if x.requires_grad and not kwargs.get("force"):  # torch refuses, in its own words
         return func(torch.zeros((), dtype=x.dtype, requires_grad=True), *rest, **kwargs)
-    array = func(whole_of(x), *rest, **kwargs)
+    array = of_data(func, args, kwargs)
     array.flags.writeable = False
     return array
 
@@ -74,7 +74,7 @@ def _to_dlpack(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(torch.zeros((), dtype=x.dtype, requires_grad=True), **kwargs)
     if not kwargs.get("copy"):
         raise refusal("__dlpack__", x)
-    return func(whole_of(x), **kwargs)
+    return of_data(func, args, kwargs)
 
 
 @handles(Tensor.__dlpack_device__)

@@ -163,7 +163,7 @@ def whole_of(x: Any) -> Any:
         return x.detach().full_tensor()
 
 
-def _of_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def of_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What a function makes of whole tensors that Python is to see."""
     if lie_on_meta(args, kwargs):
         raise needs_data(func, args, kwargs)
@@ -178,12 +178,12 @@ def _to_number(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if x._layout.numel != 1:  # torch refuses, in its own words
         return func(torch.zeros((), dtype=x.dtype).expand(x.shape))
-    return _of_data(func, args, kwargs)
+    return of_data(func, args, kwargs)
 
 
 @handles(Tensor.tolist, Tensor.__contains__)
 def _to_python(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return _of_data(func, args, kwargs)
+    return of_data(func, args, kwargs)
 
 
 @handles(Tensor.__format__)

@@ -69,7 +69,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "copied": lambda y: copy.deepcopy(y.detach()),
     "a number": lambda y: y.sum().item(),
     "as a gradient": lambda y: y.sum().backward(),
-    "its memory": lambda y: y.untyped_storage(),
+    "its strides": lambda y: y.stride(),
     "compared": lambda y: torch.equal(y, y),
     "in a loop": lambda y: list(y),
     "summed up": lambda y: torch._foreach_add([y], 1.0),

@@ -52,23 +52,27 @@ def test_moves_on_threads() -> None:
             torch.testing.assert_close(value, expected[i // len(WAYS)])
 
 
-def trained(rank: int) -> tuple[Tensor, dict[str, Tensor], Any]:
-    mesh = mesh_of_threads()
-    torch.manual_seed(0)
-    weights = {"up": torch.randn(8, 4), "down": torch.randn(4, 8)}
-    up = nn.Parameter(sw.distribute_tensor(weights["up"], mesh, [R, S(0)]))
-    down = nn.Parameter(sw.distribute_tensor(weights["down"], mesh, [R, S(1)]))
-    x = sw.distribute_tensor(torch.randn(6, 4), mesh, [S(0), R])
-    loss = (nn.functional.linear(nn.functional.linear(x, up).relu(), down) + x).square().mean()
+def data() -> list[Tensor]:
+    """Threads share torch's generator, so each draws from one of its own."""
+    own = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=own) for shape in ((8, 4), (4, 8), (6, 4))]
+
+
+def trained(rank: int) -> list[Tensor]:
+    mesh, (up, down, x) = mesh_of_threads(), data()
+    weights = [
+        nn.Parameter(sw.distribute_tensor(up, mesh, [R, S(0)])),
+        nn.Parameter(sw.distribute_tensor(down, mesh, [R, S(1)])),
+    ]
+    x = sw.distribute_tensor(x, mesh, [S(0), R])
+    loss = (nn.functional.linear(nn.functional.linear(x, weights[0]).relu(), weights[1]) + x).square().mean()
     loss.backward()
-    return loss.detach().full_tensor(), up.grad.full_tensor(), down.grad.full_tensor()
+    return [loss.detach().full_tensor(), *(w.grad.full_tensor() for w in weights)]
 
 
 def test_a_perceptron_on_threads() -> None:
-    torch.manual_seed(0)
-    up, down = torch.randn(8, 4, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-    x = torch.randn(6, 4)
-    loss = ((x @ up.mT).relu() @ down.mT + x).square().mean()
+    up, down, x = data()
+    loss = ((x @ up.requires_grad_().mT).relu() @ down.requires_grad_().mT + x).square().mean()
     loss.backward()
     for found in run_threads(trained, 4):
         for value, expected in zip(found, (loss.detach(), up.grad, down.grad), strict=True):

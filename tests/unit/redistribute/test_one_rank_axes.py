@@ -30,7 +30,7 @@ def test_no_move_along_them_communicates(before: sw.Placement) -> None:
         if make is sw.simulate:
             assert torch.equal(moved.detach().full_tensor(), x.detach().full_tensor())
             assert torch.equal(x.grad.full_tensor(), torch.ones(8, 3))
-            assert (moved._layout is x._layout) or moved.to_local().data_ptr() != x.to_local().data_ptr()
+            assert moved.placements == x.placements or moved.to_local().data_ptr() != x.to_local().data_ptr()
 
 
 def test_they_are_left_out_of_groups() -> None:
