@@ -26,11 +26,12 @@ from shardwise.dispatch.randomness import RandomCall, drawn, is_exact, is_random
 from shardwise.dispatch.trace import OPAQUE, flat_tensors, map_tensors, written_families
 from shardwise.dispatch.whole import runs_alike
 from shardwise.layout import Layout, Mesh
-from shardwise.redistribute import Move, in_place, run_path
+from shardwise.redistribute import Move, in_place, joined, run_path
 from shardwise.rules import Value, flat_values
 from shardwise.rules.registry import APART, FUNCTIONS
 from shardwise.tensor import DTensor, localise, spread
 
+aten = torch.ops.aten
 _disabled = torch._C.DisableTorchFunctionSubclass
 
 
@@ -109,13 +110,25 @@ def _reduced_plan(function: Callable, lowered: Lowered, args: tuple, kwargs: dic
         return None
     (call,) = lowered.calls
     (moves,) = call.out_moves
+    same_shape = all(value.shape == call.call.outputs[0].shape for value in call.call.inputs)
     input_moves, positions = _input_moves(lowered), _positions(args, kwargs)
     if len(moves) != 1 or moves[0].kind != "all_reduce" or call.local is not None or is_random(call.call):
         return None
     if input_moves is None or positions is None or not runs_alike(function, lowered, args, kwargs):
         return None
+    reduce, layout = in_place(moves[0]), lowered.layouts[lowered.trace.output.index]
     movers = [(at, mover) for at, m in zip(positions, input_moves, strict=True) if (mover := mover_of(m))]
-    return reduced_after(function, movers, in_place(moves[0]), lowered.layouts[lowered.trace.output.index])
+    if call.call.op is aten.add.Tensor and len(args) == 2 and not kwargs and len(movers) == 1 and same_shape:
+        # One node on every rank, so that gradients add up in the same order everywhere.
+        ((at, mover),) = movers
+        if not mover.moves[0].keeps_value:
+            function = joined if at == positions[0] else _joined_to
+        movers = []
+    return reduced_after(function, movers, reduce, layout)
+
+
+def _joined_to(term: Tensor, whole: Tensor) -> Tensor:
+    return joined(whole, term)
 
 
 def _positions(args: tuple, kwargs: dict[str, Any]) -> list[int] | None:

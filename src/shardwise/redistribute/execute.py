@@ -26,6 +26,7 @@ from shardwise.redistribute.transitions import Move, Typed
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled
+_size = torch._C.TensorBase.size
 
 
 def run_path(x: Tensor, moves: Sequence[Move]) -> Tensor:
@@ -101,7 +102,7 @@ def _in_cpp(move: Move) -> Callable[[Tensor], Tensor] | None:
     if move.kind == "all_reduce" and move.dual.keeps_value:
         return _settling(move)
     if move.kind == "mask" and move.dual.keeps_value:
-        return _keep if move.keeps_value else _silencing(move)
+        return _masking(move)
     return None
 
 
@@ -113,7 +114,8 @@ def _settling(move: Move) -> Callable[[Tensor], Tensor]:
     def settle(x: Tensor) -> Tensor:
         out = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
         reduce(out)  # behind autograd's back
-        out.grad_fn.metadata[SECOND_ORDER] = dual  # type: ignore[union-attr, index]
+        if (node := out.grad_fn) is not None:
+            node.metadata[SECOND_ORDER] = dual  # type: ignore[index]
         return out
 
     return settle
@@ -142,27 +144,48 @@ def in_place(move: Move) -> Callable[[Tensor], Tensor]:
     return reduce_in_place
 
 
-def _silencing(move: Move) -> Callable[[Tensor], Tensor]:
-    """R → P on a rank that is to contribute nothing."""
+def _masking(move: Move) -> Callable[[Tensor], Tensor]:
+    """R → P on one rank: the value, or nothing. A node on every rank, so that gradients add up in the same order."""
     dual = move.dual
+    mask = _kept if move.keeps_value else _silenced
 
-    def silence(x: Tensor) -> Tensor:
-        out = x.view_as(x)  # its node passes the gradient on
-        out.data = nothing_like(out)
+    def run(x: Tensor) -> Tensor:
+        out = mask(x)
         out.grad_fn.metadata[SECOND_ORDER] = dual  # type: ignore[union-attr, index]
         return out
 
-    return silence
+    return run
 
 
 def nothing_like(x: Tensor) -> Tensor:
-    """Zeros of a plain tensor's shape that take no memory."""
-    return x.new_zeros(()).expand(x.shape)
+    """Zeros of a shard's shape that take no memory."""
+    return x.new_zeros(()).expand(_size(x))
 
 
-def _keep(x: Tensor) -> Tensor:
-    """R → P on the rank that contributes the value: a node where the others have one."""
-    return x.view_as(x)
+# Not views of their arguments: a tensor that keeps one, as tensors keep what they were moved to, would never be freed.
+_kept = function_of_one(lambda ctx, x: x.detach(), lambda ctx, grad: grad, "Kept")
+_silenced = function_of_one(lambda ctx, x: nothing_like(x), lambda ctx, grad: grad, "Silenced")
+
+
+class _Joined(torch.autograd.Function):
+    """A whole tensor and a term that is added to it, on a rank that contributes the term only → a copy of the term."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, term: Tensor) -> Tensor:
+        return term.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, grad
+
+
+def joined(whole: Tensor, term: Tensor) -> Tensor:
+    """`whole + term` as far as a rank sees it that contributes nothing but the term; gradients are those of the sum."""
+    if whole.dtype is not term.dtype:
+        return nothing_like(whole) + term if not whole.requires_grad else _silenced(whole) + term
+    if _grad_enabled() and (whole.requires_grad or term.requires_grad):
+        return _Joined.apply(whole, term)
+    return term.clone(memory_format=torch.contiguous_format)
 
 
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -248,9 +271,7 @@ class Gathered:
         varying = Typed(move.target.layout, move.target.varying.union(move.axes))
         self.move = Move(move.source, varying, move.axes)
         self.version = version
-        self.places = [x.view_as(x) for x in shards]
-        for place in self.places:
-            place.data = nothing_like(place)
+        self.places = [_silenced(x) for x in shards]
 
     def serves(self, move: Move, version: int) -> bool:
         return move.kind == "nothing" and move.axes == self.axes and version == self.version
