@@ -18,7 +18,7 @@ from shardwise.redistribute import Move
 _disabled = torch._C.DisableTorchFunctionSubclass
 
 
-def on_shards(local: Tensor, function: Callable[[Sequence[Tensor]], Any], moves: tuple[Move, ...] = ()) -> Tensor:
+def on_shards(local: Tensor, function: Callable[[Sequence[Tensor]], Any], moves: Sequence[Move] = ()) -> Tensor:
     """Apply a function of all held shards to a local tensor. `moves` are those that it makes, or its gradient does."""
     if listeners and moves and not is_moving(moves):
         return moved(moves, local, partial(on_shards, local, function, moves))

@@ -265,6 +265,13 @@ def test_second_derivatives_know_the_first_line() -> None:
     assert all(c.file for c in comm.comms)
 
 
+def test_operators_in_python_name_their_arguments(mesh: Any) -> None:
+    x = pending(mesh) if is_meta(mesh) else sw.DTensor.from_local(normal(6, 16), mesh, [sw.Partial()])
+    with CommDebugMode() as comm:
+        _ = x**3
+    assert [(c.function, c.argument) for c in comm.comms] == [("Tensor.__pow__", "argument 0 (self)")]
+
+
 def test_second_derivatives_of_exchanges_know_the_first_line() -> None:
     x = place(normal(2, 3, 16), sw.simulate((4,), ("tp",)), Shard(2)).requires_grad_()
     with CommDebugMode() as comm:

@@ -29,7 +29,8 @@ def mixed(func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> MixedTe
 
 def _given(func: Callable, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
     """What the user is likely to have written: torch's functions in Python pass their defaults on as well."""
-    known = inspect.signature(func).parameters if inspect.isfunction(func) else {}
+    inner = inspect.unwrap(func)
+    known = inspect.signature(inner).parameters if inspect.isfunction(inner) else {}
     return [(name, x) for name, x in kwargs.items() if name not in known or not _same(x, known[name].default)]
 
 

@@ -55,7 +55,10 @@ def argument_names(func: Callable, args: Sequence[Any]) -> list[str]:
     """What the arguments that a call gives by position are called, for its user to read."""
     known = _OF_METHODS.get(getattr(func, "__name__", ""))
     if known is None and inspect.isfunction(func):
-        known = [p.name for p in inspect.signature(func).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+        inner = inspect.unwrap(func)  # of operators (`x ** 2`) a method in C++, which has a schema but no signature
+        if not inspect.isfunction(inner):
+            return argument_names(inner, args)
+        known = [p.name for p in inspect.signature(inner).parameters.values() if p.kind is not p.VAR_POSITIONAL]
     if known is None:
         known = next((names for schema in _overloads(func) if (names := _names_for(schema, args))), [])
         if inspect.isbuiltin(func) and not func.__name__.startswith("_"):

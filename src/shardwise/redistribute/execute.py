@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.cause import inherited, is_moving, listeners, moved
+from shardwise.comm.cause import inherited, is_moving, listeners, moved, told
 from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
 from shardwise.redistribute.anchor import anchored, left_behind
@@ -139,6 +139,8 @@ def in_place(move: Move) -> Callable[[Tensor], Tensor]:
         reduce(x)
         if node is not None:
             node.metadata[SECOND_ORDER] = dual
+            if listeners:
+                told(node)
         return x
 
     return reduce_in_place
