@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ def argument_names(func: Callable, args: Sequence[Any]) -> list[str]:
     """What the arguments that a call gives by position are called, for its user to read."""
     known = _OF_METHODS.get(getattr(func, "__name__", ""))
     if known is None and inspect.isfunction(func):
-        known = [p.name for p in inspect.signature(func).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+        with suppress(ValueError):  # it wraps a method of C++
+            known = [p.name for p in inspect.signature(func).parameters.values() if p.kind is not p.VAR_POSITIONAL]
     if known is None:
         known = next((names for schema in _overloads(func) if (names := _names_for(schema, args))), [])
         if inspect.isbuiltin(func) and not func.__name__.startswith("_"):
