@@ -113,7 +113,8 @@ def _settling(move: Move) -> Callable[[Tensor], Tensor]:
     def settle(x: Tensor) -> Tensor:
         out = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
         reduce(out)  # behind autograd's back
-        out.grad_fn.metadata[SECOND_ORDER] = dual  # type: ignore[union-attr, index]
+        if (node := out.grad_fn) is not None:
+            node.metadata[SECOND_ORDER] = dual  # type: ignore[index]
         return out
 
     return settle
