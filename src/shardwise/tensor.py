@@ -364,7 +364,7 @@ _dict_of = vars(Tensor)["__dict__"].__get__
 _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
-def _departed(local: Tensor, moves: Sequence[Move], target: Layout, cast: torch.dtype | None) -> DTensor:
+def _departed(local: Tensor, moves: tuple[Move, ...], target: Layout, cast: torch.dtype | None) -> DTensor:
     """A tensor on its way to another layout. Its gradient comes back in the dtype `cast`, if any."""
     if cast is None:
         moved, handle = start_path(local, moves)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import shardwise as sw
 from launch import run_ranks
@@ -50,24 +49,20 @@ def moves_under_way(rank: int, size: int) -> None:
     torch.testing.assert_close(sums[0].to_local(), whole * sum(range(1, size + 1)))
 
 
-def record(rank: int, size: int, folder: Path) -> None:
+def run(rank: int, size: int, folder: Path) -> None:
+    moves_under_way(rank, size)
     mesh = mesh_of(size)
     found = {name: recorded(name, mesh) for name in PROGRAMS}
     if rank == 0:
         (folder / "records").write_text(json.dumps(found))
-    dist.barrier()
 
 
 @pytest.mark.multiprocess
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("size", [2, 4])
-def test_moves_under_way(size: int) -> None:
-    run_ranks(moves_under_way, size)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_port_records_the_same(size: int, tmp_path: Path) -> None:
-    run_ranks(record, size, tmp_path, timeout=120)
+def test_moves_under_way_and_records(size: int, tmp_path: Path) -> None:
+    """One launch for both: starting processes is what costs."""
+    run_ranks(run, size, tmp_path, timeout=120)
     found = json.loads((tmp_path / "records").read_text())
     for name in PROGRAMS:
         for make in (sw.simulate, sw.recording):

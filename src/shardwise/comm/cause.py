@@ -181,6 +181,8 @@ def _mark(nodes: Sequence[Any], known: set[Any]) -> None:
 
 
 def _nodes(tensors: Iterable[Tensor]) -> list[Any]:
+    if not torch.is_grad_enabled():  # none are made; and a view that was written to would not say which one it has
+        return []
     with _disabled():
         return [shard.grad_fn for x in tensors for shard in (x, *x.__dict__.get("_peers", ()))]
 

@@ -318,7 +318,8 @@ class _InPlace:
         def shards(x: Tensor) -> Tensor:
             mover = next(movers)
             y = mover(x) if mover is not None else x
-            return y if id(y) in written or y.__class__ is not DTensor else localise(y)
+            itself = id(y) in written and self.mesh.device_type != "meta"
+            return y if itself or y.__class__ is not DTensor else localise(y)
 
         with _disabled():
             local = map_tensors(args, shards), map_tensors(kwargs or {}, shards)

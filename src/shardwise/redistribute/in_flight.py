@@ -79,4 +79,4 @@ class _Begun(Moved):
         return without_memory(move.target.layout.held_shapes[0], shards[0])
 
 
-_BEGUN = {kind: type(name, (_Begun,), {}) for kind, name in NAMES.items()}
+_BEGUN: dict[str, Any] = {kind: type(name, (_Begun,), {}) for kind, name in NAMES.items()}

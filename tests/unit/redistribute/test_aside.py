@@ -200,3 +200,17 @@ def test_what_waits_is_freed_with_its_parameter() -> None:
     del ours
     gc.collect()
     assert not owing and not any(found() is not None for found in alive)
+
+
+def test_every_rank_keeps_the_same_gradients() -> None:
+    """A rank that does without a mask before an exchange finds the same parameter as those that do not."""
+    records = []
+    for make in (sw.simulate, sw.recording):
+        mesh = make((2, 2), ("a", "b"))
+        torch.manual_seed(0)
+        p = nn.Parameter(sw.distribute_tensor(torch.randn(4, 6), mesh, [S(0), R]))
+        with CommDebugMode() as comm, sw.parallel.no_sync():
+            p.redistribute(placements=[S(1), sw.Partial("sum")]).sum().backward()
+        records.append([(c.kind, c.axes, c.backward) for c in comm.comms])
+        assert len(p.__dict__["_aside"]) == 1
+    assert records[0] == records[1] and not any(backward for *_, backward in records[0])
