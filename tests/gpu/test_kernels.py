@@ -29,7 +29,6 @@ from torch.nn.attention import SDPBackend
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here"),
 ]
 
