@@ -276,8 +276,8 @@ def write_report(results: list[Result], tables: list[Table], bench: Bench, rank:
         f"# A tensor-parallel block at real sizes, {today}\n",
         f"{versions(bench.device)}, {str(dtype).removeprefix('torch.')}. Fake process group, rank {rank} of "
         f"{NUM_RANKS}; {bench.num_rounds} interleaved rounds; ratios are medians of the ratios in each round. "
-        'Sizes are batch × tokens × width. "Host" is how long the host takes to launch a call. "Peak" includes parameters, '
-        'inputs, optimizer state; "beyond state" is the ratio of what the program adds to them.\n',
+        'Sizes are batch × tokens × width. "Host" is how long the host takes to launch a call. "Peak" includes '
+        'parameters, inputs, optimizer state; "beyond state" is the ratio of what the program adds to them.\n',
         f"{summary(results, bench.failures)}\n",
         *(table.markdown() for table in tables),
     ]

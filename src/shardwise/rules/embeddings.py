@@ -68,7 +68,7 @@ def _embedding_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) 
     table, index = ins
     num_rows = call.inputs[0].shape[0]
     if _must_check(table, index):
-        bound = Bound(0, num_rows, any(index.splits), _refuse_index)
+        bound = Bound(0, num_rows, any(index.splits), _refuse_index, own=not table.splits[0])
         args = [bound, call["weight"], call["indices"], _row_starts(table), num_rows, call["padding_idx"]]
         rows = _rows_by_frequency if call["scale_grad_by_freq"] else _rows
         return Local(rows, args, groups=(_axes_of_indices(index),))

@@ -34,10 +34,11 @@ def _weight_ways(call: Call) -> list[list[AxisPlacement]]:
     return [[0], [None]] if call["weight"] is not None else [[]]
 
 
-def _check_targets(batch: Collectives, target: Tensor, ignore: int, num_classes: int) -> None:
+def _check_targets(batch: Collectives, target: Tensor, ignore: int, num_classes: int, *, own: bool = False) -> None:
     """Torch's error for a target that names no class, on all ranks alike: those that split the batch confer first."""
-    bound = Bound(0, num_classes, batch.size > 1, _refuse_target)
-    bound.check(batch, batch.map(_not_ignored, target, ignore))
+    bound = Bound(0, num_classes, batch.size > 1, _refuse_target, own)
+    if bound.is_needed(target):
+        bound.check(batch, batch.map(_not_ignored, target, ignore))
 
 
 def _not_ignored(target: Tensor, ignore: int) -> Tensor:
@@ -235,9 +236,11 @@ def _sharded_cross_entropy(
         )
     _check_weight(x, weight, F.cross_entropy)
     if not of.probabilities:
-        _check_targets(batch, target, of.ignore, of.num_classes)
+        _check_targets(batch, target, of.ignore, of.num_classes, own=not of.split_classes)
     if of.split_classes:
         rows, weights = _class_parallel_rows(shards, x, target, weight, of)
+    elif of.reduction == "sum":
+        return batch.map(_local_loss, x, target, weight, of)
     else:
         rows, weights = batch.map(_local_rows, x, target, weight, of)
     if of.reduction == "none":
@@ -246,7 +249,7 @@ def _sharded_cross_entropy(
         loss, total = batch.psum(torch.stack([rows.sum(), weights.sum()]))
         mean = loss / total
         return _rounded(torch.where(total == 0, math.nan, mean) if of.smoothing else mean, of)  # as torch's sum of two
-    return _rounded(rows.sum() / (of.num_rows if of.reduction == "mean" else 1), of)
+    return _rounded(rows.sum() / of.num_rows if of.reduction == "mean" else rows.sum(), of)
 
 
 def _rounded(loss: Tensor, of: _Entropy) -> Tensor:
@@ -254,10 +257,14 @@ def _rounded(loss: Tensor, of: _Entropy) -> Tensor:
     return loss if not loss.is_meta and torch.is_autocast_enabled(loss.device.type) else loss.to(of.dtype)
 
 
+def _local_loss(x: Tensor, target: Tensor, weight: Tensor | None, of: _Entropy, reduction: str = "sum") -> Tensor:
+    return F.cross_entropy(x, target, weight, ignore_index=of.ignore, reduction=reduction, label_smoothing=of.smoothing)
+
+
 def _local_rows(x: Tensor, target: Tensor, weight: Tensor | None, of: _Entropy) -> tuple[Tensor, Tensor]:
     """The losses of whole rows, by torch itself, and the weights of their targets."""
-    rows = F.cross_entropy(x, target, weight, ignore_index=of.ignore, reduction="none", label_smoothing=of.smoothing)
-    if of.probabilities:
+    rows = _local_loss(x, target, weight, of, "none")
+    if of.probabilities or of.reduction == "none":
         return wide(rows), rows.detach()
     weights = (target != of.ignore).to(x.dtype) if weight is None else _weights_of(weight, target, 0, of.ignore)
     return wide(rows), wide(weights)

@@ -21,13 +21,18 @@ from shardwise.rules.types import Call, Collectives, HeldValues, Local
 class Bound:
     """The range of one index tensor. `refuse` makes a small call that torch refuses for the same reason as ours.
 
-    `split` says that ranks hold different parts of the indices, and must ask each other.
+    `split` says that ranks hold different parts of the indices, and must ask each other; `own`, that a kernel of torch
+    will look these very indices up among all there is: where nobody waits for the check, it makes it itself.
     """
 
     low: int
     size: int
     split: bool
     refuse: Callable[[int], Any]
+    own: bool = False
+
+    def is_needed(self, index: Tensor) -> bool:
+        return not self.own or index.device.type in ("cpu", "meta")
 
     def check(self, group: Collectives, index: Tensor) -> None:
         if index.device.type == "cpu":
@@ -39,7 +44,7 @@ class Bound:
         elif index.is_meta:
             if self.split:
                 unknown(group, index)
-        else:  # without waiting for it, as torch does there
+        elif not self.own:  # without waiting for it, as torch does there
             torch._assert_async(((index >= self.low) & (index < self.size)).all())
 
 

@@ -212,7 +212,7 @@ def _range_of_targets(call: Call) -> Bound:
     num_classes = call.inputs[0].shape[-1]
     if "multilabel" in call.name:  # the labels of a row end at -1
         return Bound(-1, num_classes, True, partial(_refuse_target, "argument #2 'target' is out of range"))
-    return Bound(0, num_classes, True, partial(_refuse_target, "target out of range"))
+    return Bound(0, num_classes, True, partial(_refuse_target, "target out of range"), own=True)
 
 
 def _refuse_target(text: str, target: int) -> None:
