@@ -297,6 +297,12 @@ PROGRAMS = (
         "Mixtral, experts by layout", partial(mixtral, by_layout=True), expert_parallel, MIXTRAL, tolerance=3e-2
     ),
     hugging_face("T5", t5, encoder_and_decoder, T5),
-    hugging_face("T5, bfloat16", partial(t5, dtype=HALF), partial(encoder_and_decoder, itemsize=2), T5, tolerance=5e-2),
+    hugging_face(
+        "T5, bfloat16",
+        partial(t5, dtype=HALF),
+        partial(encoder_and_decoder, itemsize=2),
+        T5,
+        tolerance=0.15,  # plain torch's own gradients are off by up to 0.11 from those in float64
+    ),
     hugging_face("ViT", vit, image_classes, VIT, inputs=images, sizes=VIT_SIZES),
 )

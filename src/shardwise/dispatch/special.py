@@ -256,7 +256,8 @@ def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     out = plan((x, *args[1:]), kwargs)
     arrive(out.device.type)
     with _disabled():
-        return x if torch._C._is_alias_of(out, x) else out  # nothing to change
+        is_alias = torch._C._is_alias_of(out, x)  # type: ignore[attr-defined]
+    return x if is_alias else out  # nothing to change
 
 
 def kind_of(x: Tensor) -> Tensor:
