@@ -100,8 +100,7 @@ class Program:
     needs: str = ""
     """A package that it needs, beyond torch."""
     tolerance: float = 1e-6
-    data_dependent: bool = False
-    """Its shapes depend on data: nothing that holds none can run it."""
+    """How far, relative to its norm, a gradient may be from plain torch's: rounding, no more."""
 
     def split_of(self, name: str) -> Split:
         found = [split for pattern, split in self.parameters.items() if fnmatchcase(name, pattern)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 
 import pytest
@@ -294,3 +294,16 @@ def test_what_it_says_of_its_history() -> None:
 def test_subclasses_are_refused_in_words() -> None:
     with pytest.raises(TypeError, match="DTensor is not to be subclassed"):
         type("Mine", (DTensor,), {"__module__": "mine"})
+
+
+@pytest.mark.parametrize("make", [sw.simulate, sw.recording])
+@pytest.mark.parametrize("placement", [sw.Replicate(), sw.Shard(0), sw.Partial()])
+def test_a_conversion_that_changes_nothing_is_the_tensor_itself(make: Callable, placement: sw.Placement) -> None:
+    """As in torch; so a pending sum that is reduced for one of them is whole for the other."""
+    mesh = make((2,), ("tp",))
+    x = sw.distribute_tensor(torch.ones(4, 4, device=mesh.device_type), mesh, [sw.Replicate()])
+    for computed in (x.redistribute(placements=[placement]), x.requires_grad_().redistribute(placements=[placement])):
+        for same in (computed.to(torch.float32), computed.float(), computed.to(x.device), computed.type_as(x)):
+            assert same is computed
+        assert computed.to(torch.float32, copy=True) is not computed
+        assert computed.double() is not computed
