@@ -379,3 +379,40 @@ def test_two_losses_of_a_result_on_which_something_is_pending(kind: str) -> None
 
     for placement in (S(0), P(), R):
         same(program, normal(4, 4), placement)
+
+
+# Nothing
+
+
+def _convolution(x: Tensor, **how: Any) -> Tensor:
+    weight, bias = beside(x, torch.ones(3, x.shape[1], 2).double()), beside(x, torch.ones(3).double())
+    return F.conv1d(x, weight.requires_grad_(), bias.requires_grad_(), **how)
+
+
+OF_NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
+    "group norm": lambda x: F.group_norm(x, 2),
+    "scaled group norm": lambda x: F.group_norm(x, 2, x.detach().sum((0, 2)), x.detach().sum((0, 2))),
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2),
+    "interpolate to a size": lambda x: F.interpolate(x, size=5, mode="linear"),
+    "area": lambda x: F.interpolate(x, size=5, mode="area"),
+    "convolution": _convolution,
+    "padded convolution": lambda x: _convolution(x, padding=1),
+}
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
+@pytest.mark.parametrize("shape", [(0, 4, 6), (2, 0, 6), (2, 4, 0), (0, 4, 0)], ids=str)
+@pytest.mark.parametrize("name", OF_NOTHING)
+def test_layers_of_nothing(name: str, shape: tuple[int, ...]) -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = OF_NOTHING[name](x)
+        y.sum().backward()
+        return y, x.grad
+
+    x = torch.empty(shape, dtype=torch.float64)
+    try:
+        program(x.clone().requires_grad_())
+    except (RuntimeError, ValueError):
+        pytest.skip("torch refuses it")
+    for placement in (S(0), S(1), S(2), P(), R):
+        same(program, x, placement)
