@@ -500,7 +500,7 @@ def _summed_axes(layout: Layout) -> tuple[int, ...]:
 
 OURS = frozenset(
     {
-        *("_layout", "_peers", "_is_param", "_hooks", "_moved", "_gathered", "_grad"),
+        *("_layout", "_peers", "_is_param", "_hooks", "_joined", "_moved", "_gathered", "_grad"),
         *("_strides", "_copied", "_source", "_taking", "_whole"),
     }
 )

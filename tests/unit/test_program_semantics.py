@@ -3,6 +3,8 @@ be wrong, by what was wrong about them. Those that only real ranks show are in t
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -300,3 +302,117 @@ def test_a_leaf_in_a_list_is_refused_before_anything_is_written() -> None:
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         torch._foreach_mul_([v, leaf], 3.0)
     assert torch.equal(v, before)
+
+
+# Hooks, and writes to what has one
+
+
+def watched(change: Callable[[Tensor], Any], use_before: bool = False) -> Callable[[Tensor], tuple[Any, ...]]:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y, seen = x * 1, []
+        y.register_hook(lambda grad: seen.append(grad.clone()))
+        y.register_hook(lambda grad: 2 * grad)
+        before = (y * 5).sum() if use_before else 0
+        change(y)
+        y.register_hook(lambda grad: seen.append(grad.clone()))
+        ((y * y).sum() + before).backward()
+        assert len(seen) == 2
+        return y, x.grad, *seen
+
+    return program
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "all": lambda y: y.mul_(3),
+    "a row": lambda y: y[0].mul_(3),
+    "a column": lambda y: y[:, 1].mul_(3),
+    "through a view": lambda y: y.view(-1).mul_(3),
+    "assigned": lambda y: y.__setitem__((slice(None), 1), 0.5),
+    "in a list": lambda y: torch._foreach_mul_([y], 3.0),
+}
+
+
+@pytest.mark.parametrize("use_before", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_hooks_on_what_is_then_written_to(name: str, use_before: bool) -> None:
+    """Hooks see the gradient of what was there when they came; those that come after a write, of what was written."""
+    for placement in (S(0), S(1), P(), R):
+        same(watched(CHANGES[name], use_before), normal(4, 4), placement)
+
+
+def test_a_hook_keeps_nothing_alive() -> None:
+    y = place(normal(4, 4), S(0)).requires_grad_() * 1
+    y.register_hook(lambda grad: grad)
+    node = weakref.ref(y.grad_fn._nodes[0] if hasattr(y.grad_fn, "_nodes") else y.grad_fn)
+    del y
+    gc.collect()
+    assert node() is None
+
+
+def test_rows_picked_by_a_number_in_a_tensor() -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        i = beside(x, torch.tensor(1))
+        y = x[:, ::2]
+        found = y[i], y[:, i], y[i, i], x[::2][i], x[1:][i, 1:], x.t()[1:][i]
+        sum((part * part).sum() for part in found).backward()
+        return *found, x.grad
+
+    for mesh in MESHES:
+        for placement in (S(0), S(1), P(), R):
+            same(program, normal(4, 4), placement, mesh=mesh)
+
+
+# Backward passes one after the other
+
+
+@pytest.mark.parametrize("kind", ["avg", "max", "min", "sum"])
+def test_two_losses_of_a_result_on_which_something_is_pending(kind: str) -> None:
+    """The reduction of what is pending is shared by both, but the first pass frees what it saved."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = x + 0
+        if isinstance(y, sw.DTensor):
+            y = y.redistribute(placements=[P(kind)])
+        y.cos().sum().backward()
+        y.exp().sum().backward()
+        return y, x.grad
+
+    for placement in (S(0), P(), R):
+        same(program, normal(4, 4), placement)
+
+
+# Nothing
+
+
+def _convolution(x: Tensor, **how: Any) -> Tensor:
+    weight, bias = beside(x, torch.ones(3, x.shape[1], 2).double()), beside(x, torch.ones(3).double())
+    return F.conv1d(x, weight.requires_grad_(), bias.requires_grad_(), **how)
+
+
+OF_NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
+    "group norm": lambda x: F.group_norm(x, 2),
+    "scaled group norm": lambda x: F.group_norm(x, 2, x.detach().sum((0, 2)), x.detach().sum((0, 2))),
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2),
+    "interpolate to a size": lambda x: F.interpolate(x, size=5, mode="linear"),
+    "area": lambda x: F.interpolate(x, size=5, mode="area"),
+    "convolution": _convolution,
+    "padded convolution": lambda x: _convolution(x, padding=1),
+}
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
+@pytest.mark.parametrize("shape", [(0, 4, 6), (2, 0, 6), (2, 4, 0), (0, 4, 0)], ids=str)
+@pytest.mark.parametrize("name", OF_NOTHING)
+def test_layers_of_nothing(name: str, shape: tuple[int, ...]) -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = OF_NOTHING[name](x)
+        y.sum().backward()
+        return y, x.grad
+
+    x = torch.empty(shape, dtype=torch.float64)
+    try:
+        program(x.clone().requires_grad_())
+    except (RuntimeError, ValueError):
+        pytest.skip("torch refuses it")
+    for placement in (S(0), S(1), S(2), P(), R):
+        same(program, x, placement)

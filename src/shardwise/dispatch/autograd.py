@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -296,10 +297,7 @@ def _register_hook(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not x.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
     if "_peers" in x.__dict__:
-        hooks = x.__dict__.get("_hooks")
-        if hooks is None:
-            hooks = x._hooks = GradientHooks(x)
-        return hooks.add(hook)
+        return _hooks_of(x).add(hook)
     layout = x._layout
 
     def call(grad: Tensor) -> Tensor | None:
@@ -310,18 +308,35 @@ def _register_hook(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(x, call)
 
 
+def _hooks_of(x: DTensor) -> GradientHooks:
+    """The hooks of a tensor of the simulator as it is now: after a write in place, it is another."""
+    with _disabled():
+        if not any(shard.is_leaf or shard._is_view() for shard in shards_of(x)):
+            within = x.__dict__.get("_joined")
+            if within is None or within.node() is not x.grad_fn:
+                within = x._joined = GradientHooks(x)  # type: ignore[attr-defined]
+                within.enter(x)
+            return within
+    hooks = x.__dict__.get("_hooks")
+    if hooks is None:
+        hooks = x._hooks = GradientHooks(x)  # type: ignore[attr-defined]
+    return hooks
+
+
 class GradientHooks:
     """The gradient hooks of one tensor of the simulator, where a hook must wait for the gradients of all ranks.
 
-    Uses of the tensor go through one node that joins its shards (`uses`), shared by all of them, so that a hook runs
-    once, on the sum of what comes back. The tensor knows the node by a weak reference; the graph keeps it. A use that
-    was recorded before the first hook does not pass through it: the shards notice, and say so.
+    One node joins the shards, so that a hook runs once, on the sum of what comes back. It becomes the last one in the
+    history of the tensor (`enter`), and views of it and writes to it come after it. Leaves have no history, and that of
+    views is not theirs alone: there, uses of the tensor go through the node (`uses`), which is shared by all of them.
+    The tensor knows it by a weak reference; the graph keeps it. A use that was recorded before the first hook does not
+    pass through the node: the shards notice, and say so.
     """
 
     def __init__(self, x: DTensor) -> None:
         self.layout = x._layout
         self.calls: OrderedDict[int, Callable] = OrderedDict()
-        self.node: Callable[[], Any] | None = None
+        self.node: Callable[[], Any] = lambda: None
         self.version = -1
         self.sent: list[Tensor | None] = [None] * len(shards_of(x))
         x.__dict__.pop("_moved", None)  # what was moved so far bypasses the hooks
@@ -337,9 +352,16 @@ class GradientHooks:
         self.calls[handle.id] = hook
         return handle
 
+    def enter(self, x: DTensor) -> None:
+        with ExitStack() as versions, torch.enable_grad():
+            for shard in shards_of(x):  # nothing is written
+                versions.enter_context(torch.autograd._unsafe_preserve_version_counter(shard))
+            _Entered.apply(self, *shards_of(x))
+        self.node = weakref.ref(x.grad_fn)
+
     def uses(self, x: DTensor) -> Sequence[Tensor]:
         """The shards of `x`, joined: what is computed from them sends its gradient through the hooks."""
-        node = None if self.node is None else self.node()
+        node = self.node()
         if node is not None and self.version == x._version:
             try:
                 return node.saved_tensors
@@ -390,3 +412,13 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return None, *ctx.hooks.run(grads)
+
+
+class _Entered(_Joined):
+    """The same, in the place of the shards themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, hooks: GradientHooks, *shards: Tensor) -> Any:
+        ctx.hooks = hooks
+        ctx.mark_dirty(*shards)
+        return shards

@@ -36,7 +36,7 @@ from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors,
 from shardwise.dispatch.views import MAY_COPY, ONLY_VIEWS, Copies, OfAllRanks, OfCopies, ViewOrCopy, Writes, only_views
 from shardwise.dispatch.watch import labelled, watched
 from shardwise.dispatch.without_data import WithoutData, lie_on_meta
-from shardwise.errors import InPlaceError, MeshError, StrideError
+from shardwise.errors import InPlaceError, MeshError, ShardwiseError, StrideError
 from shardwise.layout import Layout
 from shardwise.local import is_leaf
 from shardwise.rules import Value, flat_values, rule_for
@@ -273,6 +273,8 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
             return picked_by_tensor, False
         if isinstance(error, NotImplementedError) or (isinstance(error, RuntimeError) and _knows_no_meta(str(error))):
             return _gathered(func, args, kwargs, layouts), False
+        if not isinstance(error, ShardwiseError) and not all(layout.numel for layout in layouts):
+            return _gathered(func, args, kwargs, layouts), False  # of nothing, kernels for meta tensors refuse more
         raise torchs_own(error, func, args, kwargs) or error from None
     trace.parameters = {value.index for value, is_one in zip(trace.inputs, parameters, strict=True) if is_one}
     trace.reduced = {value.index for value, layout in zip(trace.inputs, layouts, strict=True) if layout.reduced}

@@ -32,13 +32,14 @@ class Mover:
     and backward (see `redistribute.shared`).
     """
 
-    __slots__ = ("direct", "key", "mesh", "moves", "only", "only_gradient", "reduces")
+    __slots__ = ("direct", "is_linear", "key", "mesh", "moves", "only", "only_gradient", "reduces")
 
     def __init__(self, moves: tuple[Move, ...]) -> None:
         self.moves = moves
         self.mesh = moves[0].source.layout.mesh
         self.key = id(moves)  # the planner gives equal paths as one object
         self.only_gradient = all(move.keeps_value for move in moves)
+        self.is_linear = all(move.is_linear for move in moves)
         self.reduces = len(moves) == 1 and moves[0].kind == "all_reduce" and not moves[0].target.layout.has_pending
         in_cpp = runs_in_cpp(self.mesh)
         self.direct = DTensor if in_cpp else None  # the class of what goes to kernels as it is
@@ -70,8 +71,9 @@ class Mover:
         else:
             moved = self._moved(x, facts)
         of_leaf = x.requires_grad and is_leaf(x)  # which would never be freed: copy, graph, leaf
-        kept[self.key] = remember(moved, self.mesh) if of_leaf else moved, version, self.moves
-        if self.reduces and x.__class__ is DTensor and not of_leaf:
+        brief = of_leaf or not self.is_linear  # what saves something is of no use after the next backward pass
+        kept[self.key] = remember(moved, self.mesh) if brief else moved, version, self.moves
+        if self.reduces and x.__class__ is DTensor and not brief:
             facts["_layout"] = facts["_layout"].once_reduced
         return moved
 

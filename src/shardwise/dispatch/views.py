@@ -256,7 +256,11 @@ def _is_recorded(args: tuple, kwargs: dict[str, Any] | None) -> bool:
 
 def _views_on_one_device(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor | None]:
     """What a function gives on one device: a meta tensor for each view of an argument, None for other results."""
-    whole = map_tensors(args, on_one_device), map_tensors(kwargs, on_one_device)
+    first, rest = args[:1], args[1:]
+    whole = (
+        (*map_tensors(first, on_one_device), *map_tensors(rest, _index_or_whole)),
+        map_tensors(kwargs, _index_or_whole),
+    )
     given = {storage_of(x) for x in flat_tensors(whole)}
     with torch.no_grad():
         try:
@@ -264,6 +268,12 @@ def _views_on_one_device(function: Callable, args: tuple, kwargs: dict[str, Any]
         except RuntimeError as error:
             raise _in_other_words(error, function, *whole) from None
         return [y if storage_of(y) in given else None for y in results]
+
+
+def _index_or_whole(x: Tensor) -> Any:
+    """An argument on one device. A number that torch reads out to take an index by may be any: views lie alike."""
+    is_number = not x.dim() and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
+    return 0 if is_number else on_one_device(x)
 
 
 def _in_other_words(error: RuntimeError, function: Callable, args: tuple, kwargs: dict[str, Any]) -> RuntimeError:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError
 
 from shardwise.comm import Ranked, shards_of
 from shardwise.comm.ranked import join, pick
@@ -21,6 +22,10 @@ from shardwise.dispatch.trace import flat_tensors
 from shardwise.redistribute import Group
 
 _disabled = torch._C.DisableTorchFunctionSubclass
+
+
+STOPS = (_StopRecomputationError,)
+"""What is raised on purpose: a checkpoint stops when it has recomputed the last tensor that it needs, of any rank."""
 
 
 class RanksApart(Exception):
@@ -54,6 +59,8 @@ def _or_together(plain: Callable[..., Any], parts: Callable[[Any, tuple], tuple[
     def run(step: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return plain(step, *args, **kwargs)
+        except STOPS:
+            raise
         except Exception:
             function, num_ranks = parts(step, args)
             return together(function, num_ranks, args[skip:], kwargs)
@@ -67,6 +74,8 @@ _plain_function = Ranked.__dict__["__torch_function__"].__func__
 def _function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     try:
         return _plain_function(cls, func, types, args, kwargs)
+    except STOPS:
+        raise
     except Exception:
         num_ranks = max(len(shards_of(x)) for x in flat_tensors((args, kwargs)))
         return together(func, num_ranks, args, kwargs or {})

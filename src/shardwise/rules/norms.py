@@ -152,6 +152,8 @@ def _group_norm(call: Call) -> list[Strategy]:
 
 
 def _group_norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    if not call.inputs[0].numel:
+        return None
     shapes, shape = ins[0].held_shapes, call.inputs[0].shape
     channels = shape[1] // call["group"]
     split_groups = bool(ins[0].splits[1]) and not outs[1].splits[1]
