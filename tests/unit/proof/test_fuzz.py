@@ -151,6 +151,11 @@ def test_an_error_after_having_written_is_wrong() -> None:
     assert verdict.kind == WRONG and "after ValueError: no: off by 1" in verdict.detail
 
 
+def test_a_checkpoint_that_stops_early_is_no_failure() -> None:
+    inner = "checkpoint(lambda a: F.elu(torch.rsqrt(a * a + 0.3)), x1, use_reentrant=False)"
+    assert judged(X, f"v1 = {inner}", "v1.sum().backward()").kind == RIGHT
+
+
 def test_what_torch_refuses_is_no_program() -> None:
     assert judged(X, "v1 = x1 @ x1").kind == INVALID
 

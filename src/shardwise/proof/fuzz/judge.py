@@ -209,7 +209,7 @@ class _Invalid(Exception):
 def whole(x: Any) -> Tensor:
     """What one device would have."""
     with torch.no_grad():
-        return x.detach().full_tensor()
+        return x.full_tensor().detach()
 
 
 def prints(what: str, x: DTensor) -> Iterator[Print]:
