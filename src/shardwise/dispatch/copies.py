@@ -92,7 +92,7 @@ class Taking:
 
     def _write(self, source: DTensor, copy: DTensor) -> None:
         """Write to a view of the whole, which needs no data of other ranks, and bring that back."""
-        whole = source.redistribute(placements=[Replicate()] * source._layout.mesh.ndim).clone()
+        whole: Any = source.redistribute(placements=[Replicate()] * source._layout.mesh.ndim).clone()
         view = self._of(whole)
         _once(view, view).copy_(_once(copy, view))
         source.copy_(whole)

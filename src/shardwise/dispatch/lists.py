@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -324,7 +325,7 @@ class _InPlace:
         with _disabled():
             local = map_tensors(args, shards), map_tensors(kwargs or {}, shards)
             for rank in range(len(self.mesh.held)):
-                mine = [map_tensors(tree, lambda x, rank=rank: _of_rank(x, rank)) for tree in local]
+                mine = [map_tensors(tree, partial(_of_rank, rank=rank)) for tree in local]
                 self.func(*mine[0], **mine[1])
         return _returned(self.func, args, kwargs, ())
 

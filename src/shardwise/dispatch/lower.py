@@ -177,7 +177,7 @@ def _vary_before_views(calls: Sequence[LoweredCall], trace: Trace) -> None:
                 for use, i in seen:
                     use.moves[i] = ()
                 layout = lowered.layouts.ins[0]
-                lowered.moves[0] = plan_moves(layout, layout, frozenset(axes.pop()))
+                lowered.moves[0] = plan_moves(layout, layout, frozenset(axes.pop() or ()))
         for i, value in enumerate(call.inputs):
             uses.setdefault(value.index, []).append((lowered, i))
 

@@ -212,7 +212,7 @@ def reduced_after(
             out = reduce(function(*args, **kwargs) if kwargs else function(*args))
             out.__class__ = DTensor
             out.__dict__["_layout"] = layout
-            return out  # type: ignore[return-value]
+            return out
 
     return run
 

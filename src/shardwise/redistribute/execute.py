@@ -138,7 +138,7 @@ def in_place(move: Move) -> Callable[[Tensor], Tensor]:
             return settle(x) if node is not None else run_path(x, (move,))
         reduce(x)
         if node is not None:
-            node.metadata[SECOND_ORDER] = dual
+            node.metadata[SECOND_ORDER] = dual  # type: ignore[index]
             if listeners:
                 told(node)
         return x
@@ -153,7 +153,7 @@ def _masking(move: Move) -> Callable[[Tensor], Tensor]:
 
     def run(x: Tensor) -> Tensor:
         out = mask(x)
-        out.grad_fn.metadata[SECOND_ORDER] = dual  # type: ignore[union-attr, index]
+        out.grad_fn.metadata[SECOND_ORDER] = dual
         return out
 
     return run
@@ -177,7 +177,7 @@ class _Joined(torch.autograd.Function):
         return term.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, grad
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 _references = sys.getrefcount
 _tensors = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 _storage = torch._C.TensorBase.untyped_storage
-_storages = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_storages = torch._C._storage_Use_Count
 
 
 def function_of_one(forward: Callable[..., Any], backward: Callable[..., Any], name: str) -> Callable[..., Any]:

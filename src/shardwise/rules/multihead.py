@@ -51,7 +51,7 @@ def by_heads(
     separate = (q_proj_weight, k_proj_weight, v_proj_weight)
     weights = separate if use_separate_proj_weight else in_proj_weight.chunk(3)  # type: ignore[union-attr]
     biases = in_proj_bias.chunk(3) if in_proj_bias is not None else (None,) * 3
-    q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))  # type: ignore[arg-type]
+    q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
     k, v = _with_row(k, bias_k), _with_row(v, bias_v)
     q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))
     k, v = (_given_or(x, given) for x, given in ((k, static_k), (v, static_v)))
