@@ -449,8 +449,12 @@ def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, A
     if len(lowered.calls) != 1 or isinstance(plan, Steps) or lowered.by_gradient:
         return False  # a function that does nothing to floats may do something to complex numbers
     (call,) = lowered.calls
-    if call.call.name in ("_to_copy", "scaled_dot_product_attention"):
-        return False  # what passes through a conversion depends on the dtype; whether attention draws, on a float
+    if call.call.name == "_to_copy":
+        return False  # what passes through a conversion depends on the dtype
+    if call.call.name == "scaled_dot_product_attention" and any(
+        isinstance(x, float) for x in (*args, *kwargs.values())
+    ):
+        return False  # whether it draws depends on a float
     if call.call.bound.float_read and rule_for(call.call.op) is not ELEMENTWISE:
         return False  # the rule looked at a float (element-wise ones see to that themselves)
     if call.local is not None and not call.local.resized:  # its arguments may have been read off dtypes and floats

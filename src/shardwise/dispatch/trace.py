@@ -23,6 +23,7 @@ aten = torch.ops.aten
 
 OPAQUE: dict[Any, Any] = {
     torch._C._nn.linear: aten.linear.default,
+    torch.rms_norm: aten.rms_norm.default,
     torch.matmul: aten.matmul.default,
     Tensor.matmul: aten.matmul.default,
     Tensor.__matmul__: aten.matmul.default,

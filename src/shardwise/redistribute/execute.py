@@ -20,7 +20,7 @@ from shardwise.redistribute.anchor import anchored, left_behind
 from shardwise.redistribute.aside import SECOND_ORDER, blocks, collected, owing
 from shardwise.redistribute.cost import group_size
 from shardwise.redistribute.kernels import KERNELS, run_move
-from shardwise.redistribute.ownership import function_of_one, is_ours
+from shardwise.redistribute.ownership import bare_function, is_ours
 from shardwise.redistribute.shared import forget
 from shardwise.redistribute.transitions import Move, Typed
 
@@ -165,20 +165,14 @@ def nothing_like(x: Tensor) -> Tensor:
 
 
 # Not views of their arguments: a tensor that keeps one, as tensors keep what they were moved to, would never be freed.
-_kept = function_of_one(lambda ctx, x: x.detach(), lambda ctx, grad: grad, "Kept")
-_silenced = function_of_one(lambda ctx, x: nothing_like(x), lambda ctx, grad: grad, "Silenced")
+_kept = bare_function(lambda ctx, x: x.detach(), lambda ctx, grad: grad, "Kept")
+_silenced = bare_function(lambda ctx, x: nothing_like(x), lambda ctx, grad: grad, "Silenced")
 
 
-class _Joined(torch.autograd.Function):
-    """A whole tensor and a term that is added to it, on a rank that contributes the term only → a copy of the term."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, term: Tensor) -> Tensor:
-        return term.clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, grad
+# A whole tensor and a term that is added to it, on a rank that contributes the term only → a copy of the term.
+_joined = bare_function(
+    lambda ctx, whole, term: term.clone(memory_format=torch.contiguous_format), lambda ctx, grad: (grad, grad), "Joined"
+)
 
 
 def joined(whole: Tensor, term: Tensor) -> Tensor:
@@ -186,7 +180,7 @@ def joined(whole: Tensor, term: Tensor) -> Tensor:
     if whole.dtype is not term.dtype:
         return nothing_like(whole) + term if not whole.requires_grad else _silenced(whole) + term
     if _grad_enabled() and (whole.requires_grad or term.requires_grad):
-        return _Joined.apply(whole, term)
+        return _joined(whole, term)
     return term.clone(memory_format=torch.contiguous_format)
 
 
@@ -330,7 +324,7 @@ def _alias(move: Move) -> Callable[[Tensor], Tensor]:
         reduce(out)
         return out
 
-    return function_of_one(forward, backward, "Varying")
+    return bare_function(forward, backward, "Varying")
 
 
 def _applied(function: Any) -> Callable[..., Any]:

@@ -21,9 +21,10 @@ _storage = torch._C.TensorBase.untyped_storage
 _storages = torch._C._storage_Use_Count
 
 
-def function_of_one(forward: Callable[..., Any], backward: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`apply` of an autograd function of one tensor. Its backward is called by the engine itself, without the detour
-    through torch's own that only looks for it, and sees the references that `is_ours` knows."""
+def bare_function(forward: Callable[..., Any], backward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`apply` of an autograd function, without detours: functorch's transforms have no business with shards, and
+    torch's own backward would only look for ours, which, called by the engine itself, sees the references that
+    `is_ours` knows."""
     function: Any = type(
         name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     )
@@ -45,7 +46,7 @@ def _counted() -> tuple[int, int, int]:
 
     with torch.enable_grad(), torch.device("cpu"):
         x = torch.ones(2, requires_grad=True)
-        (function_of_one(forward, backward, "Probe")(x) * 2).sum().backward()
+        (bare_function(forward, backward, "Probe")(x) * 2).sum().backward()
     return seen[0]
 
 
@@ -63,7 +64,7 @@ _ALONE = _counted() if sys.gettrace() is None else (0, 0, 0)
 
 
 def is_ours(grad: Tensor) -> bool:
-    """Whether nobody else has a gradient; to be asked in `backward` of a `function_of_one`, which has it in its
+    """Whether nobody else has a gradient; to be asked in `backward` of a `bare_function`, which has it in its
     arguments and under one name."""
     objects, tensors, storages = _counts(grad)
     return objects <= _ALONE[0] and tensors <= _ALONE[1] and storages <= _ALONE[2]

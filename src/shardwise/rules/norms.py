@@ -125,6 +125,37 @@ def _affine(out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 register("native_layer_norm", rule=Rule(_layer_norm, _layer_norm_local))
 
 
+def _rms_norm(call: Call) -> list[Strategy]:
+    """The same for its root mean square. (Of complex numbers torch takes the mean of squares, not of magnitudes.)"""
+    inner, ndim, params = len(call["normalized_shape"]), call.inputs[0].ndim, len(call.inputs) - 1
+    found = [replicated(call), *(Strategy((dim, *([None] * params)), (dim,)) for dim in range(ndim - inner))]
+    for dim in range(inner):
+        at = ndim - inner + dim
+        found.append(Strategy((at, *([dim] * params)), (at,), PROGRAM_COST))
+    return found
+
+
+def _rms_norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    inner = len(call["normalized_shape"])
+    axes = tuple(axis for cut in ins[0].splits[-inner:] for axis in cut)
+    if not axes:
+        return None
+    args = [call["input"], call["weight"], call["eps"], tuple(range(-inner, 0)), math.prod(call["normalized_shape"])]
+    return Local(_sharded_rms_norm, args, groups=(axes,))
+
+
+def _sharded_rms_norm(
+    group: Collectives, x: Tensor, weight: Tensor | None, eps: float | None, dims: tuple[int, ...], count: int
+) -> Tensor:
+    dtype, x = x.dtype, wide(x)
+    squares = group.psum((x * x).sum(dims, keepdim=True))
+    out = x * group.vary((squares / count + (torch.finfo(dtype).eps if eps is None else eps)).rsqrt())
+    return _affine(out, weight, None).to(dtype)
+
+
+register("rms_norm", rule=Rule(_rms_norm, _rms_norm_local))
+
+
 # Group norm: batch free; channels in whole groups. Otherwise the sums of each group are added up over the ranks
 
 
