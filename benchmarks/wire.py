@@ -68,14 +68,15 @@ class Schedule:
 class Small:
     """Which collectives are small, and so listed apart: at most `NUMBERS_PER_ROW` float32 numbers for each row (token)
     that a rank computes, or, in the backward pass, the gradient of a vector as long as a row is wide (a norm's weight,
-    a bias). What counts is the tensor that the group works on, not one rank's part of it."""
+    a bias). What counts is the tensor that the group works on, not one rank's part of it; so one to which this rank
+    brings nothing, and of whose size it knows nothing, is not small."""
 
     rows: int
     width: int
 
     def __call__(self, comm: Collective, *, backward: bool) -> bool:
         limit = NUMBERS_PER_ROW * self.rows
-        return comm.whole <= FLOAT_BYTES * (max(limit, self.width) if backward else limit)
+        return 0 < comm.whole <= FLOAT_BYTES * (max(limit, self.width) if backward else limit)
 
 
 @dataclasses.dataclass(frozen=True)

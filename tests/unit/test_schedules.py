@@ -89,3 +89,4 @@ def test_small_is_a_few_numbers_per_row_or_the_gradient_of_a_vector() -> None:
     assert small(all_reduce(64, 2), backward=True)
     assert not small(all_reduce(65, 2), backward=True)
     assert not small(Collective("all_gather", 65, 2), backward=False)  # what counts is the whole: 130 bytes of 128
+    assert not small(Collective("all_to_all", 0, 2), backward=False)  # others may bring much
