@@ -149,7 +149,7 @@ def _sharded_rms_norm(
 ) -> Tensor:
     dtype, x = x.dtype, wide(x)
     squares = group.psum((x * x).sum(dims, keepdim=True))
-    out = x * group.vary((squares / count + (torch.finfo(dtype).eps if eps is None else eps)).rsqrt())
+    out = x * group.vary((squares / count + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt())
     return _affine(out, weight, None).to(dtype)
 
 
