@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from kernels import (
+    COPIES,
     DRAWS,
     MARK,
     NUM_RANKS,
@@ -22,6 +23,7 @@ from kernels import (
     by_run,
     compared,
     kernels,
+    ops_named,
     sized_cases,
     torch_cases,
 )
@@ -30,14 +32,8 @@ from saved import fake_mesh
 from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend
 
-
-def ops(*names: str) -> tuple[str, ...]:
-    return tuple(f"aten::{name}" for name in names)
-
-
-COPIES = ops("clone", "copy_")
-SEED = ops("random_", "_local_scalar_dense")
-CHECK = ops(
+SEED = ops_named("random_", "_local_scalar_dense")
+CHECK = ops_named(
     *("lt", "ge", "le", "ne", "any", "bitwise_and", "bitwise_not", "bitwise_or", "index", "nonzero"),
     *("_local_scalar_dense", "_to_copy", "new_full", "fill_"),
 )
@@ -46,7 +42,7 @@ REASONS = (
     Reason("a seed is drawn from the CPU's generator, which all ranks keep in step", DRAWS, SEED + COPIES),
     Reason(
         "on the CPU torch looks at indices and refuses some: ranks with different ones confer first, to refuse alike",
-        ("*cross_entropy", "*margin_loss", "*max_unpool*", "embedding"),
+        ("*cross_entropy", "*nll_loss", "*margin_loss", "*max_unpool*", "embedding"),
         CHECK + COPIES,
     ),
     *SHARED_REASONS,

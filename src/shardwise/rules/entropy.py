@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.layout import Layout
-from shardwise.rules.indices import Bound
+from shardwise.rules.indices import Bound, has_empty
 from shardwise.rules.losses import MEAN, NONE, TOTAL, reduction_of
 from shardwise.rules.reductions import PROGRAM_COST, maximum, wide
 from shardwise.rules.registry import register, register_function
@@ -109,16 +109,26 @@ def _nll_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Loc
     if not any(ins[0].splits):
         return Local(_whole_nll, [call.op, *call.args], call.kwargs)
     classes = _class_dim(call)
+    given = [call[name] for name in ("self", "target", "weight", "reduction", "ignore_index")]
+    batch, num_classes = _batch_axes(ins[0], classes), call.inputs[0].shape[classes]
+    if not ins[0].splits[classes] and call["reduction"] != MEAN and not has_empty(ins):
+        return Local(_batch_nll, [num_classes, call.op, *given], groups=(batch,))
     axes = tuple(axis for cut in ins[0].splits for axis in cut)
-    args = [call["self"], call["target"], call["weight"], call["reduction"], call["ignore_index"], classes]
     own_weight = len(ins) > 2 and any(ins[2].splits)
-    groups = (axes, _batch_axes(ins[0], classes))
-    return Local(_sharded_nll, [*args, call.inputs[0].shape[classes], own_weight], groups=groups)
+    return Local(_sharded_nll, [*given, classes, num_classes, own_weight], groups=(axes, batch))
 
 
 def _whole_nll(op: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The kernel takes contiguous tensors only; torch sees to that before it calls it."""
     return op(x.contiguous(), *args, **kwargs)
+
+
+def _batch_nll(
+    batch: Collectives, num_classes: int, op: Any, x: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int
+) -> Any:
+    """Whole rows of classes: the kernel itself, whose sums are terms of the global ones."""
+    _check_targets(batch, target, ignore, num_classes, own=True)
+    return batch.map(_whole_nll, op, x, target, weight, reduction, ignore)
 
 
 def _sharded_nll(
