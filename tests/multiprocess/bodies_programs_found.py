@@ -268,3 +268,29 @@ def every_other_column_of_a_row_that_one_rank_has(x: Tensor, y: Tensor) -> list[
         whole.mul_(2)
         found += [part, whole]
     return found
+
+
+@program(4, x=(doubles(2, 4), [S(0)]))
+def writes_to_pairs_of_which_some_ranks_hold_none(x: Tensor) -> list[Tensor]:
+    """Ranks that held nothing made a copy of the pairs and refused to write to it; the others wrote."""
+    c = torch.complex(x, 2 * x)
+    pairs = torch.view_as_real(c)
+    pairs.mul_(3)
+    c.real.mul_(2)
+    c.imag.add_(x)
+    (c.abs() ** 2).sum().backward()
+    assert x.grad is not None
+    return [c, x.grad]
+
+
+@program(
+    4, x=(doubles(2, 3, 4), [S(0)]), w=(doubles(12, 4), [R]), mask=(torch.tensor([[0.0, -1.0], [0.0, 0.0]]), [S(0)])
+)
+def attention_where_some_ranks_hold_nothing(x: Tensor, w: Tensor, mask: Tensor) -> list[Tensor]:
+    out, weights = F.multi_head_attention_forward(
+        *(x, x, x, 4, 2, w, None, None, None, False, 0.0, w[:4], None), attn_mask=mask.to(x.dtype), training=True
+    )
+    assert weights is not None
+    ((out * out).sum() + weights.sin().sum()).backward()
+    assert x.grad is not None and w.grad is not None
+    return [out, weights, x.grad, w.grad]

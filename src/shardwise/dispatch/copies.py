@@ -21,6 +21,7 @@ from shardwise.comm import shards_of
 from shardwise.dispatch.trace import flat_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Replicate
+from shardwise.local import is_leaf
 from shardwise.tensor import DTensor, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -200,7 +201,7 @@ def _root(x: Tensor, name: str) -> Tensor:
                 f"it first so that the view needs no data of other ranks"
             )
         root = copy._source[0]
-        if _is_recorded(x) and root.is_leaf and root.requires_grad:
+        if _is_recorded(x) and is_leaf(root) and root.requires_grad:
             raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
         copy = _copy_in(root)
     return root

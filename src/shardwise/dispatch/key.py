@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.dispatch.copies import CopiedView, StaleView, renew
 from shardwise.dispatch.modes import replicates_implicitly
+from shardwise.local import is_leaf
 from shardwise.tensor import DTensor
 
 FINEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -95,7 +96,7 @@ is not known here."""
 
 def is_parameter(x: Tensor) -> bool:
     """Whether a tensor is a parameter of a module, or another leaf that is trained."""
-    return getattr(x, "_is_param", False) or (x.requires_grad and x.is_leaf)
+    return getattr(x, "_is_param", False) or (x.requires_grad and is_leaf(x))
 
 
 def variant_key(args: tuple, kwargs: dict[str, Any] | None) -> tuple:

@@ -325,12 +325,12 @@ class _InPlace:
         with _disabled():
             local = map_tensors(args, shards), map_tensors(kwargs or {}, shards)
             for rank in range(len(self.mesh.held)):
-                mine = [map_tensors(tree, partial(_of_rank, rank=rank)) for tree in local]
+                mine = [map_tensors(tree, partial(_of_rank, rank)) for tree in local]
                 self.func(*mine[0], **mine[1])
         return _returned(self.func, args, kwargs, ())
 
 
-def _of_rank(x: Tensor, rank: int) -> Tensor:
+def _of_rank(rank: int, x: Tensor) -> Tensor:
     held = shards_of(x)
     return held[rank] if len(held) > 1 else x
 
