@@ -168,6 +168,8 @@ def same_numbers(case: Case, tolerance: float) -> None:
     whole = whole_block(case)
     expected, found = (numbers(Work(system, case, whole)) for system in (PLAIN, SHARDWISE))
     for name, want in expected.items():
+        if name.endswith("key.bias"):
+            continue  # attention does not change with it: its gradient is nothing but rounding
         error = torch.dist(found[name].double(), want.double()) / want.double().norm()
         if not error <= tolerance:
             raise ArithmeticError(f"{name} is off by {error:.1e}")

@@ -30,6 +30,19 @@ def test_softmax_of_few_elements(op):
     sweep(lambda a: op(a, dim=1), normal(0, 3))
 
 
+@pytest.mark.parametrize("eps", [None, 1e-3])
+@pytest.mark.parametrize("inner", [(3,), (4, 3)], ids=str)
+def test_rms_norm(inner, eps):
+    sweep(lambda a: F.rms_norm(a, inner, eps=eps), normal(2, 4, 3))
+    sweep(lambda a, w: F.rms_norm(a, inner, w, eps), normal(2, 4, 3), normal(*inner))
+
+
+def test_rms_norm_in_half_precision_has_the_epsilon_of_single():
+    x = (normal(4, 6) * 1e-2).bfloat16()
+    for placement in (R, S(0), S(1)):
+        torch.testing.assert_close(F.rms_norm(place(x, placement), (6,)).full_tensor(), F.rms_norm(x, (6,)))
+
+
 @pytest.mark.parametrize("op", [torch.softmax, torch.log_softmax])
 @pytest.mark.parametrize(
     "rows", [[[1, inf], [2, 3], [4, 5]], [[-inf, 1], [-inf, -inf], [-inf, 0]], [[1, math.nan]] * 3]
