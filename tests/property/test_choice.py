@@ -118,22 +118,22 @@ class Planned:
     """A call in some layouts, planned."""
 
     def __init__(
-        self, name: str, sizes: dict[str, int], mesh: Any, where: Sequence[Sequence[sw.Placement]], leaves: bool
+        self, name: str, sizes: dict[str, int], mesh: Any, where: Sequence[Sequence[sw.Placement]], parameter: int
     ) -> None:
         self.function, shapes = FUNCTIONS[name]
-        self.name, self.sizes, self.leaves = name, sizes, leaves
+        self.name, self.sizes, self.parameter = name, sizes, parameter
         self.tensors = tensors_of(shapes, sizes)
         self.mesh, self.where = mesh, where
         self.layouts = [Layout.of(mesh, x.shape, at) for x, at in zip(self.tensors, where, strict=True)]
         metas = [x.to("meta").requires_grad_(x.is_floating_point()) for x in self.tensors]
         trace = trace_call(FORWARDS.get(self.function, self.function), metas, {}, metas, torch.device("cpu"))
-        trace.parameters = {value.index for value in trace.inputs} if leaves else set()
+        trace.parameters = {trace.inputs[parameter].index}
         self.lowered = lower(trace, self.layouts)
 
     def times(self, factor: int) -> Planned:
         """The same call with all sizes multiplied."""
         sizes = {letter: size * factor for letter, size in self.sizes.items()}
-        return Planned(self.name, sizes, self.mesh, self.where, self.leaves)
+        return Planned(self.name, sizes, self.mesh, self.where, self.parameter)
 
     def run(self) -> Any:
         return self.function(
@@ -152,9 +152,9 @@ def planned(draw: Any, *, smallest: int = 1) -> Planned:
     sizes = {letter: draw(st.integers(smallest, 8)) for letter in sorted(set(shapes.lower()) - set(" 1"))}
     mesh = mesh_of(draw(st.sampled_from(MESHES)))
     where = [[draw(st.sampled_from(_placements(letters))) for _ in mesh.shape] for letters in shapes.split()]
-    leaves = draw(st.booleans())
-    note(f"{name} {sizes} on {mesh}: {where}{', parameters' if leaves else ''}")
-    return Planned(name, sizes, mesh, where, leaves)
+    parameter = draw(st.integers(0, len(where) - 1))
+    note(f"{name} {sizes} on {mesh}: {where}, {parameter=}")
+    return Planned(name, sizes, mesh, where, parameter)
 
 
 def _placements(letters: str) -> list[sw.Placement]:
@@ -216,17 +216,24 @@ def fitting(call: Call, have: Sequence[Layout]) -> Iterator[tuple[Strategy, ...]
             yield ways
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(planned())
 def test_a_call_whose_inputs_fit_moves_nothing(one: Planned) -> None:
+    reduced: set[int] = set()  # an earlier call has reduced what is pending on them, and others need not be asked again
     for lowered in one.lowered.calls:
         have = one.have(lowered.call)
-        if have and any(fitting(lowered.call, have)):
+        again = any(value.index in reduced for value in lowered.call.inputs)
+        reduced.update(
+            value.index
+            for value, before, after in zip(lowered.call.inputs, have, lowered.layouts.ins, strict=True)
+            if before.pending != after.pending
+        )
+        if have and not again and any(fitting(lowered.call, have)):
             assert not sends(lowered.moves), f"{lowered.call}: {have} -> {lowered.layouts.ins}"
             assert not sends(lowered.out_moves), f"{lowered.call}: {have} -> {lowered.layouts.outs}"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(planned())
 def test_what_is_planned_without_moves_runs_without_any(one: Planned) -> None:
     assume(not any(_communicates(lowered) for lowered in one.lowered.calls))
@@ -243,7 +250,7 @@ def _communicates(lowered: LoweredCall) -> bool:
 # 2. Nothing is invented
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(planned())
 def test_no_placement_is_invented(one: Planned) -> None:
     for lowered in one.lowered.calls:
@@ -263,25 +270,36 @@ def placed(lowered: Lowered) -> list[tuple]:
     return [(layout.splits, layout.pending) for _, layout in sorted(lowered.layouts.items())]
 
 
-@settings(max_examples=300, deadline=None)
+def grows(lowered: LoweredCall) -> tuple[bool, ...]:
+    """Whether a call makes more of its inputs than they are: then what is pending on them is reduced before it."""
+    return tuple(_bytes(lowered.call.outputs) > _bytes([value]) for value in lowered.call.inputs)
+
+
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_layouts_are_the_same_at_eight_times_the_size(data: Any) -> None:
     one = data.draw(planned(smallest=2))
     conflicts = any(sends(lowered.moves) or sends(lowered.out_moves) for lowered in one.lowered.calls)
     assume(len(one.tensors) == 1 or not conflicts)
     larger = one.times(8)
+    assume(list(map(grows, larger.lowered.calls)) == list(map(grows, one.lowered.calls)))
     assert placed(larger.lowered) == placed(one.lowered)
 
 
 # 4. Parameters are gathered, or stay
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(planned())
 def test_parameters_are_not_sharded_along_another_dim(one: Planned) -> None:
     parameters = set(one.lowered.trace.parameters)
     for lowered in one.lowered.calls:
-        for value, path in zip(lowered.call.inputs, lowered.moves, strict=True):
-            assert value.index not in parameters or all(move.kind != "all_to_all" for move in path), lowered.call
+        for value, path, wanted in zip(lowered.call.inputs, lowered.moves, lowered.layouts.ins, strict=True):
+            if value.index in parameters:
+                before = one.lowered.layouts[value.index]
+                dims = [(before.axis_dim(axis), wanted.axis_dim(axis)) for axis in range(one.mesh.ndim)]
+                assert all(was == now or None in (was, now) for was, now in dims), f"{lowered.call}: {before}, {wanted}"
+                # (where two axes shard one dim, it may take one to gather the outer one of them)
+                assert one.mesh.ndim > 1 or all(move.kind != "all_to_all" for move in path), lowered.call
         if lowered.call.is_view and lowered.call.inputs[0].index in parameters:
             parameters.update(value.index for value in lowered.call.outputs)
