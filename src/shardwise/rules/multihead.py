@@ -74,7 +74,7 @@ def by_heads(
 
 
 def _with_row(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else torch.cat([x, bias.expand(-1, x.shape[1], -1)])
+    return x if bias is None else torch.cat([x, bias.repeat(1, x.shape[1], 1)])
 
 
 def _given_or(x: Tensor, given: Tensor | None) -> Tensor:
