@@ -118,7 +118,8 @@ def _reduced_plan(function: Callable, lowered: Lowered, args: tuple, kwargs: dic
         return None
     reduce, layout = in_place(moves[0]), lowered.layouts[lowered.trace.output.index]
     movers = [(at, mover) for at, m in zip(positions, input_moves, strict=True) if (mover := mover_of(m))]
-    if call.call.op is aten.add.Tensor and len(args) == 2 and not kwargs and len(movers) == 1 and same_shape:
+    masks = [move.kind for _, mover in movers for move in mover.moves] == ["mask"]  # and nothing else moves
+    if call.call.op is aten.add.Tensor and len(args) == 2 and not kwargs and masks and same_shape:
         # One node on every rank, so that gradients add up in the same order everywhere.
         ((at, mover),) = movers
         if not mover.moves[0].keeps_value:
