@@ -98,7 +98,7 @@ class Taking:
         _once(view, view).copy_(_once(copy, view))
         source.copy_(whole)
 
-    def _of(self, source: DTensor) -> Any:
+    def _of(self, source: Tensor) -> Any:
         return flat_tensors(self.function(source, *self.args, **self.kwargs))[self.position]
 
 

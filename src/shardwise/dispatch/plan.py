@@ -50,7 +50,7 @@ class Mover:
         facts = x.__dict__
         if not _grad_enabled():
             forget(self.mesh)
-            if not self.reduces:
+            if not self.reduces or x.requires_grad:  # what is not recorded is not for uses that are
                 return x if self.only_gradient else self._moved(x, facts)
         elif not x.requires_grad and not self.reduces:
             return x if self.only_gradient else self._moved(x, facts)

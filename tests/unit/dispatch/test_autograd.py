@@ -407,3 +407,26 @@ def test_gradients_with_a_history_can_be_written_to(extent: int) -> None:
     found = run(sw.distribute_tensor(whole, mesh, [sw.Shard(0)]).requires_grad_())
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.full_tensor(), b.detach())
+
+
+@pytest.mark.parametrize(
+    "first", [lambda x: x.relu().sum(), lambda x: nn.utils.get_total_norm([x])], ids=["call", "norm"]
+)
+@pytest.mark.parametrize("placements", PAIRS, ids=str)
+def test_what_is_moved_without_a_graph_is_not_shared_with_uses_in_one(placements: tuple, first: Callable) -> None:
+    """Of a leaf, and of a result."""
+    a, d = twins(data(4, 2), placements)
+    for x in (a, d):
+        y = x * 2
+        with torch.no_grad():
+            first(x)
+            first(y)
+        (x.tanh().sum() + y.relu().sum()).backward()
+    check_grad(d, a)
+
+
+@over_layouts
+def test_a_conversion_to_what_it_is_gives_the_tensor_itself(placements: tuple) -> None:
+    for x in twins(data(4, 2), placements):
+        (x * 2).sum().backward()
+        assert x.double() is x and x.to(torch.float64) is x and x.contiguous() is x
