@@ -172,8 +172,9 @@ def _vary_before_views(calls: Sequence[LoweredCall], trace: Trace) -> None:
         if call.is_view and len(call.inputs) == 1 and not lowered.moves[0] and not trace.written_families:
             seen = [use for value in call.outputs for use in uses.get(value.index, ())]
             axes = {use.moves[i][0].axes if _only_varies(use.moves[i]) else None for use, i in seen}
-            whole = not any(value.index in trace.returned for value in call.outputs)
-            if len(axes) == 1 and None not in axes and whole:
+            covers = sum(value.numel for value in call.outputs) == call.inputs[0].numel
+            seen_outside = any(value.index in trace.returned for value in call.outputs)
+            if len(axes) == 1 and None not in axes and covers and not seen_outside:
                 for use, i in seen:
                     use.moves[i] = ()
                 layout = lowered.layouts.ins[0]

@@ -32,9 +32,13 @@ def bare_function(forward: Callable[..., Any], backward: Callable[..., Any], nam
     return super(torch.autograd.Function, function).apply
 
 
-def _counted() -> tuple[int, int, int]:
+Counts = tuple[int, ...]
+"""References to a gradient as an object, to its tensor and its memory; to the object and tensor of what it views."""
+
+
+def _counted(use: Callable[[Tensor], Tensor]) -> Counts:
     """The references to a gradient that nobody shares."""
-    seen: list[tuple[int, int, int]] = []
+    seen: list[Counts] = []
 
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.detach()
@@ -45,26 +49,33 @@ def _counted() -> tuple[int, int, int]:
         return grad
 
     with torch.enable_grad(), torch.device("cpu"):
-        x = torch.ones(2, requires_grad=True)
-        (bare_function(forward, backward, "Probe")(x) * 2).sum().backward()
+        x = torch.ones(2, 1, requires_grad=True)
+        (use(bare_function(forward, backward, "Probe")(x)) * 2).sum().backward()
     return seen[0]
 
 
-def _counts(grad: Tensor) -> tuple[int, int, int]:
-    return _references(grad), _tensors(grad), _storages(_storage(grad)._cdata)
+def _counts(grad: Tensor) -> Counts:
+    own = _references(grad), _tensors(grad), _storages(_storage(grad)._cdata)
+    base = grad._base
+    return own if base is None else (*own, _references(base), _tensors(base))
 
 
-def _asked(grad: Tensor) -> tuple[int, int, int]:
+def _asked(grad: Tensor) -> Counts:
     """The same, asked as `is_ours` asks: each call holds a reference of its own."""
     return _counts(grad)
 
 
 # A debugger that keeps frames would be counted too: then nothing is ever ours.
-_ALONE = _counted() if sys.gettrace() is None else (0, 0, 0)
+_ALONE = _counted(lambda x: x) if sys.gettrace() is None else (0, 0, 0)
+_RESHAPED = _counted(lambda x: x.view(-1)) if sys.gettrace() is None else (0, 0, 0, 0, 0)
 
 
 def is_ours(grad: Tensor) -> bool:
-    """Whether nobody else has a gradient; to be asked in `backward` of a `bare_function`, which has it in its
-    arguments and under one name."""
-    objects, tensors, storages = _counts(grad)
-    return objects <= _ALONE[0] and tensors <= _ALONE[1] and storages <= _ALONE[2]
+    """Whether nobody else has a gradient; to be asked in `backward` of a `bare_function`, which has it in its arguments
+    and under one name. It may be all of something in another shape, if nobody has that either."""
+    found = _counts(grad)
+    if len(found) == 3:
+        return all(count <= alone for count, alone in zip(found, _ALONE, strict=True))
+    base = grad._base
+    whole = base is not None and base.numel() == grad.numel()
+    return whole and all(count <= alone for count, alone in zip(found, _RESHAPED, strict=True))
