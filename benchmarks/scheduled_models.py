@@ -262,6 +262,7 @@ def hugging_face(
     input_splits: tuple[Split, ...] = (),
     trains: bool = True,
     tolerance: float = 1e-5,
+    missed: str = "",
 ) -> Program:
     return Program(
         f"Hugging Face {name}",
@@ -275,6 +276,7 @@ def hugging_face(
         inside=implicit_replication,
         needs="transformers",
         tolerance=tolerance,
+        missed=missed,
     )
 
 
@@ -294,7 +296,13 @@ PROGRAMS = (
     ),
     hugging_face("Mixtral, expert parallel", mixtral, expert_parallel, MIXTRAL, tolerance=3e-2),
     hugging_face(
-        "Mixtral, experts by layout", partial(mixtral, by_layout=True), expert_parallel, MIXTRAL, tolerance=3e-2
+        "Mixtral, experts by layout",
+        partial(mixtral, by_layout=True),
+        expert_parallel,
+        MIXTRAL,
+        tolerance=3e-2,
+        missed="each row of a grouped product is zero on all ranks but one, which a pending sum does not say, so that "
+        "it is reduced before the activation; written with to_local() it is not",
     ),
     hugging_face("T5", t5, encoder_and_decoder, T5),
     hugging_face(

@@ -203,6 +203,8 @@ PROGRAMS = (
         packed_attention,
         SIZES,
         {"*.in_proj_*": COLUMN, "*.out_proj.weight": ROW},
+        missed="queries, keys and values are exchanged one by one: no collective of ours exchanges the parts of one "
+        "tensor by a table of who brings what to whom",
     ),
     Program(
         "nn.MultiheadAttention, to a memory",
