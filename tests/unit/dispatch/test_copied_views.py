@@ -220,10 +220,10 @@ def test_gradients_of_writes_through_copies() -> None:
 
 
 def test_nothing_is_watched_when_no_copies_are_left() -> None:
+    before = [set(copies.copies), set(copies._taken)]  # what other tests left in the window of shared moves
     x = sw.distribute_tensor(whole(), MESH, [S1])
     kept = x.view(24)
-    assert copies.copies
+    assert set(copies.copies) != before[0]
     del kept
     gc.collect()
-    assert not copies.copies
-    assert not copies._taken
+    assert set(copies.copies) <= before[0] and set(copies._taken) <= before[1]
