@@ -357,6 +357,12 @@ SHARED_REASONS = (
     ),
     Reason("running statistics are those of the whole batch", ("*instance_norm",), ("*",)),
     Reason(
+        "draws for every channel of the whole batch, and takes its part of that",
+        ("*dropout2d", "*dropout3d", "*feature_alpha_dropout*", "*fractional_max_pool*"),
+        (*COPIES, *ops_named("slice")),
+        COPY_KERNELS,
+    ),
+    Reason(
         "runs op by op, and what it writes in place inside is written to a copy",
         ("*margin_ranking_loss", "*hinge_embedding_loss", "*cosine_similarity", "*cosine_embedding_loss"),
         (*COPIES, *ops_named("ge", "scalar_tensor", "where", "add")),
