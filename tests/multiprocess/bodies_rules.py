@@ -353,10 +353,9 @@ def writes_through_copied_views(mesh: Any) -> None:
             write(x)
             write(d)
             assert_close(d, x, where)
-        stale = d.view(3, 8)
+        view = d.view(3, 8)
         d.add_(1)
-        if stale.__class__ is not sw.DTensor:
-            assert {error.split(":")[0] for error in refused(lambda v=stale: v * 1, mesh)} == {"InPlaceError"}
+        assert_close(view * 1, x.view(3, 8) + 1, where)
 
 
 # Random numbers

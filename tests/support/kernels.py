@@ -367,6 +367,11 @@ SHARED_REASONS = (
         ("*margin_ranking_loss", "*hinge_embedding_loss", "*cosine_similarity", "*cosine_embedding_loss"),
         (*COPIES, *ops_named("ge", "scalar_tensor", "where", "add")),
     ),
+    Reason(
+        "looks whether bags end before they begin: torch would read what is not there",
+        ("*embedding_bag",),
+        ops_named("_local_scalar_dense", "any", "copy_", "fill_", "gt", "lt", "sub", "slice"),
+    ),
     Reason("has no rule: gathered, and run on the whole", ("*linear_cross_entropy.chunked_none",), ("*",)),
 )
 """On every device."""

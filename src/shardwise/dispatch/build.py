@@ -41,9 +41,12 @@ def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, A
     if any(any(call.out_moves) for call in lowered.calls):
         return _reduced_plan(function, lowered, args, kwargs) or _steps(lowered, args, kwargs)
     input_moves = _input_moves(lowered)
-    function, rehearsed = _runnable(function, asked)
-    if input_moves is None or not _stays_itself(lowered) or not runs_alike(rehearsed, lowered, args, kwargs):
+    runs, rehearsed = _runnable(function, asked)
+    if runs is None or input_moves is None or not lowered.trace.inputs or not _stays_itself(lowered):
         return _steps(lowered, args, kwargs)
+    if not runs_alike(rehearsed, lowered, args, kwargs):
+        return _steps(lowered, args, kwargs)
+    function = runs
     layouts = [lowered.layouts[value.index] for value in flat_values(lowered.trace.output)]
     movers = [mover_of(moves) for moves in input_moves]
     draw = _drawing(lowered)
@@ -58,11 +61,15 @@ def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, A
     return Whole(function if draw is None else draw(function), movers, layouts, returned, lowered.mesh, plain)
 
 
-def _runnable(function: Callable, asked: Any) -> tuple[Callable, Callable]:
+def _is_only_traced(function: Any) -> bool:
+    return isinstance(function, torch._ops.OpOverload) and function.namespace == "shardwise"
+
+
+def _runnable(function: Callable, asked: Any) -> tuple[Callable | None, Callable]:
     """What can run on shards, and what must make the planned calls there. One op of ours that stands for a function of
     torch's runs on meta tensors only; another form of one gives what it gives, on shards too."""
     if asked is None or function is asked:
-        return function, function
+        return (None if _is_only_traced(function) else function), function
     if function is APART.get(asked):
         return asked, function
     return (asked, asked) if function is FUNCTIONS.get(asked) else (function, function)
@@ -76,6 +83,8 @@ def _takes_shards(function: Callable, lowered: Lowered) -> bool:
 def _stays_itself(lowered: Lowered) -> bool:
     """Whether each call of a function would run on the shards as what it is, but for sizes that the function works out;
     or on whole tensors only."""
+    if any(call.local is not None and call.local.always for call in lowered.calls):
+        return False
     if _is_whole(lowered):
         return all(call.call.op.namespace == "aten" or call.local is not None for call in lowered.calls)
     sizes = len(lowered.calls) > 1  # a single call is given its sizes

@@ -4,7 +4,7 @@ The choice is predictable before it is clever; it looks at one call, never at th
 
 1. Nothing moves that need not: a strategy that needs no communication before it runs is taken, whether or not its
    result is pending. Slicing what is replicated, and masking a bias so that it counts once, move nothing. (But a
-   pending value is not passed on in more bytes than it has.)
+   pending value is not converted to a wider dtype.)
 2. No placement is invented: a strategy is open only if some input already lies as it asks, or if it takes everything
    whole. So a pending sum that must be reduced becomes whole, or takes the placement of an operand it meets.
 3. Where operands conflict, the strategy that sends least is taken, forward and, where a gradient will flow, backward,
@@ -200,8 +200,7 @@ def _can_begin(pending: Partial, now: AxisPlacement) -> bool:
 def _unmoved(ways: Sequence[Strategy], call: Call, at: Sequence[AxisPlacement]) -> Strategy | None:
     """The first strategy that takes all inputs as they are; else one for which replicated ones are sliced or masked."""
     free = [way for way in ways if all(_is_free(way, call, i, now) for i, now in enumerate(at))]
-    if not call.is_view:
-        free = [way for way in free if not _grows(way, call)]
+    free = [way for way in free if not _widens(way, call)]
     return min(free, key=lambda way: (way.cost, sum(p != now for p, now in zip(way.ins, at))), default=None)
 
 
@@ -214,13 +213,11 @@ def _is_free(way: Strategy, call: Call, i: int, now: AxisPlacement) -> bool:
     return not isinstance(wanted, Partial) or _is_bias(way, call, i)
 
 
-def _grows(way: Strategy, call: Call) -> bool:
-    """Whether a strategy passes a pending value on in more bytes than it has (in a wider dtype, say): it had better be
-    reduced before."""
-    given = [_bytes(value) for value, p in zip(call.inputs, way.ins, strict=True) if isinstance(p, Partial)]
-    made = [_bytes(value) for value, p in zip(call.outputs, way.outs, strict=True) if isinstance(p, Partial)]
-    passed_on = bool(given) and not any(isinstance(p, int) for p in way.ins)
-    return passed_on and max(made, default=0) > sum(given)
+def _widens(way: Strategy, call: Call) -> bool:
+    """Whether a strategy converts a pending value to a wider dtype: it had better be reduced before."""
+    if call.name != "_to_copy" or not isinstance(way.ins[0], Partial):
+        return False
+    return any(out.dtype.itemsize > call.inputs[0].dtype.itemsize for out in call.outputs)
 
 
 def _is_bias(way: Strategy, call: Call, i: int) -> bool:

@@ -94,7 +94,7 @@ def lower(trace: Trace, layouts: Sequence[Layout]) -> Lowered:
     options = [strategies_of(call) for call in trace.calls]
     chooser = Chooser(trace, mesh, options)
     try:
-        lowered = lower_calls(trace, layouts, options, chooser)
+        lowered = lower_calls(trace, mesh, layouts, options, chooser)
     except NoStrategyError as error:
         raise _cannot_write(error.call, trace, layouts) from None
     lowered.by_gradient = chooser.by_gradient
@@ -131,13 +131,13 @@ class Choosing(Protocol):
 
 def lower_calls(
     trace: Trace,
+    mesh: Mesh,
     layouts: Sequence[Layout],
     options: Sequence[list[Strategy]],
     chooser: Choosing,
 ) -> Lowered:
     """Turn the strategies chosen for each call in turn into layouts, moves and local calls. `options` are all that each
     call had. Raises `Banned` where the chooser insists on strategies of different axes that do not go together."""
-    mesh = layouts[0].mesh
     current = {value.index: layout for value, layout in zip(trace.inputs, layouts, strict=True)}
     current.update({value.index: Layout(mesh, value.shape) for value, _ in trace.constants})
     aliases = _Aliases(trace)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.dispatch.randomness import is_random
-from shardwise.dispatch.trace import OPAQUE, Trace, flat_tensors, map_tensors, trace_call
+from shardwise.dispatch.trace import FORWARDS, OPAQUE, Trace, flat_tensors, map_tensors, trace_call
 from shardwise.rules import Call, Value, flat_values
 from shardwise.rules.registry import FUNCTIONS
 
@@ -145,8 +145,8 @@ class _Composites(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in OPAQUE:
-            self.note(OPAQUE[func], args, kwargs)
+        if (whole := FORWARDS.get(func, func)) in OPAQUE:
+            self.note(OPAQUE[whole], args, kwargs)
         elif func in FUNCTIONS:
             for op, op_args, op_kwargs in _traced_as(func, args, kwargs):
                 self.note(op, op_args, op_kwargs)

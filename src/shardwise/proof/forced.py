@@ -206,7 +206,7 @@ class _Forced:
 def _run(case: Case, trial: Trial, layouts: Sequence[Layout], leaves: Sequence[DTensor]) -> list[DTensor]:
     recorded = case.recorded
     try:
-        lowered = lower_calls(recorded.trace, layouts, [list(trial.chosen)], _Forced(trial.chosen))
+        lowered = lower_calls(recorded.trace, trial.mesh, layouts, [list(trial.chosen)], _Forced(trial.chosen))
     except Banned as error:  # dispatch would not combine them
         raise Impossible from error
     used = [x.clone() if i in case.call.mutated and x.requires_grad else x for i, x in enumerate(leaves)]

@@ -75,7 +75,7 @@ def _embedding_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) 
     if not call["sparse"]:
         return None
     args, kwargs = call.replace(sparse=False)
-    return Local(torch.embedding, args, kwargs)
+    return Local(torch.embedding, args, kwargs, always=True)
 
 
 def _rows(
@@ -230,8 +230,8 @@ def _embedding_bag_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layou
     if not table.splits[0] and not any(items.splits[-1:]):
         args, kwargs = call.replace(sparse=False)
         if _must_check(table, items):
-            return Local(_whole_bags, [bound, *args], kwargs, groups=(confer,))
-        return Local(F.embedding_bag if call["offsets"] is None else _in_order, args, kwargs)
+            return Local(_whole_bags, [bound, *args], kwargs, groups=(confer,), always=True)
+        return Local(F.embedding_bag if call["offsets"] is None else _in_order, args, kwargs, always=True)
     bags = _Bags(call["mode"], call["include_last_offset"], _padding(call), call["input"].shape[-1])
     item_starts = HeldValues([items.box(coordinate)[0][-1] for coordinate in items.mesh.held])
     args = [bound, call["input"], call["weight"], call["offsets"], call["per_sample_weights"]]

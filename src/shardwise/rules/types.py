@@ -91,6 +91,7 @@ class Local:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     groups: tuple[tuple[int, ...], ...] = ()
     resized: bool = False  # the same op, with only the sizes among its arguments made local
+    always: bool = False  # on whole tensors too, where otherwise the function that is called runs as it is
 
 
 class Collectives(Protocol):

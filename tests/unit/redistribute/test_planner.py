@@ -200,7 +200,7 @@ def test_paths_do_not_depend_on_what_was_planned_before() -> None:
     mesh = sw.simulate((2, 3), ("dp", "tp"))
     source, target = Layout.of(mesh, (6, 6), [P, S0]), Layout.of(mesh, (6, 6), [S0, S1])
     assert plan_moves(source, target) is plan_moves(source, target)
-    assert plan_moves.__wrapped__(source, target) == plan_moves(source, target)
+    assert planner._planned.__wrapped__(source, target, frozenset()) == plan_moves(source, target)
 
 
 def test_errors() -> None:
@@ -238,7 +238,7 @@ def looked_at(source, target, monkeypatch, *, mesh=((2, 2, 2), ("a", "b", "c")),
     edges = planner._edges
     monkeypatch.setattr(planner, "_edges", lambda layout, goal: seen.append(layout) or edges(layout, goal))
     mesh = sw.simulate(*mesh)
-    plan_moves.__wrapped__(Layout.of(mesh, shape, source), Layout.of(mesh, shape, target))
+    planner._planned.__wrapped__(Layout.of(mesh, shape, source), Layout.of(mesh, shape, target), frozenset())
     return len(seen)
 
 

@@ -1,17 +1,17 @@
 """Every way to run an indexing op on shards, forced: alone on one axis, and in pairs on two.
 
-Which way a call takes depends on prices. A way that is never the cheapest in the other tests is right here or nowhere.
+A way that no call in the other tests takes is right here or nowhere.
 """
 
 import itertools
 
 import pytest
 from compare import compare
+from forcing import forced_ways
 from indexing_cases import INDEX_WRITES, MASKS, PARTS, PUTS, READS, ROWS, SCATTERS, SEARCHES, SHAPES, TWO, WIDE
 from sweep import mesh_of, normal
 
 import shardwise as sw
-from shardwise.dispatch import lower
 from shardwise.dispatch.call import clear_cache
 from shardwise.rules import PENDING
 
@@ -23,21 +23,7 @@ pytestmark = [
 
 @pytest.fixture
 def force(monkeypatch):
-    """Sets, and returns, the numbers of the strategies that the last op of a call takes along each axis."""
-    ways: dict[int, int] = {}
-    seen: list = []
-    choose = lower._choose
-
-    def forced(trace, axis, layouts, options, banned):
-        position = max((i for i, call in enumerate(trace.calls) if call.name in NAMES), default=None)
-        if position is None or not ways:
-            return choose(trace, axis, layouts, options, banned)
-        seen[:] = options[position]
-        return choose(trace, axis, layouts, [*options[:position], [seen[ways[axis]]], *options[position + 1 :]], banned)
-
-    monkeypatch.setattr(lower, "_choose", forced)
-    yield ways, seen
-    clear_cache()
+    yield from forced_ways(monkeypatch, lambda call: call.name in NAMES)
 
 
 NAMES = {

@@ -7,11 +7,11 @@ import warnings
 import pytest
 import torch
 from compare import compare
+from forcing import forced_ways
 from sweep import mesh_of, normal, place, sweep, sweep_in_place
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.dispatch import lower
 from shardwise.dispatch.call import clear_cache
 from shardwise.rules import PENDING, masked
 
@@ -103,22 +103,12 @@ def test_pieces_of_any_size(dim):
         compare(scatter_parts, [x, mask, source], mesh_of((3,)), [[p] for p in where])
 
 
-# Every way, forced: which one a call takes depends on prices
+# Every way, forced
 
 
 @pytest.fixture
 def force(monkeypatch):
-    ways, seen, choose = {}, [], lower._choose
-
-    def forced(trace, axis, layouts, options, banned):
-        if not ways or trace.calls[-1].name != "masked_scatter":
-            return choose(trace, axis, layouts, options, banned)
-        seen[:] = options[-1]
-        return choose(trace, axis, layouts, [*options[:-1], [seen[ways[axis]]]], banned)
-
-    monkeypatch.setattr(lower, "_choose", forced)
-    yield ways, seen
-    clear_cache()
+    yield from forced_ways(monkeypatch, lambda call: call.name == "masked_scatter")
 
 
 @pytest.mark.parametrize("name", ["rows", "rows that do not show", "not quite rows", "deep rows that do not show"])
@@ -213,9 +203,11 @@ def test_a_mask_that_changes_along_hidden_gathers():
     assert torch.equal(out.full_tensor(), x.masked_scatter(mask, features))
 
 
-def test_a_whole_target_stays_whole():
+def test_features_are_not_gathered_for_a_whole_target():
     x, mask, features = place(normal(*TEXT), R), place(PICTURES[..., None], R), place(normal(NUM_FEATURES, 8), S(0))
-    assert scatter(x, mask, features).placements == (R,)
+    with CommDebugMode() as comm:
+        scatter(x, mask, features)
+    assert "all_gather" not in comm.get_comm_counts()
 
 
 def test_own_features_stay():

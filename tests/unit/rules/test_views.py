@@ -233,12 +233,12 @@ def test_any_reduction_passes_through_a_view(pending):
     ("op", "where", "comms", "layout"),
     [
         (lambda a: a.view(3, 2, 4), S(0), {"all_to_all": 1}, "[3,2,4] S(0)@a"),
-        (lambda a: a.view(24), S(1), {"all_to_all": 1}, "[24] S(0)@a"),
-        (lambda a: a.unbind(0)[0], S(0), {"all_to_all": 1}, "[4] S(0)@a"),
+        (lambda a: a.view(24), S(1), {"all_gather": 1}, "[24] R"),
+        (lambda a: a.unbind(0)[0], S(0), {}, "[4] P(sum)@a"),
         (lambda a: a.unbind(1)[0], S(0), {}, "[6] S(0)@a"),
     ],
 )
-def test_pieces_are_exchanged_not_gathered(op, where, comms, layout):
+def test_views_that_need_data_of_other_ranks(op, where, comms, layout):
     x = place(normal(6, 4), where)
     with CommDebugMode() as comm:
         result = op(x)
