@@ -120,6 +120,10 @@ def _istft_meta(
     return_complex: bool = False,
 ) -> Tensor:
     """What `istft` gives; torch has it for real data only."""
+    frequencies = n_fft // 2 + 1 if (not return_complex if onesided is None else onesided) else n_fft
+    if x.ndim > 1 and x.shape[-2] != frequencies:  # torch refuses
+        zeros = torch.zeros((), dtype=x.dtype).expand(x.shape)
+        torch.istft(zeros, n_fft, hop_length, win_length, None, center, normalized, onesided, length, return_complex)
     whole = n_fft + (hop_length or n_fft // 4) * (x.shape[-1] - 1)
     kept = length if length is not None else whole - n_fft // 2 * 2 if center else whole
     return x.new_empty((*x.shape[:-2], kept), dtype=x.dtype if return_complex else x.dtype.to_real())
