@@ -26,7 +26,9 @@ from shardwise.redistribute.transitions import Move, Typed
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled
+_numel = torch._C.TensorBase.numel
 _size = torch._C.TensorBase.size
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def run_path(x: Tensor, moves: Sequence[Move]) -> Tensor:
@@ -153,7 +155,8 @@ def _masking(move: Move) -> Callable[[Tensor], Tensor]:
 
     def run(x: Tensor) -> Tensor:
         out = mask(x)
-        out.grad_fn.metadata[SECOND_ORDER] = dual
+        if (node := out.grad_fn) is not None:
+            node.metadata[SECOND_ORDER] = dual  # type: ignore[index]
         return out
 
     return run
@@ -164,9 +167,31 @@ def nothing_like(x: Tensor) -> Tensor:
     return x.new_zeros(()).expand(_size(x))
 
 
-# Not views of their arguments: a tensor that keeps one, as tensors keep what they were moved to, would never be freed.
-_kept = bare_function(lambda ctx, x: x.detach(), lambda ctx, grad: grad, "Kept")
-_silenced = bare_function(lambda ctx, x: nothing_like(x), lambda ctx, grad: grad, "Silenced")
+# Nodes of C++ that pass the gradient on, and no views: a tensor that keeps one, as it keeps what it was moved to,
+# would never be freed.
+
+
+def _kept(x: Tensor) -> Tensor:
+    return _unsafe_view(x, _size(x))
+
+
+SMALL = 1 << 16
+"""Elements of which zeros are written sooner than a tensor is given zeros that take no memory."""
+
+
+def _silenced(x: Tensor) -> Tensor:
+    if _numel(x) > SMALL:
+        return _placeholder(x)
+    out = x.clone()
+    out.detach().zero_()
+    return out
+
+
+def _placeholder(x: Tensor) -> Tensor:
+    """Zeros in the place of a shard in the graph."""
+    out = _unsafe_view(x, _size(x))
+    out.data = nothing_like(out)
+    return out
 
 
 # A whole tensor and a term that is added to it, on a rank that contributes the term only → a copy of the term.
@@ -178,10 +203,11 @@ _joined = bare_function(
 def joined(whole: Tensor, term: Tensor) -> Tensor:
     """`whole + term` as far as a rank sees it that contributes nothing but the term; gradients are those of the sum."""
     if whole.dtype is not term.dtype:
-        return nothing_like(whole) + term if not whole.requires_grad else _silenced(whole) + term
-    if _grad_enabled() and (whole.requires_grad or term.requires_grad):
-        return _joined(whole, term)
-    return term.clone(memory_format=torch.contiguous_format)
+        return _silenced(whole) + term
+    if not (_grad_enabled() and (whole.requires_grad or term.requires_grad)):
+        return term.clone(memory_format=torch.contiguous_format)
+    # Of few elements, to write zeros and add them costs less than a node in Python.
+    return _joined(whole, term) if _numel(term) > SMALL else _silenced(whole) + term
 
 
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -267,7 +293,7 @@ class Gathered:
         varying = Typed(move.target.layout, move.target.varying.union(move.axes))
         self.move = Move(move.source, varying, move.axes)
         self.version = version
-        self.places = [_silenced(x) for x in shards]
+        self.places = [_placeholder(x) for x in shards]
 
     def serves(self, move: Move, version: int) -> bool:
         return move.kind == "nothing" and move.axes == self.axes and version == self.version
