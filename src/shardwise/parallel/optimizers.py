@@ -8,6 +8,7 @@ step, which makes the state, and every step that this does not fit, runs on DTen
 
 from __future__ import annotations
 
+from itertools import repeat
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,51 +31,55 @@ ELEMENTWISE = frozenset(
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _pointer = torch._C.TensorBase.data_ptr
-_to_list = torch._C.TensorBase.tolist
 _grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
-
-class _Count(Tensor):
-    """A number that a step reads, of how many there were. Reading one out of a tensor is watched, at a price (see
-    `dispatch.entries`), which steps on shards need not pay: there are no DTensors among them."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def item(self) -> Any:
-        return _to_list(self)  # of no dims: the number
+State = dict[str, Any]
+"""What an optimizer keeps for one parameter."""
 
 
-class _Shadow:
-    """Plain tensors that share storage with one parameter and the state that an optimizer keeps for it, as long as none
-    of these gets another storage, or the state another tensor."""
+class _Shadows:
+    """Plain tensors that share storage with parameters and with the state that an optimizer keeps for them, as long as
+    none of these gets another storage or layout, or the state another tensor."""
 
-    __slots__ = ("layouts", "local", "names", "originals", "pointers", "state", "values")
+    __slots__ = ("layouts", "locals", "originals", "params", "pointers", "states", "values")
 
-    def __init__(self, param: DTensor, state: dict[str, Any]) -> None:
-        self.originals = [param, *(value for value in state.values() if value.__class__ is DTensor)]
+    def __init__(self, params: list[DTensor], states: list[State]) -> None:
+        self.params, self.values = params, _values(states)
+        self.originals = [*params, *(value for value in self.values if value.__class__ is DTensor)]
         self.layouts = [x._layout for x in self.originals]
         self.pointers = [*map(_pointer, self.originals)]
-        self.names, self.values = [*state], [*state.values()]
-        self.local: Tensor = param.detach()
-        self.state = {name: x.detach() if x.__class__ is DTensor else _count(x) for name, x in state.items()}
+        self.locals: list[Tensor] = [param.detach() for param in params]
+        self.states = [{k: x.detach() if x.__class__ is DTensor else x for k, x in state.items()} for state in states]
 
-    def fits(self, param: DTensor, state: dict[str, Any]) -> bool:
+    def fit(self, params: list[DTensor], states: list[State]) -> bool:
+        """Looked at before every step, so all at once."""
         return (
-            self.originals[0] is param
-            and [*state] == self.names
-            and all(map(is_, state.values(), self.values))
+            _are_same(params, self.params)
+            and _are_same(_values(states), self.values)
             and [*map(_pointer, self.originals)] == self.pointers
-            and [x._layout for x in self.originals] == self.layouts
+            and _are_same([x._layout for x in self.originals], self.layouts)
         )
 
 
-def _count(x: Any) -> Any:
-    is_number = isinstance(x, Tensor) and not x.dim() and x.device.type == "cpu"
-    return x.as_subclass(_Count) if is_number else x
+def _values(states: list[State]) -> list[Any]:
+    return [value for state in states for value in state.values()]
 
 
-_shadows: WeakKeyDictionary[optim.Optimizer, dict[int, _Shadow]] = WeakKeyDictionary()
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+class _States(dict[Tensor, State]):
+    """The state of shadows, and of parameters that are plain tensors themselves."""
+
+    of_others: dict[Tensor, State]
+
+    def __missing__(self, param: Tensor) -> State:
+        return self.of_others[param]
+
+
+_shadows: WeakKeyDictionary[optim.Optimizer, _Shadows] = WeakKeyDictionary()
 
 
 def step_on_shards(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
@@ -92,7 +97,7 @@ def step_on_shards(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, An
 def let_go_of_gradients(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     """After a step on shards: gradients belong to the parameters alone again."""
     if args[0] is not optimizer:
-        locals_ = [shadow.local for shadow in _shadows[optimizer].values()]
+        locals_ = _shadows[optimizer].locals
         for local in locals_:
             _set_grad(local, None)
         carry_on(locals_)
@@ -100,56 +105,57 @@ def let_go_of_gradients(optimizer: optim.Optimizer, args: tuple, kwargs: dict[st
 
 def _twin_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
     """An optimizer of the same class with plain tensors for parameters and state; None where that is not the same."""
-    before = _shadows.get(optimizer, {})
-    after = _shadows[optimizer] = {}
-    groups, states = [], {}
-    plain: list[tuple[Tensor, dict[str, Any]]] = []
-    for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            return None
-        params = []
-        for param in group["params"]:
-            grad = _grad(param)
-            if grad is None:
-                continue
-            if param.__class__ is not DTensor:
-                params.append(param)
-                plain.append((param, group))
-                continue
-            state = optimizer.state.get(param, {})
-            shadow = before.get(id(param))
-            if shadow is None or not shadow.fits(param, state):
-                if not _is_elementwise(param, state, group):
-                    return None
-                shadow = _Shadow(param, state)
-            after[id(param)] = shadow
-            local = shadow.local
-            _set_grad(local, grad.detach() if grad.__class__ is DTensor else grad)
-            params.append(local)
-            states[local] = shadow.state
-        groups.append({**group, "params": params})
-    if not after:
+    groups = optimizer.param_groups
+    reached = [[param for param in group["params"] if _grad(param) is not None] for group in groups]
+    shadows = _shadows_of(optimizer, reached)
+    if shadows is None:
         return None
-    for param, group in plain:
-        if not _is_stateless(group):
-            states[param] = optimizer.state[param]
+    locals_ = dict(zip(map(id, shadows.params), shadows.locals, strict=True))
+    states = _States(zip(shadows.locals, shadows.states, strict=True))
+    states.of_others = optimizer.state
+    for param, local in zip(shadows.params, shadows.locals, strict=True):
+        grad = _grad(param)
+        _set_grad(local, grad.detach() if grad.__class__ is DTensor else grad)
     twin = optimizer.__class__.__new__(optimizer.__class__)
     twin.__dict__.update(optimizer.__dict__)
-    twin.param_groups, twin.state = groups, states  # type: ignore[assignment]
+    twin.state = states  # type: ignore[assignment]
+    twin.param_groups = [
+        {**group, "params": [locals_.get(id(param), param) for param in params]}
+        for group, params in zip(groups, reached, strict=True)
+    ]
     return twin
 
 
-def _is_elementwise(param: DTensor, state: dict[str, Any], group: dict[str, Any]) -> bool:
-    """Whether a parameter's elements, gradients and state lie side by side on every rank, and the state is made."""
+def _shadows_of(optimizer: optim.Optimizer, reached: list[list[Tensor]]) -> _Shadows | None:
+    """Of the parameters that this step changes, if there are any and all can be stepped on shard by shard."""
+    params = [param for some in reached for param in some if param.__class__ is DTensor]
+    states = [optimizer.state.get(param) or {} for param in params]
+    shadows = _shadows.get(optimizer)
+    if shadows is not None and shadows.fit(params, states):
+        return shadows
+    if not params or not all(map(_can_step, optimizer.param_groups, reached, repeat(optimizer.state))):
+        return None
+    shadows = _shadows[optimizer] = _Shadows(params, states)
+    return shadows
+
+
+def _can_step(group: dict[str, Any], params: list[Tensor], states: dict[Tensor, State]) -> bool:
+    """Whether the state of a group's parameters is made, and elements, gradients and state have equal layouts."""
+    is_stateless = "dampening" in group and not group["momentum"]  # plain SGD
+    if group.get("differentiable"):
+        return False
+    return all(
+        (is_stateless or states.get(param)) and _is_elementwise(param, states.get(param) or {}) for param in params
+    )
+
+
+def _is_elementwise(param: Tensor, state: State) -> bool:
+    if param.__class__ is not DTensor:
+        return True
     layout = param._layout
-    if layout.has_pending or len(layout.mesh.held) > 1 or not (state or _is_stateless(group)):
+    if layout.has_pending or len(layout.mesh.held) > 1:
         return False
     return all(value._layout is layout for value in state.values() if value.__class__ is DTensor)
-
-
-def _is_stateless(group: dict[str, Any]) -> bool:
-    """Whether nothing is kept from step to step: plain SGD."""
-    return "dampening" in group and not group["momentum"]
 
 
 torch_optimizer.register_optimizer_step_pre_hook(step_on_shards)
