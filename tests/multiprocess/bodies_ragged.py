@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from compare import beside
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import shardwise as sw
 from bodies import R, S, assert_close, body, doubles, leaf
@@ -31,36 +30,16 @@ def chosen() -> list[Case]:
         (lambda x, m: x[m, beside(x, torch.tensor([2, 0, 1]))], [a, rows]),
         (lambda x: x.masked_select(x[:, :1] > 0).mean(), [a]),
         (lambda x, n: x.repeat_interleave(n, 0), [a, times]),
-        (lambda x: torch.combinations(x, 2), [doubles(5)]),
     ]
 
 
-def distinct() -> list[Case]:
-    a, line = torch.tensor([[1, 1], [1, 4], [4, 4], [4, 4], [0, 1]]), torch.tensor([3, 3, 3, 3, 3, 3, 0, 3, 1])
+def counted() -> list[Case]:
+    line = torch.tensor([3, 3, 3, 3, 3, 3, 0, 3, 1])
     return [
-        (lambda x: x.unique(return_inverse=True, return_counts=True), [a]),
-        (lambda x: x.unique(True, True, True, dim=0), [a]),
-        (lambda x: x.unique(), [torch.arange(40)]),
-        (lambda x: x.unique_consecutive(True, True), [line]),
-        (lambda x: x.unique_consecutive(True, True, dim=0), [a]),
-        (lambda x: (x > 2).unique_consecutive(True, True), [line]),
         (lambda x: (x.bincount(), x.bincount(minlength=9)), [line]),
         (lambda x, w: x.bincount(w.detach()), [line, doubles(9)]),
         (lambda x: torch.nn.functional.one_hot(x), [line]),
-        (lambda x: torch.histogramdd(x.detach(), 2, density=True), [doubles(5, 2)]),
     ]
-
-
-def sequence(x: Tensor, h: Tensor, *weights: Tensor) -> Any:
-    """Sequences of different lengths, through a layer in both directions of time."""
-    packed = pack_padded_sequence(x, [4, 2, 1])
-    out, last = torch.gru(packed.data, packed.batch_sizes, h, list(weights), True, 1, 0.0, True, True)
-    return pad_packed_sequence(PackedSequence(out, packed.batch_sizes))[0], last, out
-
-
-def sequences() -> list[Case]:
-    weights = [doubles(6, 2), doubles(6, 2), doubles(6), doubles(6)]
-    return [(sequence, [doubles(4, 3, 2), doubles(2, 3, 2), *weights, *weights])]
 
 
 def _make(family: Callable[[], list[Case]]) -> None:
@@ -77,7 +56,7 @@ def _make(family: Callable[[], list[Case]]) -> None:
     body(2, 2)(on_two_axes)
 
 
-for _family in (chosen, distinct, sequences):
+for _family in (chosen, counted):
     _make(_family)
 
 

@@ -99,11 +99,6 @@ def keeps_shards(*functions: Any) -> Callable[[Callable[..., Any]], Callable[...
     return add
 
 
-def forms(packet: Any) -> list[Any]:
-    """An op of torch's, as programs may name it."""
-    return [packet, *(getattr(packet, name) for name in packet.overloads() if not name.endswith("out"))]
-
-
 class Gathered:
     """A plan that gathers every argument and runs the function itself on plain tensors; the results are replicated."""
 

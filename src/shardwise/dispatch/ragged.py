@@ -3,7 +3,7 @@
 Each rank looks at what it holds, and the parts come in the order of the whole if the ranks hold it in that order: if
 only the leading dim is cut. So axes that cut another dim are moved there, which costs less than a gather. Then the
 ranks tell each other, in eight bytes each, how much they have found: the result is cut into pieces of these sizes, and
-stays where it is. What is distinct, and how often it is there: see `dispatch.distinct`.
+stays where it is.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from shardwise.dispatch.stand_ins import torchs_own
 from shardwise.dispatch.subscripts import everywhere, in_full, is_mask, items_of, num_dims, numbered
 from shardwise.dispatch.trace import flat_tensors
 from shardwise.dispatch.watch import unplanned
-from shardwise.layout import Layout, Mesh
+from shardwise.layout import Layout, Mesh, Partial
 from shardwise.redistribute import Group, plan_moves
-from shardwise.tensor import DTensor, as_layout, distribute_tensor, localise, wrap
+from shardwise.rules.indices import padded
+from shardwise.tensor import DTensor, as_layout, localise, wrap
 
 aten = torch.ops.aten
 Axes = tuple[int, ...]
@@ -304,9 +305,43 @@ def _lowest_and_sum(times: Tensor, of_each: int) -> Tensor:
     return torch.stack([times.amin(), times.sum() * of_each]) if times.numel() else times.new_zeros(2)
 
 
-@keeps_shards(torch.combinations)
-def _combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
-    """Which elements go together depends on how many there are: each rank has some of the rows."""
-    rows = torch.combinations(torch.arange(len(x)), r, with_replacement)
-    places = {0: tuple(x._layout.mesh.names[axis] for axis in x._layout.splits[0])}
-    return x[distribute_tensor(rows, x._layout.mesh, places, src_data_rank=None)]
+# How often something is there
+
+
+@keeps_shards(torch.bincount, Tensor.bincount, aten.bincount, aten.bincount.default)
+def _bincount(x: Any, weights: Any = None, minlength: int = 0) -> DTensor:
+    """Each rank counts what it holds, as far as the largest number of all. The sum is pending."""
+    mesh = mesh_of(x, weights)
+    tensors = [on_mesh(tensor, mesh) for tensor in (x, weights) if tensor is not None]
+    axes = axes_of(tensor._layout.splits[0] for tensor in tensors) if len(x) else ()
+    sizes = sizes_of([(tensor._layout, 0) for tensor in tensors], axes)
+    local = [shards_in(tensor, cut(tensor._layout, 0, axes, sizes, range(1))) for tensor in tensors]
+    group = Group(mesh, axes, [])
+    ends = told(group, group.map(_ends, local[0]))
+    if min(low for low, _ in ends) < 0:
+        torch.bincount(torch.tensor([-1]))  # torch refuses
+    pending = [Partial("sum") if axis in axes else None for axis in range(mesh.ndim)]
+    counts = group.map(_counts, max(minlength, *(high + 1 for _, high in ends)), len(x) > 0, *local)
+    return joined(Group(mesh, (), []), counts, 0, Layout(mesh, (0,), pending=pending))
+
+
+def _ends(x: Tensor) -> Tensor:
+    """The smallest number and the largest one."""
+    return torch.stack(x.long().aminmax()) if x.numel() else torch.tensor([0, -1], device=x.device)
+
+
+def _counts(length: int, some: bool, x: Tensor, weights: Tensor | None = None) -> Tensor:
+    if x.numel() or not some:
+        return torch.bincount(x, weights, minlength=length)
+    if weights is None:
+        return torch.zeros(length, dtype=torch.long, device=x.device)
+    return torch.bincount(padded(x, [0]), padded(weights, [0]), minlength=length)  # zeros of the right dtype
+
+
+@keeps_shards(F.one_hot)
+def _one_hot(x: Any, num_classes: int = -1) -> Tensor:
+    """As many classes as the largest number says."""
+    low, high = (int(end) for end in x.aminmax())
+    if low < 0:
+        F.one_hot(torch.tensor([low]))  # torch refuses
+    return F.one_hot(x, high + 1)

@@ -2,11 +2,9 @@
 
 from shardwise.rules import (
     attention,
-    backward,
     batch_norm,
     convolution,
     counting,
-    covariance,
     diagonals,
     distances,
     embeddings,
@@ -66,11 +64,9 @@ __all__ = [
     "Strategy",
     "Value",
     "attention",
-    "backward",
     "batch_norm",
     "convolution",
     "counting",
-    "covariance",
     "diagonals",
     "distances",
     "embeddings",

@@ -5,7 +5,7 @@ shards run torch's own fused layer. Dropout between layers draws random numbers:
 
 Weights must be whole: a step needs all of the state before it, so ranks that had some of the hidden units each would
 gather the state in every step. That is more than the weights unless sequences are short and batches small, it is as
-many collectives as there are steps, and the fused layer is lost. Sequences of different lengths: `dispatch.packed`.
+many collectives as there are steps, and the fused layer is lost.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _one_step(function: Callable) -> Callable[..., tuple[Tensor, ...]]:
 def _is_plain(x: Tensor, hx: Any, params: Any, *settings: Any, **named: Any) -> bool:
     """Whether a call is of a layer that draws nothing, with all arguments by position."""
     if isinstance(hx, Tensor) and not hx.is_floating_point():
-        raise NotImplementedError("a packed sequence, whose second argument are batch sizes: it must be whole")
+        raise NotImplementedError("packed sequences are gathered, and torch has no kernel of them for the meta device")
     if named or len(settings) != 6:
         return False
     _, num_layers, dropout, train, _, _ = settings

@@ -51,6 +51,7 @@ def test_a_block_of_seven_billions_on_a_thousand_ranks() -> None:
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 100e6  # one weight has 134 MB
 
 
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
 @pytest.mark.parametrize(
     "use",
     [
