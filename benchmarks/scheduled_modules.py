@@ -47,7 +47,7 @@ class CrossAttention(nn.Module):
 
 def packed_attention(size: Size) -> Schedule:
     """The packed weight's rows are all queries', then all keys', then all values'. Split into equal parts they are not
-    split by heads, which no layout can say, so the projections change places with each other, once."""
+    split by heads, which no layout can say, so queries, keys and values are exchanged for heads of each, at once."""
     stream, heads = all_reduce(size.activation, size.tp), all_to_all(3 * size.activation, size.tp)
     return Schedule((heads, stream), (heads, stream))
 
@@ -203,8 +203,6 @@ PROGRAMS = (
         packed_attention,
         SIZES,
         {"*.in_proj_*": COLUMN, "*.out_proj.weight": ROW},
-        missed="queries, keys and values are exchanged one by one: no collective of ours exchanges the parts of one "
-        "tensor by a table of who brings what to whom",
     ),
     Program(
         "nn.MultiheadAttention, to a memory",

@@ -193,6 +193,18 @@ def attention(mesh: Any) -> None:
         compare(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), [q, k, v], mesh, [placements] * 3)
 
 
+@body(2, 2)
+def packed_attention(mesh: Any) -> None:
+    """A packed projection, by rows: queries, keys and values are exchanged for heads of each, all at once."""
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 2)).transpose(1, 2) for part in F.linear(x, weight).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    for placements in ([[R, R], [R, S(0)]], [[R, R], [S(0), S(0)]], [[S(0), R], [R, S(0)]]):
+        compare(run, [doubles(3, 5, 8), doubles(24, 8)], mesh, placements)
+
+
 @body(2)
 def column_then_row_parallel(mesh: Any) -> None:
     """Megatron's pair: no communication between the two, one all-reduce after them, one in the backward pass."""

@@ -92,9 +92,9 @@ def called(call: Call, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any
     return _observed(_Scope(call, (), None, _graph_task()), tensors, run)
 
 
-def moved(path: Sequence[Any], x: Tensor, run: Callable[[], Any]) -> Any:
-    """`run()`, which takes a tensor along a path."""
-    return _observed(_Scope(calling(), path, x, _graph_task()), (x,), run)  # type: ignore[arg-type]
+def moved(path: Sequence[Any], x: Tensor, run: Callable[[], Any], *others: Tensor) -> Any:
+    """`run()`, which takes a tensor along a path, and others with it."""
+    return _observed(_Scope(calling(), path, x, _graph_task()), (x, *others), run)  # type: ignore[arg-type]
 
 
 def _observed(scope: _Scope, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:

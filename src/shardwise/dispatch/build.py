@@ -26,13 +26,15 @@ from shardwise.dispatch.randomness import RandomCall, drawn, is_exact, is_random
 from shardwise.dispatch.trace import OPAQUE, flat_tensors, map_tensors, written_families
 from shardwise.dispatch.whole import runs_alike
 from shardwise.layout import Layout, Mesh
-from shardwise.redistribute import Move, in_place, joined, run_path
+from shardwise.local import is_leaf
+from shardwise.redistribute import Move, can_join, in_place, joined, run_path, run_together
 from shardwise.rules import Value, flat_values
 from shardwise.rules.registry import APART, FUNCTIONS
 from shardwise.tensor import DTensor, localise, spread
 
 aten = torch.ops.aten
 _disabled = torch._C.DisableTorchFunctionSubclass
+_grad_enabled = torch._C.is_grad_enabled
 
 
 def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any], asked: Any = None) -> Plan:
@@ -44,7 +46,7 @@ def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, A
     runs, rehearsed = _runnable(function, asked)
     if runs is None or input_moves is None or not lowered.trace.inputs or not _stays_itself(lowered):
         return _steps(lowered, args, kwargs)
-    if not runs_alike(rehearsed, lowered, args, kwargs):
+    if not runs_alike(rehearsed, lowered, args, kwargs) or _travel_together(lowered):
         return _steps(lowered, args, kwargs)
     function = runs
     layouts = [lowered.layouts[value.index] for value in flat_values(lowered.trace.output)]
@@ -91,6 +93,11 @@ def _stays_itself(lowered: Lowered) -> bool:
     if any(call.local is not None and not (call.local.resized and sizes) for call in lowered.calls):
         return False
     return all(call.call.op.namespace == "aten" for call in lowered.calls)
+
+
+def _travel_together(lowered: Lowered) -> bool:
+    """Whether a call of one op has arguments that one collective can move."""
+    return len(lowered.calls) == 1 and can_join([moves for moves in lowered.calls[0].moves if moves])
 
 
 def _is_whole(lowered: Lowered) -> bool:
@@ -242,10 +249,10 @@ def _plainly(x: Tensor, mesh: Mesh) -> Tensor:
 class MoveStep:
     """Bring an interior value into another layout; one that is `fresh`, and was never seen, may be overwritten."""
 
-    __slots__ = ("run", "source", "target")
+    __slots__ = ("moves", "run", "source", "target")
 
     def __init__(self, source: int, target: int, moves: tuple[Move, ...], *, fresh: bool = False) -> None:
-        self.source, self.target = source, target
+        self.source, self.target, self.moves = source, target, moves
         self.run = in_place(moves[0]) if fresh and len(moves) == 1 else partial(run_path, moves=moves)
 
     def __call__(self, slots: list[Any], originals: Sequence[Tensor]) -> None:
@@ -255,15 +262,38 @@ class MoveStep:
 class MoveArgument:
     """Bring an argument into another layout, sharing the move with other uses of it."""
 
-    __slots__ = ("argument", "mover", "target")
+    __slots__ = ("mover", "moves", "source", "target")
 
-    def __init__(self, argument: int, target: int, moves: tuple[Move, ...]) -> None:
-        self.argument, self.target, self.mover = argument, target, Mover(moves)
+    def __init__(self, source: int, target: int, moves: tuple[Move, ...]) -> None:
+        self.source, self.target, self.moves, self.mover = source, target, moves, Mover(moves)
 
     def __call__(self, slots: list[Any], originals: Sequence[Tensor]) -> None:
-        x = originals[self.argument]
+        x = originals[self.source]
         y = self.mover(x)
-        slots[self.target] = slots[self.argument] if y is x else y
+        slots[self.target] = slots[self.source] if y is x else y
+
+
+class MoveTogether:
+    """Bring several operands of a call into other layouts, by one collective."""
+
+    __slots__ = ("arguments", "paths", "steps")
+
+    def __init__(self, steps: Sequence[MoveStep | MoveArgument]) -> None:
+        self.steps, self.paths = steps, [step.moves for step in steps]
+        self.arguments = [step for step in steps if isinstance(step, MoveArgument)]
+
+    def __call__(self, slots: list[Any], originals: Sequence[Tensor]) -> None:
+        if any(step.mover.key in originals[step.source].__dict__.get("_moved", ()) for step in self.arguments):
+            for step in self.steps:  # another call has moved some of them
+                step(slots, originals)
+            return
+        moved = run_together([slots[step.source] for step in self.steps], self.paths)
+        for step, x in zip(self.steps, moved, strict=True):
+            slots[step.target] = x
+        for step in self.arguments:
+            x = originals[step.source]
+            if _grad_enabled() and x.requires_grad and not is_leaf(x):
+                x.__dict__.setdefault("_moved", {})[step.mover.key] = slots[step.target], x._version, step.moves
 
 
 class CallStep:
@@ -406,6 +436,7 @@ def _add_call(
 ) -> None:
     call = lowered_call.call
     here: dict[int, list[int]] = {}
+    steps: list[MoveArgument | MoveStep] = []
     for value, moves in zip(call.inputs, lowered_call.moves, strict=True):
         slot = slot_of[value.index]
         if not all(move.is_identity for move in moves):
@@ -413,11 +444,12 @@ def _add_call(
             if key not in placed:
                 placed[key] = next(fresh)
                 if value.index in argument_of:
-                    plan.steps.append(MoveArgument(argument_of[value.index], placed[key], moves))
+                    steps.append(MoveArgument(argument_of[value.index], placed[key], moves))
                 else:
-                    plan.steps.append(MoveStep(slot, placed[key], moves))
+                    steps.append(MoveStep(slot, placed[key], moves))
             slot = placed[key]
         here.setdefault(value.index, []).append(slot)
+    plan.steps += [MoveTogether(steps)] if can_join([step.moves for step in steps]) else steps
     function, args, kwargs = local_call(lowered_call, lowered.mesh)
     if not is_builtin(function):
         plan.plain = True

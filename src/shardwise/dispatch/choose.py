@@ -66,7 +66,6 @@ class Chooser:
         self.options = options
         self.by_gradient = False
         self._needs_grad = set(trace.need_grad)
-        self._parameters = set(trace.parameters)
         # (value, axis): pending there, and an earlier call has reduced it
         self._reduced = {(index, axis) for index in trace.reduced for axis in range(mesh.ndim)}
 
@@ -122,8 +121,8 @@ class Chooser:
                 self._reduced.discard((value.index, axis))
             if any(x.index in self._needs_grad for x in call.inputs) and _has_gradient(value):
                 self._needs_grad.add(value.index)
-            if call.is_view and call.inputs[0].index in self._parameters:
-                self._parameters.add(value.index)
+            if call.is_view and call.inputs[0].is_parameter:
+                value.is_parameter = True
 
     def _at(self, call: Call, have: Sequence[Layout], axis: int) -> list[AxisPlacement]:
         shown = call.is_view and any(value.index in self.trace.returned for value in call.outputs)
@@ -156,7 +155,7 @@ class Chooser:
         outs = [_local_bytes(value, chosen, self.mesh, i) for i, value in enumerate(call.outputs)]
         ins = [_bytes(value) / _cut_elsewhere(layout, axis) for value, layout in zip(call.inputs, have, strict=True)]
         grads = tuple(value.index in self._needs_grad for value in call.inputs)
-        parameters = tuple(value.index in self._parameters for value in call.inputs)
+        parameters = tuple(value.is_parameter for value in call.inputs)
         traffic = Traffic(self.mesh.shape[axis], tuple(at), tuple(ins), tuple(outs), grads, parameters)
         found = traffic.least(ways)
         self.by_gradient = self.by_gradient or not traffic.whoever_needs_gradients(found, ways)

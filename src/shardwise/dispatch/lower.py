@@ -18,7 +18,7 @@ from shardwise.dispatch.realise import CannotRealise, Realised, realise
 from shardwise.dispatch.trace import Trace, written_families
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh
-from shardwise.redistribute import Group, Move, Typed, plan_moves
+from shardwise.redistribute import Group, Move, Typed, parameter_moves, plan_moves
 from shardwise.rules import Call, HeldValues, Local, Strategy, Value, flat_values, rule_for
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -91,14 +91,22 @@ def lower(trace: Trace, layouts: Sequence[Layout]) -> Lowered:
             value.layout = Layout(mesh, value.shape)
     for value, layout in zip(trace.inputs, layouts, strict=True):
         value.layout = layout
+    for index in trace.parameters:
+        trace.values[index].is_parameter = True
     options = [strategies_of(call) for call in trace.calls]
     chooser = Chooser(trace, mesh, options)
     try:
         lowered = lower_calls(trace, mesh, layouts, options, chooser)
     except NoStrategyError as error:
         raise _cannot_write(error.call, trace, layouts) from None
-    lowered.by_gradient = chooser.by_gradient
+    lowered.by_gradient = chooser.by_gradient or any(map(_parameters_matter, lowered.calls))
     return lowered
+
+
+def _parameters_matter(lowered: LoweredCall) -> bool:
+    """Whether a parameter would be moved otherwise than what is none."""
+    ends = [(path[0].source.layout, path[-1].target.layout, path[-1].target.varying) for path in lowered.moves if path]
+    return any(parameter_moves(*pair) is not plan_moves(*pair) for pair in ends)
 
 
 def _cannot_write(call: Call, trace: Trace, layouts: Sequence[Layout]) -> InPlaceError:
@@ -203,9 +211,12 @@ def _realised(
 
 
 def _lowered_call(call: Call, realised: Realised, have: Sequence[Layout], *, is_only: bool) -> LoweredCall:
+    wanted = zip(call.inputs, have, realised.ins, realised.varying, strict=True)
     moves = [
-        () if source is target and not varying else plan_moves(source, target, varying)
-        for source, target, varying in zip(have, realised.ins, realised.varying, strict=True)
+        ()
+        if source is target and not varying
+        else (parameter_moves if value.is_parameter else plan_moves)(source, target, varying)
+        for value, source, target, varying in wanted
     ]
     rule = rule_for(call.op)
     local = rule.local(call, realised.ins, realised.outs) if rule is not None and rule.local is not None else None

@@ -100,28 +100,28 @@ def _add(cuts: dict[int, Cut], dim: int, cut: Cut, axis: int, strategy: Strategy
 
 
 def _common_cut(call: Call, strategy: Strategy, axes: list[int], current: Sequence[Layout]) -> Cut:
-    """The cut that most of the data already has: what is written to first, then even cuts, then the largest input."""
+    """The cut that most of the data already has, wholly or as far as it goes: that of what is written to, or of the
+    largest input. Where inputs of one size are cut into different pieces the cut is even: some ranks may have all of
+    one and nothing of another, as of the parts of a packed projection."""
     best: tuple[tuple, Cut] | None = None
-    partial_order: tuple[tuple, tuple[int, ...]] | None = None
     for i, placement in enumerate(strategy.ins):
-        if not isinstance(placement, int):
+        if not isinstance(placement, int) or not current[i].splits[placement]:
             continue
         layout, written = current[i], i in call.mutated
-        cut = layout.splits[placement]
-        if set(cut) == set(axes):
-            weight = (written, layout.sizes[placement] is None, layout.numel)
-            if best is None or weight > best[0]:
-                best = weight, (cut, layout.sizes[placement])
-        elif cut:
-            claim = (written, layout.numel)
-            if partial_order is None or claim > partial_order[0]:
-                partial_order = claim, tuple(axis for axis in cut if axis in axes)
-    if best is not None:
-        order, sizes = best[1]
-        lengths = {call.inputs[i].shape[p] for i, p in enumerate(strategy.ins) if isinstance(p, int)}
-        return order, sizes if sizes is not None and lengths == {sum(sizes)} else None
-    begun = partial_order[1] if partial_order else ()
-    return (*begun, *(axis for axis in axes if axis not in begun)), None
+        cut, sizes = layout.splits[placement], layout.sizes[placement]
+        begun = tuple(axis for axis in cut if axis in axes)
+        complete = set(cut) == set(axes)
+        weight = written, layout.numel, sizes is None, complete
+        found = (*begun, *(axis for axis in axes if axis not in begun)), sizes if complete else None
+        if best is None or weight > best[0]:
+            best = weight, found
+        elif weight == best[0] and not written and sizes != best[1][1]:
+            best = weight, (best[1][0], None)
+    if best is None:
+        return tuple(axes), None
+    order, sizes = best[1]
+    lengths = {call.inputs[i].shape[p] for i, p in enumerate(strategy.ins) if isinstance(p, int)}
+    return order, sizes if sizes is not None and lengths == {sum(sizes)} else None
 
 
 def _layout(mesh: Mesh, shape: tuple[int, ...], cuts: dict[int, Cut], placements: Sequence[object]) -> Layout:

@@ -16,8 +16,9 @@ from shardwise.redistribute.execute import (
     transition,
 )
 from shardwise.redistribute.in_flight import start_path
-from shardwise.redistribute.planner import path_bytes, path_cost, plan_moves
+from shardwise.redistribute.planner import parameter_moves, path_bytes, path_cost, plan_moves
 from shardwise.redistribute.shared import forget, recall, remember, windows
+from shardwise.redistribute.together import can_join, run_together
 from shardwise.redistribute.transitions import DUAL, TABLE, Move, Typed
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Typed",
     "alone",
     "anchors",
+    "can_join",
     "check_paid",
     "differentiable",
     "drop",
@@ -42,6 +44,7 @@ __all__ = [
     "let_go",
     "no_sync",
     "owing",
+    "parameter_moves",
     "path_bytes",
     "path_cost",
     "pay",
@@ -50,6 +53,7 @@ __all__ = [
     "recorded",
     "remember",
     "run_path",
+    "run_together",
     "second_order",
     "start_path",
     "tied",

@@ -6,6 +6,7 @@ is the overlap of the box it has and the box the other wants. Uneven and empty s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -114,6 +115,11 @@ def _joint(parts: list[Box], whole: Box) -> int | None:
     return None
 
 
+def _outgoing(move: Move, shards: Sequence[Tensor]) -> list[list[Tensor]]:
+    cuts = _sent(move.source.layout, move.target.layout, move.axes)
+    return [[x[cut] for cut in row] for x, row in zip(shards, cuts, strict=True)]
+
+
 def _assemble(move: Move, chunks: list[list[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
     source, target = move.source.layout, move.target.layout
     places, _, joint = _received(source, target, move.axes)
@@ -166,17 +172,32 @@ def _all_gather(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
 
 def _reduce_scatter(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
     source = move.source.layout
-    cuts = _sent(source, move.target.layout, move.axes)
-    chunks = [[x[cut] for cut in row] for x, row in zip(shards, cuts, strict=True)]
-    return source.mesh.port.reduce_scatter(chunks, source.mesh, move.axes, move.wire_op)
+    return source.mesh.port.reduce_scatter(_outgoing(move, shards), source.mesh, move.axes, move.wire_op)
 
 
 def _all_to_all(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
     source, target = move.source.layout, move.target.layout
-    cuts = _sent(source, target, move.axes)
-    chunks = [[x[cut] for cut in row] for x, row in zip(shards, cuts, strict=True)]
     shapes = _received(source, target, move.axes)[1]
-    return _assemble(move, source.mesh.port.all_to_all(chunks, source.mesh, move.axes, shapes), shards)
+    return _assemble(move, source.mesh.port.all_to_all(_outgoing(move, shards), source.mesh, move.axes, shapes), shards)
+
+
+def run_exchanges(moves: Sequence[Move], shards: Sequence[Tensor]) -> list[Tensor]:
+    """All-to-alls of several values over the same axes, as one. The held ranks' shards of the first value come first,
+    then those of the next."""
+    mesh, axes = moves[0].source.layout.mesh, moves[0].axes
+    values = [shards[i : i + len(mesh.held)] for i in range(0, len(shards), len(mesh.held))]
+    shapes = [_received(move.source.layout, move.target.layout, axes)[1] for move in moves]
+    with _without_autocast(shards[0]):
+        by_value = [_outgoing(move, x) for move, x in zip(moves, values, strict=True)]
+        chunks = [[torch.cat([x.flatten() for x in to]) for to in zip(*rank)] for rank in zip(*by_value)]
+        numels = [[[math.prod(shape) for shape in by] for by in zip(*rank)] for rank in zip(*shapes)]
+        rows = mesh.port.all_to_all(chunks, mesh, axes, [[(sum(by),) for by in rank] for rank in numels])
+        parts = [[x.split(by) for x, by in zip(*pair, strict=True)] for pair in zip(rows, numels, strict=True)]
+        found: list[Tensor] = []
+        for i, (move, x, ranks) in enumerate(zip(moves, values, shapes, strict=True)):
+            own = [[by[i].view(shape) for by, shape in zip(*pair, strict=True)] for pair in zip(parts, ranks)]
+            found += _assemble(move, own, x)
+        return found
 
 
 # The same, started. What comes is put together when it is waited for.
@@ -196,17 +217,13 @@ def _start_all_gather(move: Move, shards: Sequence[Tensor]) -> Handle[list[Tenso
 
 def _start_reduce_scatter(move: Move, shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
     source = move.source.layout
-    cuts = _sent(source, move.target.layout, move.axes)
-    chunks = [[x[cut] for cut in row] for x, row in zip(shards, cuts, strict=True)]
-    return source.mesh.port.start_reduce_scatter(chunks, source.mesh, move.axes, move.wire_op)
+    return source.mesh.port.start_reduce_scatter(_outgoing(move, shards), source.mesh, move.axes, move.wire_op)
 
 
 def _start_all_to_all(move: Move, shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
     source, target = move.source.layout, move.target.layout
-    cuts = _sent(source, target, move.axes)
-    chunks = [[x[cut] for cut in row] for x, row in zip(shards, cuts, strict=True)]
     shapes = _received(source, target, move.axes)[1]
-    rows = source.mesh.port.start_all_to_all(chunks, source.mesh, move.axes, shapes)
+    rows = source.mesh.port.start_all_to_all(_outgoing(move, shards), source.mesh, move.axes, shapes)
     return _assembled_later(move, rows, shards)
 
 

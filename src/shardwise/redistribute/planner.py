@@ -33,6 +33,21 @@ def plan_moves(source: Layout, target: Layout, varying: frozenset[int] = frozens
 
 
 @lru_cache(maxsize=16384)
+def parameter_moves(source: Layout, target: Layout, varying: frozenset[int] = frozenset()) -> tuple[Move, ...]:
+    """The same for a parameter, which is gathered and then sliced where others would be exchanged. Only in order to be
+    gathered along the outer of two axes that shard one dim may its pieces change places."""
+    moves = plan_moves(source, target, varying)
+    kinds = {move.kind for move in moves}
+    if "all_to_all" not in kinds or "all_gather" in kinds:
+        return moves
+    cuts = zip(source.splits, target.splits, source.sizes, target.sizes, strict=True)
+    leaving = tuple(axis for a, b, old, new in cuts if (a, old) != (b, new) for axis in a)
+    settled = [p if p == q else None for p, q in zip(source.pending, target.pending, strict=True)]
+    whole = _drop(source, leaving).with_(pending=settled)
+    return (*plan_moves(source, whole), *plan_moves(whole, target, varying))
+
+
+@lru_cache(maxsize=16384)
 def _planned(source: Layout, target: Layout, varying: frozenset[int]) -> tuple[Move, ...]:
     _check_reachable(source, target)
     path = [] if source is target else _in_one_move(source, target) or _shortest(source, target)

@@ -36,9 +36,9 @@ Resize = Callable[[tuple[int, ...]], Sequence[tuple[int, ...] | None] | None]
 class Value:
     """A tensor inside a traced call: global shape and dtype. `layout` is where it lies when the call begins, of an
     argument, for rules of users' that ask; elsewhere it is whole, or not known. `may_need_grad` says that some argument
-    of the call needs a gradient."""
+    of the call needs a gradient, `is_parameter` that it is a parameter, or a view of one."""
 
-    __slots__ = ("dtype", "index", "layout", "may_need_grad", "shape")
+    __slots__ = ("dtype", "index", "is_parameter", "layout", "may_need_grad", "shape")
 
     def __init__(self, index: int, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout | None = None) -> None:
         self.index = index
@@ -46,6 +46,7 @@ class Value:
         self.dtype = dtype
         self.layout = layout
         self.may_need_grad = False
+        self.is_parameter = False
 
     @property
     def ndim(self) -> int:

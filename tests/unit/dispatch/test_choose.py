@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from sweep import normal, place
+from compare import compare
+from sweep import mesh_of, normal, place
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -119,6 +120,19 @@ def test_a_parameter_is_gathered_and_never_sharded_along_another_dim() -> None:
     x, w, v = place(normal(64, 16), S(0)), weight(normal(16, 16), S(1)), weight(normal(16, 16), S(0))
     assert comms(lambda: F.linear(x, w)) == ({"all_gather": 1}, (S(0),))
     assert comms(lambda: w * v) == ({"all_gather": 2}, (R,))
+
+
+def test_of_two_axes_that_shard_one_dim_the_order_is_the_larger_operands() -> None:
+    """The other one is exchanged, or gathered and sliced if it is a parameter: in one key, whichever came first."""
+    mesh = (2, 2)
+    large, small = place(normal(64, 16), S(0), S(0), mesh=mesh), place(normal(64, 1), R, S(0), mesh=mesh)
+    for operand, moved in ((small, "all_to_all"), (nn.Parameter(small), "all_gather"), (small, "all_to_all")):
+        found, placements = comms(lambda operand=operand: large * operand)
+        assert (found, placements) == ({moved: 1}, (S(0), S(0)))
+    wide, column = nn.Parameter(place(normal(64, 16), R, S(0), mesh=mesh)), place(normal(64, 1), S(0), S(0), mesh=mesh)
+    assert comms(lambda: wide * column) == ({"all_to_all": 1}, (S(0), S(0)))
+    for placements in ([[S(0), S(0)], [R, S(0)]], [[R, S(0)], [S(0), S(0)]], [[S(0), R], [R, S(0)]]):
+        compare(torch.mul, [normal(7, 2), normal(7, 1)], mesh_of(mesh), placements)
 
 
 def test_plans_know_who_needs_a_gradient() -> None:

@@ -9,7 +9,7 @@ import shardwise as sw
 from shardwise import Layout, Partial, Replicate, Shard
 from shardwise.debug import CommDebugMode
 from shardwise.errors import MeshError, PlacementError
-from shardwise.redistribute import path_cost, plan_moves, planner
+from shardwise.redistribute import parameter_moves, path_cost, plan_moves, planner
 from shardwise.redistribute.planner import SMALL
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -52,6 +52,28 @@ def moves_of(source, target, *, mesh=((2, 2), ("dp", "tp")), shape=(8, 12)) -> l
 )
 def test_known_paths(source, target, path, shape) -> None:
     assert moves_of(source, target, shape=shape) == path
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "path"),
+    [
+        ([S0, R], [S1, R], ["all_gather", "slice"]),
+        ([R, S0], [S0, S0], ["all_gather", "slice"]),
+        ([S0, S0], {0: ("tp", "dp")}, ["all_gather", "slice"]),
+        ([S0, S0], [R, S0], ["all_to_all", "all_gather"]),  # to be gathered along the outer axis alone
+        ([S0, S0], [S0, R], ["all_gather"]),
+        ([P, S0], [S0, S0], ["all_reduce", "all_gather", "slice"]),
+        ([S0, R], [R, R], ["all_gather"]),
+        ([S0, R], [S0, S0], ["slice"]),
+    ],
+)
+def test_paths_of_parameters(source, target, path) -> None:
+    mesh = sw.simulate((2, 2), ("dp", "tp"))
+    ends = Layout.of(mesh, (4096, 4096), source), Layout.of(mesh, (4096, 4096), target)
+    moves = parameter_moves(*ends)
+    assert [move.kind for move in moves] == path
+    assert (moves[0].source.layout, moves[-1].target.layout) == ends
+    assert parameter_moves(*ends) is moves
 
 
 def test_three_axes_in_one_collective() -> None:
