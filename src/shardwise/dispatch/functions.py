@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from shardwise.comm import ranked
+from shardwise.comm.rendezvous import expect
 from shardwise.dispatch.copies import StaleView, renew
 from shardwise.dispatch.special import shards_of
 from shardwise.layout import Layout
@@ -44,7 +45,6 @@ def _apply_to_dtensors(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
         bound = inspect.signature(cls.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         args, kwargs = bound.args, bound.kwargs
-    args = [wrap(localise(x), x._layout) if isinstance(x, DTensor) and x.__dict__.get("_hooks") else x for x in args]
     call = _Call(args)
     out = _apply(cls.__dict__.get("_on_dtensors") or _derive(cls), call, *_flat(args), **kwargs)
     results = _join(out if isinstance(out, tuple) else (out,), call.outputs)
@@ -94,7 +94,7 @@ def _join(flat: Iterable[Any], layouts: Sequence[Layout | None]) -> list[Any]:
     return found
 
 
-def _join_gradients(flat: Iterable[Tensor | None], layouts: Sequence[Layout | None]) -> list[Tensor | None]:
+def joined_gradients(flat: Iterable[Tensor | None], layouts: Sequence[Layout | None]) -> list[Tensor | None]:
     """Gradients of values that lie as `layouts`, as DTensors."""
     found: list[Tensor | None] = []
     for parts, layout in _grouped(flat, layouts):
@@ -153,8 +153,8 @@ class _Context:
 
         def on_shards(grad_inputs: tuple, grad_outputs: tuple) -> tuple | None:
             result = hook(
-                tuple(_join_gradients(grad_inputs, call.tensor_inputs)),
-                tuple(_join_gradients(grad_outputs, call.outputs)),
+                tuple(joined_gradients(grad_inputs, call.tensor_inputs)),
+                tuple(joined_gradients(grad_outputs, call.outputs)),
             )
             return None if result is None else tuple(_flat_gradients(_as_tuple(result), call.tensor_inputs))
 
@@ -165,7 +165,7 @@ class _Context:
         call = self.call
 
         def on_shards(grad_outputs: tuple) -> tuple | None:
-            result = hook(tuple(_join_gradients(grad_outputs, call.outputs)))
+            result = hook(tuple(joined_gradients(grad_outputs, call.outputs)))
             return None if result is None else tuple(_flat_gradients(_as_tuple(result), call.outputs))
 
         return super().register_prehook(on_shards)  # type: ignore[misc]
@@ -216,7 +216,8 @@ def _derive(cls: Any) -> Any:
         return tuple(_flat(results))
 
     def backward(ctx: Any, *flat: Tensor | None) -> tuple:
-        gradients: list[Any] = _join_gradients(flat, ctx.call.outputs)
+        expect([ctx])  # the pass may have begun at a plain result of it
+        gradients: list[Any] = joined_gradients(flat, ctx.call.outputs)
         if getattr(cls, "boxed_grads_call", False):
             gradients = [gradients]
         result = list(_as_tuple(user(ctx, *gradients)))
