@@ -14,6 +14,7 @@ from compare import beside, full
 from sweep import mesh_of, normal, place
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 
@@ -251,6 +252,47 @@ def test_a_list_call_after_a_collective_does_not_join_its_tensors() -> None:
     first, _ = torch._foreach_mul([x.redistribute(placements=[R]), y.redistribute(placements=[R])], 2.0)
     first.sum().backward()
     assert x.grad is not None and y.grad is None
+
+
+@pytest.mark.parametrize("name", [name for name in LISTS if name != "in place"])
+def test_a_list_call_is_one_node(name: str) -> None:
+    """It runs for all its tensors: what a function in Python computed one of them from gets zeros, and all results are
+    part of the graph."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        plain = x.detach() + 1
+        inner = checkpoint(lambda a: a.exp(), x * 1, use_reentrant=True)
+        first, second = LISTS[name](plain, inner)
+        second.retain_grad()
+        first.sum().backward()
+        return first, x.grad, second.grad
+
+    for placement in (S(0), S(1), P(), R):
+        same(program, normal(4, 4), placement)
+
+
+UNUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x.flatten(0, 1),
+    "a row": lambda x: x[1],
+    "a product": lambda x: x @ x,
+    "sorted": lambda x: x.sort(0).values,
+    "scanned": lambda x: x.cumsum(0),
+    "a norm": lambda x: F.layer_norm(x, (4, 4)),
+    "an extremum": lambda x: x.amax(0),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_what_a_checkpoint_does_not_use_has_no_gradient(name: str) -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        other = (x.detach() + 1).requires_grad_()
+        y = checkpoint(lambda a, b: a.sin(), x * 1, UNUSED[name](other), use_reentrant=True)
+        y.sum().backward()
+        return y, x.grad, other.grad
+
+    for mesh in MESHES:
+        for placement in (S(0), S(1), P(), R):
+            same(program, normal(4, 4), placement, mesh=mesh)
 
 
 TWICE: dict[str, Callable[[Tensor, Tensor], Any]] = {
