@@ -465,3 +465,28 @@ def test_layers_of_nothing(name: str, shape: tuple[int, ...]) -> None:
         pytest.skip("torch refuses it")
     for placement in (S(0), S(1), S(2), P(), R):
         same(program, x, placement)
+
+
+# Writes to what a gradient does not need
+
+
+READ: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "rows": lambda x, i: F.embedding(i, x),
+    "bags": lambda x, i: F.embedding_bag(i.reshape(1, -1), x),
+    "the largest of bags": lambda x, i: F.embedding_bag(i.reshape(1, -1), x, mode="max"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_looked_up_may_be_written_to_before_the_gradient_comes(name: str) -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = x * 1
+        out = READ[name](y, beside(x, torch.tensor([0, 0])))
+        with torch.no_grad():
+            y.mul_(2)
+        (out * out).sum().backward()
+        return out, x.grad
+
+    for shape in ((1, 3), (2, 1), (3, 3)):
+        for placement in (S(0), S(1), R):
+            same(program, normal(*shape), placement, mesh=(4,))
