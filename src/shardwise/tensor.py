@@ -432,8 +432,14 @@ def _remembering(made: DTensor, local: Tensor, moves: Sequence[Move]) -> DTensor
     if len(moves) == 1 and moves[0].kind == "all_gather" and made.requires_grad:
         with _disabled():
             shards = (local, *local.__dict__.get("_peers", ()))
-            made.__dict__["_gathered"] = Gathered(moves[0], shards, made._version)
+            made.__dict__["_gathered"] = Gathered(moves[0], shards, made)
     return made
+
+
+def observe(x: DTensor) -> None:
+    """Somebody looks at the gradient of this tensor itself."""
+    if "_gathered" in x.__dict__:
+        x._gathered.observed = True  # type: ignore[attr-defined]
 
 
 def _alias(shard: Tensor) -> Tensor:

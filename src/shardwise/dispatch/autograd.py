@@ -18,7 +18,7 @@ from shardwise.dispatch.nodes import Handles, nodes_of
 from shardwise.dispatch.special import handles, shards_of
 from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import alone, anchors, forget, let_go, owing, pay, second_order, tied, trail
-from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, kernels_see, localise
+from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, kernels_see, localise, observe
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled
@@ -261,6 +261,8 @@ def _refuse_edge(x: Any) -> None:
 def _flat(tensors: Sequence[Any]) -> tuple[Tensor, ...]:
     for x in tensors:
         _refuse_edge(x)
+        if isinstance(x, DTensor):
+            observe(x)
     return tuple(shard for x in tensors for shard in (shards_of(x) if isinstance(x, DTensor) else (x,)))
 
 
@@ -297,6 +299,7 @@ def _register_hook(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     x, hook = args
     if not x.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+    observe(x)
     run = partial(_run_hooks, x._layout)
     with _disabled():
         if "_peers" not in x.__dict__:

@@ -114,7 +114,7 @@ class Handles:
 
 # Gradients that are not there. A node of several results, or a function of the user's, may give no gradient at all to
 # what it was computed from. Torch's own nodes pass that on, and a leaf's gradient stays None; a function in Python
-# takes it for zeros, which ours must not turn into gradients. Ranks agree in this: the same program runs on all of them.
+# takes it for zeros, which ours must not turn into gradients. Ranks agree in this: they all run the same program.
 
 
 NOTHING = "shardwise.nothing"

@@ -328,6 +328,31 @@ def test_a_retained_gradient_is_that_behind_the_hooks(retained_first: bool) -> N
     check_grad(d, a)
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("how", ["hook", "retained", "asked for"])
+def test_the_gradient_of_what_was_gathered_can_be_seen(how: str, late: bool) -> None:
+    """Its use as varying would send the gradient past it, to the shards."""
+    w = data(4, 4)
+
+    def run(t: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        y = t * 1
+        y = y.redistribute(placements=[R, R]) if isinstance(y, DTensor) else y
+        early = (y @ v).sin().sum() if late else 0
+        if how == "hook":
+            y.register_hook(lambda g: g.tanh())
+        elif how == "retained":
+            y.retain_grad()
+        loss = early + (y @ v).sin().sum() + (y * y).sum()
+        if how == "asked for":
+            return torch.autograd.grad(loss, [y, t])
+        loss.backward()
+        return t.grad, *([y.grad] if how == "retained" else [])  # type: ignore[return-value]
+
+    a, d = twins(data(6, 4), (S0, R))
+    for plain, dist in zip(run(a, w), run(d, sw.distribute_tensor(w, MESH, [S1, R])), strict=True):
+        torch.testing.assert_close(whole(dist), plain)
+
+
 def test_a_hook_needs_a_gradient() -> None:
     d = sw.distribute_tensor(data(6, 4), MESH, [S0, R])
     with pytest.raises(RuntimeError, match="cannot register a hook on a tensor that doesn't require gradient"):
