@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.comm import Ranked, ranked
 from shardwise.comm.cause import is_moving, listeners, moved
+from shardwise.comm.rendezvous import expect
 from shardwise.errors import PlacementError
 from shardwise.layout import Mesh
 from shardwise.redistribute import Move
@@ -83,6 +84,7 @@ class _OneOfAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        expect([ctx])
         return _AllOfOne.apply(ctx.num_ranks, grad)
 
 

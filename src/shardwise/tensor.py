@@ -420,8 +420,6 @@ def localise(x: DTensor) -> Tensor:
     """The shard as a plain tensor that shares storage and history; in the simulator, a `Ranked` of all shards."""
     peers = x.__dict__.get("_peers")
     with _disabled():
-        if x.__dict__.get("_hooks") and x.requires_grad and torch.is_grad_enabled():
-            return ranked(x._hooks.uses(x))  # type: ignore[attr-defined]
         local = _as_subclass(x, Tensor)
         if peers is None:
             return local
@@ -434,8 +432,14 @@ def _remembering(made: DTensor, local: Tensor, moves: Sequence[Move]) -> DTensor
     if len(moves) == 1 and moves[0].kind == "all_gather" and made.requires_grad:
         with _disabled():
             shards = (local, *local.__dict__.get("_peers", ()))
-            made.__dict__["_gathered"] = Gathered(moves[0], shards, made._version)
+            made.__dict__["_gathered"] = Gathered(moves[0], shards, made)
     return made
+
+
+def observe(x: DTensor) -> None:
+    """Somebody looks at the gradient of this tensor itself."""
+    if "_gathered" in x.__dict__:
+        x._gathered.observed = True  # type: ignore[attr-defined]
 
 
 def _alias(shard: Tensor) -> Tensor:
@@ -500,7 +504,7 @@ def _summed_axes(layout: Layout) -> tuple[int, ...]:
 
 OURS = frozenset(
     {
-        *("_layout", "_peers", "_is_param", "_hooks", "_joined", "_moved", "_gathered", "_grad"),
+        *("_layout", "_peers", "_is_param", "_rendezvous", "_moved", "_gathered", "_grad"),
         *("_strides", "_copied", "_source", "_taking", "_whole"),
     }
 )

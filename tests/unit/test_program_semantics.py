@@ -14,6 +14,7 @@ from compare import beside, full
 from sweep import mesh_of, normal, place
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 
@@ -253,6 +254,47 @@ def test_a_list_call_after_a_collective_does_not_join_its_tensors() -> None:
     assert x.grad is not None and y.grad is None
 
 
+@pytest.mark.parametrize("name", [name for name in LISTS if name != "in place"])
+def test_a_list_call_is_one_node(name: str) -> None:
+    """It runs for all its tensors: what a function in Python computed one of them from gets zeros, and all results are
+    part of the graph."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        plain = x.detach() + 1
+        inner = checkpoint(lambda a: a.exp(), x * 1, use_reentrant=True)
+        first, second = LISTS[name](plain, inner)
+        second.retain_grad()
+        first.sum().backward()
+        return first, x.grad, second.grad
+
+    for placement in (S(0), S(1), P(), R):
+        same(program, normal(4, 4), placement)
+
+
+UNUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x.flatten(0, 1),
+    "a row": lambda x: x[1],
+    "a product": lambda x: x @ x,
+    "sorted": lambda x: x.sort(0).values,
+    "scanned": lambda x: x.cumsum(0),
+    "a norm": lambda x: F.layer_norm(x, (4, 4)),
+    "an extremum": lambda x: x.amax(0),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_what_a_checkpoint_does_not_use_has_no_gradient(name: str) -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        other = (x.detach() + 1).requires_grad_()
+        y = checkpoint(lambda a, b: a.sin(), x * 1, UNUSED[name](other), use_reentrant=True)
+        y.sum().backward()
+        return y, x.grad, other.grad
+
+    for mesh in MESHES:
+        for placement in (S(0), S(1), P(), R):
+            same(program, normal(4, 4), placement, mesh=mesh)
+
+
 TWICE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "mul": lambda v, x: torch._foreach_mul_([v, v], 3.0),
     "other numbers": lambda v, x: torch._foreach_mul_([v, v], [3.0, 2.0]),
@@ -340,13 +382,20 @@ def test_hooks_on_what_is_then_written_to(name: str, use_before: bool) -> None:
         same(watched(CHANGES[name], use_before), normal(4, 4), placement)
 
 
-def test_a_hook_keeps_nothing_alive() -> None:
-    y = place(normal(4, 4), S(0)).requires_grad_() * 1
-    y.register_hook(lambda grad: grad)
-    node = weakref.ref(y.grad_fn._nodes[0] if hasattr(y.grad_fn, "_nodes") else y.grad_fn)
-    del y
+@pytest.mark.parametrize("passes", [0, 1])
+def test_a_hook_keeps_nothing_alive(passes: int) -> None:
+    class Hook:
+        def __call__(self, grad: Tensor) -> None:
+            pass
+
+    y, hook = place(normal(4, 4), S(0)).requires_grad_() * 1, Hook()
+    y.register_hook(hook)
+    for _ in range(passes):
+        y.sum().backward()
+    kept = weakref.ref(hook)
+    del y, hook
     gc.collect()
-    assert node() is None
+    assert kept() is None
 
 
 def test_rows_picked_by_a_number_in_a_tensor() -> None:
@@ -416,3 +465,28 @@ def test_layers_of_nothing(name: str, shape: tuple[int, ...]) -> None:
         pytest.skip("torch refuses it")
     for placement in (S(0), S(1), S(2), P(), R):
         same(program, x, placement)
+
+
+# Writes to what a gradient does not need
+
+
+READ: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "rows": lambda x, i: F.embedding(i, x),
+    "bags": lambda x, i: F.embedding_bag(i.reshape(1, -1), x),
+    "the largest of bags": lambda x, i: F.embedding_bag(i.reshape(1, -1), x, mode="max"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_looked_up_may_be_written_to_before_the_gradient_comes(name: str) -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = x * 1
+        out = READ[name](y, beside(x, torch.tensor([0, 0])))
+        with torch.no_grad():
+            y.mul_(2)
+        (out * out).sum().backward()
+        return out, x.grad
+
+    for shape in ((1, 3), (2, 1), (3, 3)):
+        for placement in (S(0), S(1), R):
+            same(program, normal(*shape), placement, mesh=(4,))

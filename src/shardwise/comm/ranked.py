@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm.rendezvous import expect
 from shardwise.errors import ReplicaError
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -119,13 +120,17 @@ def _backward_of_many(
     tensors = _as_list(tensors)
     given = [None] * len(tensors) if grad_tensors is None else _as_list(grad_tensors)
     inputs = None if inputs is None else _flat(inputs)
-    torch.autograd.backward(_flat(tensors), _seeds(tensors, given), retain_graph, create_graph, inputs=inputs)
+    roots = _flat(tensors)
+    expect(x.grad_fn for x in roots)
+    torch.autograd.backward(roots, _seeds(tensors, given), retain_graph, create_graph, inputs=inputs)
 
 
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
     outputs, inputs = _as_list(outputs), _as_list(inputs)
     given = [None] * len(outputs) if grad_outputs is None else _as_list(grad_outputs)
-    flat = iter(torch.autograd.grad(_flat(outputs), _flat(inputs), _seeds(outputs, given), *args, **kwargs))
+    roots = _flat(outputs)
+    expect(x.grad_fn for x in roots)
+    flat = iter(torch.autograd.grad(roots, _flat(inputs), _seeds(outputs, given), *args, **kwargs))
     found = [[next(flat) for _ in shards_of(x)] for x in inputs]
     return tuple(join(grads) if isinstance(x, Ranked) else grads[0] for x, grads in zip(inputs, found, strict=True))
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward, saved_tensors_hooks
-from torch.utils.hooks import RemovableHandle
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
+from shardwise.comm.rendezvous import Rendezvous, expect, rendezvous, rendezvous_of
 from shardwise.dispatch.anomalies import run_backward
+from shardwise.dispatch.functions import joined_gradients
 from shardwise.dispatch.nodes import Handles, nodes_of
 from shardwise.dispatch.special import handles, shards_of
-from shardwise.errors import HookError
-from shardwise.layout import Mesh
+from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import alone, anchors, forget, let_go, owing, pay, second_order, tied, trail
-from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, kernels_see, localise
+from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, kernels_see, localise, observe
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled
@@ -212,6 +211,7 @@ def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tup
         else:
             roots.append(x)
             seeds.append(_plain_seed(x, gradient))
+    expect(nodes_of(roots))
     return tuple(roots), tuple(seeds)
 
 
@@ -244,10 +244,11 @@ def _plain_seed(x: Tensor, gradient: Tensor | None) -> Tensor | None:
 
 
 def _uses(x: DTensor) -> tuple[Tensor, ...]:
-    """The shards as a use of the tensor sees them: behind its hooks."""
-    if not x.__dict__.get("_hooks"):
+    """The shards as a use of the tensor sees them: before its hooks."""
+    if not rendezvous:
         return shards_of(x)
-    return shards_of(localise(x))  # type: ignore[arg-type]
+    with torch.enable_grad():
+        return shards_of(localise(x))  # type: ignore[arg-type]
 
 
 def _refuse_edge(x: Any) -> None:
@@ -260,6 +261,8 @@ def _refuse_edge(x: Any) -> None:
 def _flat(tensors: Sequence[Any]) -> tuple[Tensor, ...]:
     for x in tensors:
         _refuse_edge(x)
+        if isinstance(x, DTensor):
+            observe(x)
     return tuple(shard for x in tensors for shard in (shards_of(x) if isinstance(x, DTensor) else (x,)))
 
 
@@ -296,129 +299,21 @@ def _register_hook(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     x, hook = args
     if not x.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
-    if "_peers" in x.__dict__:
-        return _hooks_of(x).add(hook)
-    layout = x._layout
-
-    def call(grad: Tensor) -> Tensor | None:
-        result = hook(gradient_tensor([grad], layout))
-        return None if result is None else gradient_shards(result, layout, "the hook's result")[0]
-
+    observe(x)
+    run = partial(_run_hooks, x._layout)
     with _disabled():
-        return func(x, call)
+        if "_peers" not in x.__dict__:
+            return func(x, lambda grad: (run((hook,), (grad,)) or (None,))[0])
+        shards = shards_of(x)
+        return (rendezvous_of(shards) or Rendezvous(shards, run)).add(hook)
 
 
-def _hooks_of(x: DTensor) -> GradientHooks:
-    """The hooks of a tensor of the simulator as it is now: after a write in place, it is another."""
-    with _disabled():
-        if not any(shard.is_leaf or shard._is_view() for shard in shards_of(x)):
-            within = x.__dict__.get("_joined")
-            if within is None or within.node() is not x.grad_fn:
-                within = x._joined = GradientHooks(x)  # type: ignore[attr-defined]
-                within.enter(x)
-            return within
-    hooks = x.__dict__.get("_hooks")
-    if hooks is None:
-        hooks = x._hooks = GradientHooks(x)  # type: ignore[attr-defined]
-    return hooks
-
-
-class GradientHooks:
-    """The gradient hooks of one tensor of the simulator, where a hook must wait for the gradients of all ranks.
-
-    One node joins the shards, so that a hook runs once, on the sum of what comes back. It becomes the last one in the
-    history of the tensor (`enter`), and views of it and writes to it come after it. Leaves have no history, and that of
-    views is not theirs alone: there, uses of the tensor go through the node (`uses`), which is shared by all of them.
-    The tensor knows it by a weak reference; the graph keeps it. A use that was recorded before the first hook does not
-    pass through the node: the shards notice, and say so.
-    """
-
-    def __init__(self, x: DTensor) -> None:
-        self.layout = x._layout
-        self.calls: OrderedDict[int, Callable] = OrderedDict()
-        self.node: Callable[[], Any] = lambda: None
-        self.version = -1
-        self.sent: list[Tensor | None] = [None] * len(shards_of(x))
-        x.__dict__.pop("_moved", None)  # what was moved so far bypasses the hooks
-        with _disabled():
-            for rank, shard in enumerate(shards_of(x)):
-                shard.register_hook(lambda grad, rank=rank: self._check(rank, grad))
-
-    def __bool__(self) -> bool:
-        return bool(self.calls)
-
-    def add(self, hook: Callable) -> RemovableHandle:
-        handle = RemovableHandle(self.calls)
-        self.calls[handle.id] = hook
-        return handle
-
-    def enter(self, x: DTensor) -> None:
-        with ExitStack() as versions, torch.enable_grad():
-            for shard in shards_of(x):  # nothing is written
-                versions.enter_context(torch.autograd._unsafe_preserve_version_counter(shard))
-            _Entered.apply(self, *shards_of(x))
-        self.node = weakref.ref(x.grad_fn)
-
-    def uses(self, x: DTensor) -> Sequence[Tensor]:
-        """The shards of `x`, joined: what is computed from them sends its gradient through the hooks."""
-        node = self.node()
-        if node is not None and self.version == x._version:
-            try:
-                return node.saved_tensors
-            except RuntimeError:  # its graph was freed by a backward pass
-                pass
-        with saved_tensors_hooks(_detached, _same):  # a checkpoint must not take these for the user's
-            out = _Joined.apply(self, *shards_of(x))
-        self.node, self.version = weakref.ref(out[0].grad_fn), x._version
-        return out
-
-    def run(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        for hook in list(self.calls.values()):
-            result = hook(gradient_tensor(grads, self.layout))
-            if result is not None:
-                grads = gradient_shards(result, self.layout, "the hook's result")
-        self.sent = list(grads)
-        return grads
-
-    def _check(self, rank: int, grad: Tensor) -> None:
-        sent, self.sent[rank] = self.sent[rank], None
-        with _disabled():
-            missed = sent is None or sent.data_ptr() != grad.data_ptr()
-        if missed and self.calls:
-            raise HookError(
-                f"register_hook on a DTensor {self.layout} came after the tensor was used, so its hook would miss a "
-                f"part of the gradient; in the simulator, register hooks before the tensor is used"
-            )
-
-
-def _detached(x: Tensor) -> Tensor:
-    return x.detach()  # the node must not hold its own result
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-class _Joined(torch.autograd.Function):
-    """The shards of all ranks as they are; their gradients wait for each other and pass through hooks."""
-
-    @staticmethod
-    def forward(ctx: Any, hooks: GradientHooks, *shards: Tensor) -> Any:
-        ctx.hooks = hooks
-        out = tuple(x.view_as(x) for x in shards)
-        ctx.save_for_backward(*out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, *ctx.hooks.run(grads)
-
-
-class _Entered(_Joined):
-    """The same, in the place of the shards themselves."""
-
-    @staticmethod
-    def forward(ctx: Any, hooks: GradientHooks, *shards: Tensor) -> Any:
-        ctx.hooks = hooks
-        ctx.mark_dirty(*shards)
-        return shards
+def _run_hooks(layout: Layout, hooks: Iterable[Callable], grads: Sequence[Tensor | None]) -> Sequence[Tensor] | None:
+    """What hooks put in the place of a gradient. As in torch they are given None where a node runs for the sake of its
+    other results."""
+    replaced = None
+    for hook in hooks:
+        result = hook(*joined_gradients(grads, [layout]))
+        if result is not None:
+            grads = replaced = gradient_shards(result, layout, "the hook's result")
+    return replaced

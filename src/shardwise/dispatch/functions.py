@@ -21,7 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from shardwise.comm import ranked
+from shardwise.comm.rendezvous import expect
 from shardwise.dispatch.copies import StaleView, renew
+from shardwise.dispatch.nodes import pass_nothing_on
 from shardwise.dispatch.special import shards_of
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor, gradient_shards, gradient_tensor, localise, settled, wrap
@@ -44,10 +46,10 @@ def _apply_to_dtensors(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
         bound = inspect.signature(cls.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         args, kwargs = bound.args, bound.kwargs
-    args = [wrap(localise(x), x._layout) if isinstance(x, DTensor) and x.__dict__.get("_hooks") else x for x in args]
     call = _Call(args)
-    out = _apply(cls.__dict__.get("_on_dtensors") or _derive(cls), call, *_flat(args), **kwargs)
-    results = _join(out if isinstance(out, tuple) else (out,), call.outputs)
+    pass_nothing_on(x for x in args if isinstance(x, DTensor))
+    out = _apply(cls.__dict__.get("_on_dtensors") or _derive(cls), call, *flat_shards(args), **kwargs)
+    results = joined(out if isinstance(out, tuple) else (out,), call.outputs)
     return tuple(results) if call.returns_tuple else results[0]
 
 
@@ -67,7 +69,7 @@ def _layouts(values: Iterable[Any]) -> list[Layout | None]:
     return [x._layout if isinstance(x, DTensor) else None for x in values]
 
 
-def _flat(values: Iterable[Any]) -> list[Any]:
+def flat_shards(values: Iterable[Any]) -> list[Any]:
     """The values with the shards of all held ranks in place of DTensors."""
     return [part for x in values for part in (shards_of(x) if isinstance(x, DTensor) else (x,))]
 
@@ -78,7 +80,7 @@ def _grouped(flat: Iterable[Any], layouts: Sequence[Layout | None]) -> Iterable[
         yield [next(parts) for _ in (layout.mesh.held if layout is not None else (0,))], layout
 
 
-def _join(flat: Iterable[Any], layouts: Sequence[Layout | None]) -> list[Any]:
+def joined(flat: Iterable[Any], layouts: Sequence[Layout | None]) -> list[Any]:
     """Flat values with DTensors again in place of their shards."""
     found = []
     for parts, layout in _grouped(flat, layouts):
@@ -94,7 +96,7 @@ def _join(flat: Iterable[Any], layouts: Sequence[Layout | None]) -> list[Any]:
     return found
 
 
-def _join_gradients(flat: Iterable[Tensor | None], layouts: Sequence[Layout | None]) -> list[Tensor | None]:
+def joined_gradients(flat: Iterable[Tensor | None], layouts: Sequence[Layout | None]) -> list[Tensor | None]:
     """Gradients of values that lie as `layouts`, as DTensors."""
     found: list[Tensor | None] = []
     for parts, layout in _grouped(flat, layouts):
@@ -129,12 +131,12 @@ class _Context:
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved = _layouts(tensors)
-        super().save_for_backward(*_flat(tensors))  # type: ignore[misc]
+        super().save_for_backward(*flat_shards(tensors))  # type: ignore[misc]
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
         flat = super().saved_tensors  # type: ignore[misc]
-        return tuple(_join(flat, self.saved)) if flat else flat
+        return tuple(joined(flat, self.saved)) if flat else flat
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
@@ -142,10 +144,10 @@ class _Context:
         return tuple(parts[0] for parts, _ in _grouped(flat, self.call.inputs))
 
     def mark_dirty(self, *tensors: Tensor) -> None:
-        super().mark_dirty(*_flat(tensors))  # type: ignore[misc]
+        super().mark_dirty(*flat_shards(tensors))  # type: ignore[misc]
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        super().mark_non_differentiable(*_flat(tensors))  # type: ignore[misc]
+        super().mark_non_differentiable(*flat_shards(tensors))  # type: ignore[misc]
 
     def register_hook(self, hook: Callable) -> Any:
         """A hook on the node: `hook(gradients of inputs, gradients of outputs)`."""
@@ -153,8 +155,8 @@ class _Context:
 
         def on_shards(grad_inputs: tuple, grad_outputs: tuple) -> tuple | None:
             result = hook(
-                tuple(_join_gradients(grad_inputs, call.tensor_inputs)),
-                tuple(_join_gradients(grad_outputs, call.outputs)),
+                tuple(joined_gradients(grad_inputs, call.tensor_inputs)),
+                tuple(joined_gradients(grad_outputs, call.outputs)),
             )
             return None if result is None else tuple(_flat_gradients(_as_tuple(result), call.tensor_inputs))
 
@@ -165,7 +167,7 @@ class _Context:
         call = self.call
 
         def on_shards(grad_outputs: tuple) -> tuple | None:
-            result = hook(tuple(_join_gradients(grad_outputs, call.outputs)))
+            result = hook(tuple(joined_gradients(grad_outputs, call.outputs)))
             return None if result is None else tuple(_flat_gradients(_as_tuple(result), call.outputs))
 
         return super().register_prehook(on_shards)  # type: ignore[misc]
@@ -213,10 +215,11 @@ def _derive(cls: Any) -> Any:
             if isinstance(x, StaleView):
                 renew(x)
         call.outputs = _layouts(results)
-        return tuple(_flat(results))
+        return tuple(flat_shards(results))
 
     def backward(ctx: Any, *flat: Tensor | None) -> tuple:
-        gradients: list[Any] = _join_gradients(flat, ctx.call.outputs)
+        expect([ctx])  # the pass may have begun at a plain result of it
+        gradients: list[Any] = joined_gradients(flat, ctx.call.outputs)
         if getattr(cls, "boxed_grads_call", False):
             gradients = [gradients]
         result = list(_as_tuple(user(ctx, *gradients)))
@@ -239,6 +242,7 @@ def _derive(cls: Any) -> Any:
             "vjp": staticmethod(Function.vjp),
             "setup_context": staticmethod(Function.setup_context),
             "boxed_grads_call": False,
+            "__module__": cls.__module__,
         },
     )
     made = derived._backward_cls
@@ -291,10 +295,10 @@ def _keep_arguments(frame: Any) -> None:
 
     def save_inputs(self: Any, *args: Any) -> None:
         self.layouts = _layouts(args)
-        save(self, *_flat(args))
+        save(self, *flat_shards(args))
 
     def get_inputs(self: Any) -> list[Any]:
-        return _join(get(self), self.layouts)
+        return joined(get(self), self.layouts)
 
     frame.save_inputs, frame.get_inputs = save_inputs, get_inputs
 

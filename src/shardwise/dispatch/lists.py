@@ -12,6 +12,8 @@ from torch import Tensor
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.build import Whole
+from shardwise.dispatch.functions import flat_shards, joined
+from shardwise.dispatch.nodes import pass_nothing_on
 from shardwise.dispatch.plan import Mover, Plan, direct_list, mover_of, runs_in_cpp
 from shardwise.dispatch.stand_ins import refused
 from shardwise.dispatch.trace import flat_tensors, map_tensors
@@ -152,8 +154,8 @@ def _split_axes(layout: Layout) -> set[int]:
 
 class _Recorded:
     """A plan that holds for what autograd does not record. In its graph torch makes one node of the call, which runs
-    for all elements, whichever of them a loss depends on, and a collective before it would take that for a gradient of
-    zeros: so each gets a call of its own."""
+    for all elements, whichever of them a loss depends on: what came before the others is given no gradient. In place
+    each element has a node of its own, so each gets a call of its own."""
 
     __slots__ = ("func", "plan")
 
@@ -163,30 +165,26 @@ class _Recorded:
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         if not torch.is_grad_enabled():
             return self.plan(args, kwargs)
-        lead = _lead(args, kwargs or {})
-        recorded = len(lead) > 1 and any(x.requires_grad for x in flat_tensors((args, kwargs or {})))
+        lead, given = _lead(args, kwargs or {}), flat_tensors((args, kwargs or {}))
         in_place = list_name(self.func).endswith("_")
-        if not recorded or (in_place and _is_torchs_own(lead)):
+        if len(lead) < 2 or not any(x.requires_grad for x in given) or (in_place and _is_torchs_own(lead)):
             return self.plan(args, kwargs)
-        results: list[Any] = []
+        if not in_place:
+            out = self.plan(args, kwargs)
+            pass_nothing_on(out)
+            return out
         for at in range(len(lead)):
-            mine = tuple(_element(arg, at) for arg in args)
-            named = {name: _element(arg, at) for name, arg in (kwargs or {}).items()}
-            if not in_place and not any(x.requires_grad for x in flat_tensors((mine, named))):
-                mine = map_tensors(mine, _connected)
-            results += self.func(*mine, **named) or ()
-        return _returned(self.func, args, kwargs, results)
+            self.func(
+                *(_element(arg, at) for arg in args),
+                **{name: _element(arg, at) for name, arg in (kwargs or {}).items()},
+            )
+        return _returned(self.func, args, kwargs, ())
 
 
 def _is_torchs_own(written: Sequence[Tensor]) -> bool:
     """Whether a list is left to torch as a whole, because it refuses one of its tensors, before it writes to any; or
     because one is there twice, of which the graph knows only once."""
     return len({id(x) for x in written}) < len(written) or any(x.requires_grad and x.is_leaf for x in written)
-
-
-def _connected(x: Tensor) -> Tensor:
-    """A tensor of which results require gradients, as all results of torch's one node do, though nobody gets any."""
-    return x.detach().requires_grad_() if x.is_floating_point() or x.is_complex() else x
 
 
 def _element(argument: Any, at: int) -> Any:
@@ -392,9 +390,29 @@ def _each(func: Callable) -> Plan:
             mine = [arg[at] if isinstance(arg, (list, tuple)) else arg for arg in args]
             named = {k: arg[at] if isinstance(arg, (list, tuple)) else arg for k, arg in (kwargs or {}).items()}
             results.append(base(*mine, **named))
+        if any(x.requires_grad for x in results) and not list_name(func).endswith("_"):
+            results = _of_one_node(results)
         return _returned(func, args, kwargs, results)
 
     return run
+
+
+def _of_one_node(results: list[Any]) -> list[Any]:
+    with _disabled():
+        return joined(_OneNode.apply(*flat_shards(results)), [x._layout for x in results])
+
+
+class _OneNode(torch.autograd.Function):
+    """Results as torch's one node would give them: what is there of their gradients is passed on."""
+
+    @staticmethod
+    def forward(ctx: Any, *shards: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in shards)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return grads
 
 
 def _base(name: str) -> Callable[..., Tensor]:

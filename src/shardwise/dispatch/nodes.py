@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, Node
 from shardwise.dispatch.special import handles, shards_of
 from shardwise.dispatch.trace import flat_tensors
 from shardwise.errors import HookError
+from shardwise.redistribute import tied
 from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -109,6 +110,36 @@ class Handles:
 
     def __exit__(self, *exception: Any) -> None:
         self.remove()
+
+
+# Gradients that are not there. A node of several results, or a function of the user's, may give no gradient at all to
+# what it was computed from. Torch's own nodes pass that on, and a leaf's gradient stays None; a function in Python
+# takes it for zeros, which ours must not turn into gradients. Ranks agree in this: they all run the same program.
+
+
+NOTHING = "shardwise.nothing"
+"""Under this name a node knows that it passes on what is not there, as do those before it."""
+
+
+def pass_nothing_on(tensors: Iterable[DTensor]) -> None:
+    """Let the graph that some tensors come from pass on gradients that are not there."""
+    todo = nodes_of([shard for x in tensors for shard in shards_of(x)])
+    while todo:
+        node = todo.pop()
+        if NOTHING not in node.metadata:
+            node.metadata[NOTHING] = True
+            if _is_ours(node):
+                node.register_hook(_nothing_of_nothing)
+            todo += [following for following, _ in node.next_functions if following is not None]
+
+
+def _is_ours(node: Any) -> bool:
+    module = getattr(getattr(node, "_forward_cls", None), "__module__", "")
+    return module.startswith("shardwise.") and module != tied.__module__  # which is there to give zeros
+
+
+def _nothing_of_nothing(gave: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> Any:
+    return None if any(grad is not None for grad in got) else (None,) * len(gave)
 
 
 # Hooks on several tensors

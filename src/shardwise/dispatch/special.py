@@ -21,7 +21,7 @@ from shardwise.dispatch.trace import map_tensors
 from shardwise.dispatch.views import OfCopies
 from shardwise.dispatch.without_data import WithoutData, lie_on_meta, needs_data
 from shardwise.errors import MixedTensorError
-from shardwise.tensor import DTensor, arrive, as_layout, wrap
+from shardwise.tensor import DTensor, arrive, as_layout, observe, wrap
 
 Handler = Callable[[Callable, tuple, dict[str, Any]], Any]
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -312,6 +312,8 @@ def _settle(x: DTensor, requires_grad: bool = True) -> None:
 def _on_every_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
         _settle(*args)
+    if func is Tensor.retain_grad:
+        observe(args[0])
     with _disabled():
         for shard in shards_of(args[0]):
             func(shard, *args[1:], **kwargs)

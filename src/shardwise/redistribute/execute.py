@@ -264,6 +264,8 @@ class Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if grads[0] is None:
+            return None, *grads
         dual = ctx.move.dual
         forget(dual.source.layout.mesh)
         if not _grad_enabled():
@@ -281,40 +283,49 @@ class Moved(torch.autograd.Function):
 
 class Gathered:
     """What a gathered tensor remembers of where it came from, so that its use as varying, R → V, is S → V after all:
-    the gradient is reduce-scattered, not reduced everywhere and then sliced.
+    the gradient is reduce-scattered, not reduced everywhere and then sliced. Unless the gradient of the gathered tensor
+    itself is `observed`, by a hook, or because it is kept or asked for: then it goes that way.
 
     It keeps the place of the shards in the graph, by tensors that take no memory, not the shards.
     """
 
-    __slots__ = ("axes", "move", "places", "version")
+    __slots__ = ("axes", "move", "observed", "places", "through", "version")
 
-    def __init__(self, move: Move, shards: Sequence[Tensor], version: int) -> None:
+    def __init__(self, move: Move, shards: Sequence[Tensor], whole: Tensor) -> None:
         self.axes = move.axes
         varying = Typed(move.target.layout, move.target.varying.union(move.axes))
-        self.move = Move(move.source, varying, move.axes)
-        self.version = version
+        self.move, self.through = Move(move.source, varying, move.axes), Move(move.target, varying, move.axes)
+        self.version = whole._version
         self.places = [_placeholder(x) for x in shards]
+        self.observed = False
+        whole.grad_fn.materialize_grads = False  # type: ignore[union-attr]  # most often nothing comes back there
 
     def serves(self, move: Move, version: int) -> bool:
         return move.kind == "nothing" and move.axes == self.axes and version == self.version
 
     def as_varying(self, whole: Sequence[Tensor]) -> Sequence[Tensor]:
-        out = _Regathered.apply(self.move, *self.places, *(x.detach() for x in whole))
+        out = _Regathered.apply(self, *self.places, *whole)
         return (out,) if isinstance(out, Tensor) else out
 
 
 class _Regathered(Moved):
-    """The shards' places and what was gathered from them → the latter, with the gradient of a gather."""
+    """The shards' places and what was gathered from them → the latter, with the gradient of a gather, or of a use."""
 
     @staticmethod
-    def forward(ctx: Any, move: Move, *tensors: Tensor) -> Any:
-        ctx.move = move
+    def forward(ctx: Any, gathered: Gathered, *tensors: Tensor) -> Any:
+        ctx.gathered, ctx.move = gathered, gathered.move
         whole = [x.detach() for x in tensors[len(tensors) // 2 :]]
         return whole[0] if len(whole) == 1 else tuple(whole)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return *Moved.backward(ctx, *grads), *(None for _ in grads)
+        nothing = (None,) * len(grads)
+        if not ctx.gathered.observed:
+            return *Moved.backward(ctx, *grads), *nothing
+        dual = ctx.gathered.through.dual
+        forget(dual.source.layout.mesh)
+        with _disabled():
+            return None, *nothing, *(recorded(dual, grads) if _grad_enabled() else run_move(dual, grads))
 
 
 NAMES = {kind: "".join(map(str.capitalize, kind.split("_"))) for kind in KERNELS}

@@ -93,7 +93,7 @@ def _own_rows(table: Tensor, index: Tensor, start: int, num_rows: int, padding: 
         return torch.embedding(table, index, padding)
     local, mine = _own(table, index, start)
     if not len(table):  # no rows here: zeros that are still part of the graph
-        return table.new_zeros((*index.shape, table.shape[1])) + remembered(table).sum(dtype=table.dtype)
+        return _nothing_of(table, (*index.shape, table.shape[1]))
     padding = padding - start if start <= padding < start + len(table) else -1
     return torch.where(mine.unsqueeze(-1), torch.embedding(table, local, padding), table.new_zeros(()))
 
@@ -318,13 +318,18 @@ def _sum_in_bags(
     """The items of our own rows, summed by torch; a mean is divided by the size of the whole bag."""
     mine, bag, sizes = _own_items(index, table, offsets, row_start, item_start, bags)
     if not len(sizes) or not table.numel():
-        return connected_zeros(table, (len(sizes), table.shape[1]), weights)
+        return _nothing_of(table, (len(sizes), table.shape[1]), weights)
     begins = torch.zeros_like(sizes).index_add(0, bag, mine.to(sizes.dtype)).cumsum(0)
     begins = torch.cat([begins.new_zeros(1), begins[:-1]]).to(index.dtype)
     items = index.reshape(-1)[mine] - row_start
     chosen = None if weights is None else weights.reshape(-1)[mine]
     out = F.embedding_bag(items, table, begins, mode="sum", per_sample_weights=chosen)
     return out / sizes.clamp(min=1).unsqueeze(1).to(out.dtype) if bags.mode == "mean" else out
+
+
+def _nothing_of(table: Tensor, shape: Sequence[int], weights: Tensor | None = None) -> Tensor:
+    """Zeros that depend on a table. Like bags they do not save it: it may be written to before the gradient comes."""
+    return remembered(connected_zeros(table, shape, weights, saves=False))
 
 
 def _largest_in_bags(
@@ -360,7 +365,7 @@ def _largest_of_own(
     chosen = mine.nonzero().reshape(-1)
     rows, bag = table[index[chosen] - row_start], bag[chosen].unsqueeze(1).expand(-1, shape[1])
     if not len(chosen):
-        return connected_zeros(table, shape) - math.inf, bag.new_full(shape, LAST)
+        return _nothing_of(table, shape) - math.inf, bag.new_full(shape, LAST)
     known = rows.detach()
     passed = known.isnan() & ~leads[chosen].unsqueeze(1)  # nothing is larger than a NaN that comes first; others lose
     known = torch.where(passed, -math.inf, known)

@@ -13,7 +13,7 @@ from shardwise.layout import Layout
 from shardwise.rules.notation import Factor, Factors, dims_of
 from shardwise.rules.reductions import PROGRAM_COST, is_inexact, maximum, wide
 from shardwise.rules.registry import register
-from shardwise.rules.spatial import remembered
+from shardwise.rules.spatial import saved
 from shardwise.rules.types import Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
 
 
@@ -247,7 +247,7 @@ def _group_norm_or_empty(x: Tensor, weight: Any, bias: Any, n: int, c: int, hxw:
             None if param is None else param.contiguous() for param in (weight, bias)
         )  # as it must be given
         return torch.native_group_norm(x.contiguous(), weight, bias, n, c, hxw, group, eps)
-    out = remembered(x)
+    out = saved(x)
     for param in (weight, bias):  # nothing to normalise, but every rank takes part in backward
         out = out if param is None else out + param.sum() * param.new_zeros(())
     stats = x.sum(dim=tuple(range(1, x.ndim))).reshape(n, 1).expand(n, group if c else 0)

@@ -123,13 +123,18 @@ def connected_zeros(like: Tensor, shape: Sequence[int], *others: Tensor | None, 
     for x in (like, *others):
         if x is not None and x.requires_grad:
             nothing = x.narrow(0, 0, 0) if x.dim() else x[None][:0]
-            out = out + (remembered(nothing) if saves else nothing).sum().to(out.dtype)
+            out = out + (saved(nothing) if saves else nothing).sum().to(out.dtype)
     return out
 
 
-def remembered(x: Tensor) -> Tensor:
-    """Something empty, or zero, of which autograd saves a tensor."""
+def saved(x: Tensor) -> Tensor:
+    """Something empty that autograd saves, and refuses to see written to, as it does where there is something."""
     return x * x.detach()
+
+
+def remembered(x: Tensor) -> Tensor:
+    """Something empty, or zero, for which autograd saves another tensor."""
+    return x * x.new_zeros(x.shape)
 
 
 def unless_empty(call: Call, outs: Sequence[Layout], local: Local | None = None, *, saves: bool = True) -> Local | None:
