@@ -115,6 +115,42 @@ def test_writes_to_a_detached_row_of_a_leaf(placement: sw.Placement) -> None:
 
 
 @pytest.mark.parametrize("placement", [S(0), S(1), R], ids=str)
+@pytest.mark.parametrize("view", [lambda x: x[0], lambda x: x[:, 1], lambda x: x.view(-1), lambda x: x.view(-1)[:5]])
+def test_writes_to_a_detached_row_that_give_it_a_history(
+    view: Callable[[Tensor], Tensor], placement: sw.Placement
+) -> None:
+    """It has one from then on, but what it was detached from has not."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        w = (x.detach()[0, 0] * 2).requires_grad_()
+        row = view(x).detach()
+        row[1:].mul_(w)
+        (x * x).sum().backward()
+        row.sum().backward()
+        return x, x.grad, row, w.grad
+
+    same(program, normal(4, 4), placement)
+
+
+@pytest.mark.parametrize("view", [lambda v: v[1:], lambda v: v[:, :1], lambda v: v.select(1, 0), lambda v: v[1, ::2]])
+def test_views_of_a_sum_that_was_reduced_before(view: Callable[[Tensor], Tensor]) -> None:
+    """They are views of what it came to, and a write to one of them is not."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        v = x @ x.t()
+        positive = v > 0
+        view(v).mul_(2)
+        view(v).add_(1)
+        v[0, :2] = 0.5
+        v[positive] += 1
+        (v * v).sum().backward()
+        return v, x.grad
+
+    for mesh in MESHES:
+        same(program, normal(3, 4), S(1), mesh=mesh)
+
+
+@pytest.mark.parametrize("placement", [S(0), S(1), R], ids=str)
 def test_writes_to_a_row_of_a_leaf_are_refused_before_anything_is_written(placement: sw.Placement) -> None:
     x = place(normal(4, 4), placement).requires_grad_()
     row, before = x[0], x.detach().clone()
@@ -310,6 +346,43 @@ def test_a_tensor_and_its_views_in_a_list_that_torch_differentiates_wrongly(plac
     with pytest.raises(sw.errors.InPlaceError):
         torch._foreach_mul_([v.view(-1), v], 3.0)
     assert torch.equal(v, before)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_writes_to_the_data_of_a_sum_that_was_reduced_before(recorded: bool) -> None:
+    """Autograd's count of writes does not hear of them."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        v = (x if recorded else x.detach()) @ x.detach().t()
+        before = v.sin()
+        v.data.mul_(2)
+        after = v.sin()
+        data = v.data
+        again = v.sin()
+        data.add_(1)
+        return before, after, again, v.sin()
+
+    same(program, normal(3, 4), S(1))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_can_be_written_to(rows: int, create_graph: bool) -> None:
+    """Torch's is no expanded number where its function divides by a count, and on no rank may ours be one."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        found = [
+            torch.autograd.grad((x * 2).mean(), x, create_graph=create_graph)[0],
+            torch.autograd.grad((x * x).view(-1).mean(), x, create_graph=create_graph)[0],
+            torch.autograd.grad((y := x * 2).mean(), y, create_graph=create_graph)[0],
+        ]
+        for grad in found:
+            grad.detach().add_(1)
+            grad.detach()[0].mul_(2)
+        return tuple(found)
+
+    for mesh in MESHES:
+        same(program, normal(rows, 3), S(0), mesh=mesh)
 
 
 # Terms of products and norms

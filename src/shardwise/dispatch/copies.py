@@ -204,7 +204,7 @@ def is_view(x: Tensor) -> bool:
 
 def _root(x: Tensor, name: str) -> Tensor:
     """Where a write to a tensor gets in the end: there it must be possible."""
-    root, copy = x, _copy_in(x)
+    root, copy, recorded = x, _copy_in(x), True
     while copy is not None:
         if copy._source[1] is None:
             raise InPlaceError(
@@ -212,16 +212,19 @@ def _root(x: Tensor, name: str) -> Tensor:
                 f"ranks, and the write would be lost. Nothing was changed; write to the tensor itself, or redistribute "
                 f"it first so that the view needs no data of other ranks"
             )
+        recorded = recorded and _is_recorded(root, copy)
         root = copy._source[0]
-        if _is_recorded(x) and is_leaf(root) and root.requires_grad:
+        if recorded and is_leaf(root) and root.requires_grad:
             raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
         copy = _copy_in(root)
     return root
 
 
-def _is_recorded(x: Tensor) -> bool:
-    """Whether a write to a tensor is part of the graph: not one to what was detached from it."""
-    return torch.is_grad_enabled() and x.requires_grad
+def _is_recorded(x: Tensor, copy: CopiedView) -> bool:
+    """Whether a write to a copy, or to a view of it, is part of its history: not one to what was detached from it."""
+    with _disabled():
+        same = (x if x._base is None else x._base) is (copy if copy._base is None else copy._base)
+        return same and torch.is_grad_enabled() and x.requires_grad
 
 
 def carry_on(written: Iterable[Tensor]) -> None:
@@ -235,8 +238,9 @@ def carry_on(written: Iterable[Tensor]) -> None:
         if copy is not None:
             source, way_back = copy._source
             storage = storage_of(source)
+            source.__dict__["_layout"] = source._layout.unreduced  # what it came to; views to write to are not of that
             kin = [view for reference in _taken.pop(storage, ()) if (view := reference()) is not None]
-            with nullcontext() if _is_recorded(x) else torch.no_grad():
+            with nullcontext() if _is_recorded(x, copy) else torch.no_grad():
                 way_back(source, wrap(localise(copy), copy._layout))  # type: ignore[misc]
             for view in kin:
                 if _whole(view) is copy or (view.__class__ is CopiedView and _source_storage(view) == storage_of(copy)):

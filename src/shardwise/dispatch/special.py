@@ -311,11 +311,11 @@ def _data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     reduce_terms(args[0])
     with _disabled():
         shards = [func(shard) for shard in shards_of(args[0])]
-    out = wrap(shards[0] if len(shards) == 1 else ranked(shards), args[0]._layout)
+    out = wrap(shards[0] if len(shards) == 1 else ranked(shards), args[0]._layout.unreduced)
     if isinstance(args[0], CopiedView):
         watch_view(out, args[0])
-    if func == _GET_DATA and args[0].requires_grad and not args[0].is_leaf:
-        args[0]._moved = _Unshared()
+    if func == _GET_DATA and not (args[0].requires_grad and args[0].is_leaf):
+        args[0]._moved, args[0]._layout = _Unshared(), args[0]._layout.unreduced
     return out
 
 
@@ -323,8 +323,8 @@ _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class _Unshared(dict[Any, Any]):
-    """What was moved of a tensor within the graph whose `data` were handed out: nothing is kept, as nobody would hear
-    of a write. (What was moved of a leaf is forgotten with every such write.)"""
+    """What was moved of a tensor whose `data` were handed out: nothing is kept, as nobody would hear of a write. (What
+    was moved of a leaf of the graph is forgotten with every such write.)"""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
