@@ -465,10 +465,12 @@ def as_layout(value: Tensor, layout: Layout, name: str) -> DTensor:
 
 def settled(x: Any) -> Any:
     """A result whose gradient has a layout: those of the terms of a product, or of a norm, are not its terms."""
-    if not isinstance(x, DTensor):
-        return x
-    keep = [p if p is not None and p.divides_gradients else None for p in x._layout.pending]
-    return as_layout(x, x._layout.with_(pending=keep), "a result")
+    return as_layout(x, without_terms(x._layout), "a result") if isinstance(x, DTensor) else x
+
+
+def without_terms(layout: Layout) -> Layout:
+    """The layout in which products and norms are reduced, whose terms no value is taken apart into."""
+    return layout.with_(pending=[p if p is not None and p.divides_gradients else None for p in layout.pending])
 
 
 # A gradient of a pending sum is whole on every rank, and what each rank computes from it differs: `V` in the table of

@@ -138,36 +138,6 @@ def test_replicas_that_differ_are_taken_at_their_word_without_a_check() -> None:
     assert d.tolist() == [0.0, 0.0]
 
 
-PRODUCT, NORM = sw.Partial("product"), sw.Partial("norm", 2)
-IN_PLACE: list[tuple[str, Callable[[DTensor], object], tuple]] = [
-    ("clamp_", lambda d: d.clamp_(max=2), (PRODUCT, R)),
-    ("relu_", lambda d: d.relu_(), (R, NORM)),
-    ("exp_", lambda d: torch.exp_(d), (PRODUCT, PRODUCT)),
-    ("foreach", lambda d: torch._foreach_exp_([d]), (NORM, R)),
-]
-
-
-@pytest.mark.parametrize(("name", "write", "placements"), IN_PLACE, ids=[name for name, _, _ in IN_PLACE])
-def test_writes_into_an_impossible_layout_change_nothing(name: str, write: Callable, placements: tuple) -> None:
-    d = DTensor.from_local(torch.tensor([1.5, -2.0]), MESH, placements)
-    before = d.full_tensor()
-    version = d._version
-    with pytest.raises(errors.InPlaceError, match="redistribute"):
-        write(d)
-    assert d.placements == placements and d._version == version and torch.equal(d.full_tensor(), before)
-
-
-def test_the_text_of_a_refused_write() -> None:
-    d = DTensor.from_local(torch.tensor(1.5), MESH, [sw.Partial("product"), R])
-    with pytest.raises(errors.InPlaceError) as error:
-        d.clamp_(max=2)
-    assert str(error.value) == (
-        "aten.clamp_ cannot write to a tensor that lies as [] P(product)@dp: its result has another layout. Nothing "
-        "was changed; redistribute the tensor first, or use the out-of-place function"
-    )
-    assert d.clamp(max=2).item() == 2
-
-
 @pytest.mark.filterwarnings(
     "ignore:The PyTorch API of nested", "ignore:Sparse CSR tensor support", "ignore:.*on these shards"
 )

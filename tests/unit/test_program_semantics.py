@@ -116,6 +116,42 @@ def test_writes_to_a_detached_row_of_a_leaf(placement: sw.Placement) -> None:
 
 
 @pytest.mark.parametrize("placement", [S(0), S(1), R], ids=str)
+@pytest.mark.parametrize("view", [lambda x: x[0], lambda x: x[:, 1], lambda x: x.view(-1), lambda x: x.view(-1)[:5]])
+def test_writes_to_a_detached_row_that_give_it_a_history(
+    view: Callable[[Tensor], Tensor], placement: sw.Placement
+) -> None:
+    """It has one from then on, but what it was detached from has not."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        w = (x.detach()[0, 0] * 2).requires_grad_()
+        row = view(x).detach()
+        row[1:].mul_(w)
+        (x * x).sum().backward()
+        row.sum().backward()
+        return x, x.grad, row, w.grad
+
+    same(program, normal(4, 4), placement)
+
+
+@pytest.mark.parametrize("view", [lambda v: v[1:], lambda v: v[:, :1], lambda v: v.select(1, 0), lambda v: v[1, ::2]])
+def test_views_of_a_sum_that_was_reduced_before(view: Callable[[Tensor], Tensor]) -> None:
+    """They are views of what it came to, and a write to one of them is not."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        v = x @ x.t()
+        positive = v > 0
+        view(v).mul_(2)
+        view(v).add_(1)
+        v[0, :2] = 0.5
+        v[positive] += 1
+        (v * v).sum().backward()
+        return v, x.grad
+
+    for mesh in MESHES:
+        same(program, normal(3, 4), S(1), mesh=mesh)
+
+
+@pytest.mark.parametrize("placement", [S(0), S(1), R], ids=str)
 def test_writes_to_a_row_of_a_leaf_are_refused_before_anything_is_written(placement: sw.Placement) -> None:
     x = place(normal(4, 4), placement).requires_grad_()
     row, before = x[0], x.detach().clone()
@@ -318,13 +354,136 @@ def test_a_list_may_name_a_tensor_twice(name: str) -> None:
         same(program, normal(4, 4), placement)
 
 
-@pytest.mark.parametrize("views", [lambda v: [v.view(-1), v.t()], lambda v: [v[:, 0], v[:, 0]]])
-def test_views_that_do_not_show_each_others_writes_are_refused_in_a_list(views: Callable[[Tensor], Any]) -> None:
-    v = place(normal(4, 4), S(1))
-    before = v.clone()
-    with pytest.raises(sw.errors.InPlaceError, match="write to one after the other"):
-        torch._foreach_mul_(views(v), 3.0)
+OVERLAPPING: list[Callable[[Tensor], list[Tensor]]] = [
+    lambda v: [v.view(-1), v.t()],
+    lambda v: [v[:, 0], v[:, 0]],
+    lambda v: [v[:, 0], v[:, 1], v.view(-1), v[:, 0]],
+    lambda v: [v[:1], v.view(2, 8), v[:, 1:3]],
+]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("placement", [S(0), S(1), P(), P("avg"), P("max"), R], ids=str)
+def test_views_in_a_list_that_do_not_show_each_others_writes(placement: sw.Placement, recorded: bool) -> None:
+    """Here some are copies, and sums are written to by way of what they come to: they are written to in turn."""
+    for views in OVERLAPPING:
+
+        def program(x: Tensor) -> tuple[Any, ...]:
+            v = x * 1 if recorded else x.detach() * 1
+            found = views(v)  # noqa: B023
+            torch._foreach_add_(found, 0.5)
+            torch._foreach_mul_(found, [x.detach() * 1 for x in found])
+            if recorded:
+                (v * v).sum().backward()
+            return v, x.grad
+
+        same(program, normal(4, 4), placement)
+
+
+@pytest.mark.parametrize("placement", [S(1), P()], ids=str)
+def test_a_tensor_and_its_views_in_a_list_that_torch_differentiates_wrongly(placement: sw.Placement) -> None:
+    """In torch's graph the write to the tensor takes the place of those to its views."""
+    v = place(normal(4, 4), placement).requires_grad_() * 1
+    before = v.detach().clone()
+    with pytest.raises(sw.errors.InPlaceError):
+        torch._foreach_mul_([v.view(-1), v], 3.0)
     assert torch.equal(v, before)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_writes_to_the_data_of_a_sum_that_was_reduced_before(recorded: bool) -> None:
+    """Autograd's count of writes does not hear of them."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        v = (x if recorded else x.detach()) @ x.detach().t()
+        before = v.sin()
+        v.data.mul_(2)
+        after = v.sin()
+        data = v.data
+        again = v.sin()
+        data.add_(1)
+        return before, after, again, v.sin()
+
+    same(program, normal(3, 4), S(1))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_can_be_written_to(rows: int, create_graph: bool) -> None:
+    """Torch's is no expanded number where its function divides by a count, and on no rank may ours be one."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        found = [
+            torch.autograd.grad((x * 2).mean(), x, create_graph=create_graph)[0],
+            torch.autograd.grad((x * x).view(-1).mean(), x, create_graph=create_graph)[0],
+            torch.autograd.grad((y := x * 2).mean(), y, create_graph=create_graph)[0],
+        ]
+        for grad in found:
+            grad.detach().add_(1)
+            grad.detach()[0].mul_(2)
+        return tuple(found)
+
+    for mesh in MESHES:
+        same(program, normal(rows, 3), S(0), mesh=mesh)
+
+
+# Terms of products and norms
+
+
+def terms(x: Tensor, kind: str) -> Tensor:
+    if kind == "product":
+        return x.prod(0)
+    if not isinstance(x, sw.DTensor):
+        return x.norm(dim=0)
+    return sw.DTensor.from_local(x.to_local().norm(dim=0), x.device_mesh, [P("norm", 2.0)])
+
+
+TERMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "mul": lambda y, w: y.mul_(-2),
+    "fill": lambda y, w: y.fill_(-1.5),
+    "another": lambda y, w: y.copy_(w),
+    "a part": lambda y, w: y[1:].neg_(),
+    "assigned": lambda y, w: y.__setitem__(0, -0.5),
+    "by a mask": lambda y, w: y.__setitem__(w > 0, -0.5),
+    "through a view": lambda y, w: y.view(3, 1).squeeze().sub_(9),
+    "through data": lambda y, w: y.data.sub_(9),
+    "after a view": lambda y, w: (y.view(-1), y.sub_(9))[0].mul_(w),
+    "list": lambda y, w: torch._foreach_sub_([y, w], 9),
+    "list of views": lambda y, w: torch._foreach_sub_([y[:2], y], 9),
+    "out": lambda y, w: torch.neg(w, out=y),
+    "after a use": lambda y, w: (y + w, y.sub_(9)),
+}
+
+
+@pytest.mark.parametrize("kind", ["product", "norm"])
+@pytest.mark.parametrize("name", TERMS)
+def test_writes_to_terms_of_products_and_norms(name: str, kind: str) -> None:
+    """A norm is not taken apart into terms: it is reduced as soon as it is written to, or seen through a view."""
+
+    def program(x: Tensor) -> tuple[Tensor, ...]:
+        w = beside(x, torch.tensor([2.0, -1.0, 0.5], dtype=torch.float64))
+        y = terms(x.detach(), kind)
+        before, view = y.clone(), y.detach()
+        TERMS[name](y, w)
+        return before, y, view, w
+
+    for mesh in MESHES:
+        same(program, normal(4, 3), S(0), mesh=mesh)
+    y: Any = terms(place(normal(4, 3), S(0)), kind)
+    assert isinstance(y.placements[0], P), "the premise of this test"
+
+
+@pytest.mark.parametrize("kind", ["product", "norm"])
+def test_gradients_through_writes_to_terms(kind: str) -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = terms(x.detach(), kind)
+        view = y.unsqueeze(0)
+        y.mul_(x[0])
+        view[:, 1:].add_(x[1, 1:])
+        (view * view).sum().backward()
+        return y, x.grad
+
+    same(program, normal(4, 3), S(0))
 
 
 def test_what_a_list_call_wrote_is_seen_by_its_later_elements() -> None:

@@ -16,11 +16,11 @@ from shardwise.comm.cause import watchers
 from shardwise.dispatch.autocasting import AUTOCAST, Autocast, autocast_dtype
 from shardwise.dispatch.build import Steps, build
 from shardwise.dispatch.copies import CopiedView
-from shardwise.dispatch.elsewhere import written_arguments, written_elsewhere
+from shardwise.dispatch.elsewhere import seen_arguments, written_arguments, written_elsewhere
 from shardwise.dispatch.entries import is_collective, refuse_collective
 from shardwise.dispatch.fallback import Gathered, describe, report
 from shardwise.dispatch.key import PlainTensor, Uncacheable, is_parameter, key_of, variant_key
-from shardwise.dispatch.lists import plan_list_call
+from shardwise.dispatch.lists import in_turn, plan_list_call, written_terms
 from shardwise.dispatch.lower import LostWriteError, Lowered, is_builtin, lower
 from shardwise.dispatch.lying import Lying, may_hide
 from shardwise.dispatch.memory import whole_lies_plainly, whole_strides
@@ -29,7 +29,16 @@ from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.names import by_position
 from shardwise.dispatch.nothing import OnNothing
 from shardwise.dispatch.outs import plan_out
-from shardwise.dispatch.plan import Direct, Plan, changed, runs_in_cpp, settling, wrap_fresh
+from shardwise.dispatch.plan import (
+    Direct,
+    Plan,
+    changed,
+    has_terms,
+    reduced_first,
+    runs_in_cpp,
+    settling,
+    wrap_fresh,
+)
 from shardwise.dispatch.special import SPECIAL
 from shardwise.dispatch.stand_ins import can_be_tried, refused, refused_dtypes, torchs_own
 from shardwise.dispatch.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call
@@ -167,12 +176,14 @@ def make_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     if is_collective(func):
         return refuse_collective
     if any(isinstance(x, CopiedView) for x in flat_tensors((args, kwargs))):
-        return OfCopies(func)
+        return in_turn(OfCopies(func), func)
     if is_list_op(func):
+        if terms := written_terms(func, args, kwargs):
+            return reduced_first(func, terms)
         try:
             plan = plan_list_call(func, args, kwargs)
         except InPlaceError as refusal:
-            return written_elsewhere(func, args, kwargs, refusal)
+            return in_turn(written_elsewhere(func, args, kwargs, refusal), func)
         return Writes(plan, func.__name__, None) if func.__name__.endswith("_") else plan
     if "out" in kwargs and (into := plan_out(func, args, kwargs)) is not None:
         return into
@@ -285,6 +296,8 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
             refusal = (refused if unchecked else refused_dtypes)(asked, args, kwargs)
             if refusal is not None:
                 raise refusal
+    if terms := [at for at in seen_arguments(trace) if has_terms(layouts[at])]:
+        return reduced_first(asked, terms), False
     if any(call.name.startswith("as_strided") for call in trace.calls) and not all(x.replicated for x in layouts):
         return ContiguousOnly(_gathered(func, args, kwargs, layouts)), False
     if trace.output is NotImplemented:

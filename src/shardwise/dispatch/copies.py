@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.comm import shards_of
 from shardwise.dispatch.trace import flat_tensors
 from shardwise.errors import InPlaceError
-from shardwise.layout import Layout, Replicate
+from shardwise.layout import Replicate
 from shardwise.local import is_leaf
 from shardwise.tensor import DTensor, localise, wrap
 
@@ -178,53 +178,53 @@ def is_copied_view(x: Tensor) -> bool:
 def refuse_lost_writes(written: Sequence[Tensor], name: str) -> None:
     """Before a write: refuse it if it would go to a copy from which there is no way back, or to several tensors, one of
     which does not show what was written to another."""
-    if not any(storage_of(x) in copies for x in written):
-        return
-    roots: dict[int, Tensor] = {}
-    for x in written:
-        root = _root(x, name)
-        if roots.setdefault(storage_of(root), x) is not x:
-            raise InPlaceError(
-                f"{name} would write to several views of one DTensor, of which some had to be copies, because their "
-                f"data came from other ranks. Nothing was changed; write to one after the other"
-            )
+    if any(storage_of(x) in copies for x in written) and depend(written, name):
+        raise InPlaceError(
+            f"{name} would write to several views of one DTensor, of which some had to be copies, because their data "
+            f"came from other ranks. Nothing was changed; write to one after the other"
+        )
+
+
+def depend(written: Sequence[Tensor], name: str) -> bool:
+    """Whether a write to one of several tensors is one to another, too. Refuses those to copies without a way back."""
+    first: dict[int, Tensor] = {}
+    return any(first.setdefault(root, x) is not x for root, x in zip(roots_of(written, name), written, strict=True))
+
+
+def roots_of(written: Sequence[Tensor], name: str) -> list[int]:
+    """The storages that writes to some tensors get to in the end."""
+    return [storage_of(_root(x, name)) for x in written]
+
+
+def is_view(x: Tensor) -> bool:
+    """Whether torch would take a tensor for a view of another."""
+    with _disabled():
+        return isinstance(x, CopiedView) or x._is_view()
 
 
 def _root(x: Tensor, name: str) -> Tensor:
     """Where a write to a tensor gets in the end: there it must be possible."""
-    root, copy = x, _copy_in(x)
+    root, copy, recorded = x, _copy_in(x), True
     while copy is not None:
-        if not _takes_writes(copy):
+        if copy._source[1] is None:
             raise InPlaceError(
                 f"{name} would write to a view of a DTensor that had to be a copy, because its data came from other "
                 f"ranks, and the write would be lost. Nothing was changed; write to the tensor itself, or redistribute "
                 f"it first so that the view needs no data of other ranks"
             )
+        recorded = recorded and _is_recorded(root, copy)
         root = copy._source[0]
-        if _is_recorded(x) and is_leaf(root) and root.requires_grad:
+        if recorded and is_leaf(root) and root.requires_grad:
             raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
         copy = _copy_in(root)
     return root
 
 
-def _is_recorded(x: Tensor) -> bool:
-    """Whether a write to a tensor is part of the graph: not one to what was detached from it."""
-    return torch.is_grad_enabled() and x.requires_grad
-
-
-def _takes_writes(copy: CopiedView) -> bool:
-    """Whether a write gets back to where the copy was taken from."""
-    source, way_back = copy._source
-    return way_back is not None and can_be_made(source._layout)
-
-
-MAKEABLE = frozenset({"sum", "avg", "max", "min"})
-"""Pending reductions that a value can be made the terms of: every rank has it, or one does and the others nothing."""
-
-
-def can_be_made(layout: Layout) -> bool:
-    """Whether any value of its shape can be brought into a layout."""
-    return all(pending is None or pending.reduce_op in MAKEABLE for pending in layout.pending)
+def _is_recorded(x: Tensor, copy: CopiedView) -> bool:
+    """Whether a write to a copy, or to a view of it, is part of its history: not one to what was detached from it."""
+    with _disabled():
+        same = (x if x._base is None else x._base) is (copy if copy._base is None else copy._base)
+        return same and torch.is_grad_enabled() and x.requires_grad
 
 
 def carry_on(written: Iterable[Tensor]) -> None:
@@ -238,8 +238,9 @@ def carry_on(written: Iterable[Tensor]) -> None:
         if copy is not None:
             source, way_back = copy._source
             storage = storage_of(source)
+            source.__dict__["_layout"] = source._layout.unreduced  # what it came to; views to write to are not of that
             kin = [view for reference in _taken.pop(storage, ()) if (view := reference()) is not None]
-            with nullcontext() if _is_recorded(x) else torch.no_grad():
+            with nullcontext() if _is_recorded(x, copy) else torch.no_grad():
                 way_back(source, wrap(localise(copy), copy._layout))  # type: ignore[misc]
             for view in kin:
                 if _whole(view) is copy or (view.__class__ is CopiedView and _source_storage(view) == storage_of(copy)):

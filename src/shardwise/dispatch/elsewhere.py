@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm import shards_of
-from shardwise.dispatch.copies import can_be_made, refuse_lost_writes, storage_of, watch_copy
+from shardwise.dispatch.copies import depend, storage_of, watch_copy
 from shardwise.dispatch.fallback import report
 from shardwise.dispatch.plan import Plan
 from shardwise.dispatch.stand_ins import meta, refused
@@ -36,7 +36,7 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 
 
 def overwrite(target: Any, result: Any) -> None:
-    """`target.copy_(result)`, for a target in any layout that can be made."""
+    """`target.copy_(result)`, for a target in any layout, but for terms of products and norms."""
     if not target._layout.has_pending:
         target.copy_(result)
         return
@@ -65,7 +65,7 @@ def written_elsewhere(
     written = _written(func, args, kwargs) if trace is None else written_arguments(trace)
     tensors = flat_tensors((args, kwargs))
     layouts = [x._layout for x in (tensors[at] for at in written) if isinstance(x, DTensor)]
-    if not written or len(layouts) < len(written) or not all(map(can_be_made, layouts)):
+    if not written or len(layouts) < len(written):
         raise refusal
     ways = [way for way in (_settled, _whole) if any(way(layout) is not layout for layout in layouts)]
     if isinstance(args[0] if args else None, (list, tuple)):
@@ -103,6 +103,13 @@ def written_arguments(trace: Trace) -> list[int]:
     return [position for position, value in enumerate(trace.inputs) if value.index in written]
 
 
+def seen_arguments(trace: Trace) -> list[int]:
+    """Positions of the tensor arguments that a traced call writes to, or returns views of."""
+    shown = {trace.families.get(index) for index in trace.returned}
+    written = written_arguments(trace)
+    return [position for position, value in enumerate(trace.inputs) if position in written or value.index in shown]
+
+
 def _settled(layout: Layout) -> Layout:
     return layout.with_(pending=[None] * layout.mesh.ndim)
 
@@ -129,9 +136,8 @@ class _Elsewhere:
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         written = [x for at, x in enumerate(flat_tensors((args, kwargs or {}))) if at in self.written]
-        refuse_lost_writes(written, self.name)
-        if len({storage_of(x) for x in written}) < len({id(x) for x in written}):
-            raise InPlaceError(self.refusal)  # what is written to one is seen in another, but not in its copy
+        if depend(written, self.name):
+            raise InPlaceError(self.refusal)
         for way in self.ways:
             try:
                 return self._run(way, args, kwargs or {})

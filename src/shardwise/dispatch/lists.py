@@ -12,15 +12,16 @@ from torch import Tensor
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.build import Whole
+from shardwise.dispatch.copies import depend, is_view, roots_of
 from shardwise.dispatch.functions import flat_shards, joined
 from shardwise.dispatch.nodes import pass_nothing_on
-from shardwise.dispatch.plan import Mover, Plan, direct_list, mover_of, runs_in_cpp
+from shardwise.dispatch.plan import Mover, Plan, direct_list, has_terms, mover_of, runs_in_cpp
 from shardwise.dispatch.stand_ins import refused
 from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh, Partial
 from shardwise.redistribute import Group, plan_moves
-from shardwise.rules.foreach import FUSED, REDUCING, STATE, UNSCALE, list_name
+from shardwise.rules.foreach import FUSED, REDUCING, STATE, UNSCALE, is_list_op, list_name
 from shardwise.tensor import DTensor, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -163,28 +164,60 @@ class _Recorded:
         self.plan, self.func = plan, func
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        if not torch.is_grad_enabled():
+        if not _is_recorded(args, kwargs):
             return self.plan(args, kwargs)
-        lead, given = _lead(args, kwargs or {}), flat_tensors((args, kwargs or {}))
-        in_place = list_name(self.func).endswith("_")
-        if len(lead) < 2 or not any(x.requires_grad for x in given) or (in_place and _is_torchs_own(lead)):
+        lead = _lead(args, kwargs or {})
+        name = list_name(self.func)
+        if len(lead) == 1 or (name.endswith("_") and _is_torchs_own(lead, name)):
             return self.plan(args, kwargs)
-        if not in_place:
-            out = self.plan(args, kwargs)
-            pass_nothing_on(out)
-            return out
-        for at in range(len(lead)):
-            self.func(
-                *(_element(arg, at) for arg in args),
-                **{name: _element(arg, at) for name, arg in (kwargs or {}).items()},
-            )
-        return _returned(self.func, args, kwargs, ())
+        if name.endswith("_"):
+            return _one_by_one(self.func, args, kwargs)
+        out = self.plan(args, kwargs)
+        pass_nothing_on(out)
+        return out
 
 
-def _is_torchs_own(written: Sequence[Tensor]) -> bool:
+def _is_recorded(args: tuple, kwargs: dict[str, Any] | None) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in flat_tensors((args, kwargs or {})))
+
+
+def _one_by_one(func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+    """A call in place for one element after the other, which is how torch runs it too."""
+    for at in range(len(_lead(args, kwargs or {}))):
+        func(*(_element(x, at) for x in args), **{name: _element(x, at) for name, x in (kwargs or {}).items()})
+    return _returned(func, args, kwargs, ())
+
+
+def in_turn(plan: Plan, func: Callable) -> Plan:
+    """A plan that writes to copies, of elements or of what is pending on them. Where a write to one element is one to
+    another, which does not show it, the elements are written to one after the other."""
+    if not is_list_op(func) or not list_name(func).endswith("_") or list_name(func) in (*FUSED, UNSCALE):
+        return plan
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        lead, name = _lead(args, kwargs or {}), list_name(func)
+        if not depend(lead, name) or (_is_recorded(args, kwargs) and _is_torchs_own(lead, name)):
+            return plan(args, kwargs)  # which refuses those that depend on each other
+        return _one_by_one(func, args, kwargs)
+
+    return run
+
+
+def written_terms(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[int]:
+    """Positions of tensors that a call writes to and that consist of the terms of products or norms."""
+    if not list_name(func).endswith("_") or list_name(func) in (*FUSED, UNSCALE, "_foreach_zero_"):
+        return []
+    return [at for at, x in enumerate(_lead(args, kwargs)) if isinstance(x, DTensor) and has_terms(x._layout)]
+
+
+def _is_torchs_own(written: Sequence[Tensor], name: str) -> bool:
     """Whether a list is left to torch as a whole, because it refuses one of its tensors, before it writes to any; or
-    because one is there twice, of which the graph knows only once."""
-    return len({id(x) for x in written}) < len(written) or any(x.requires_grad and x.is_leaf for x in written)
+    because one that is no view is written to several times, of which the graph knows only once."""
+    if any(x.requires_grad and x.is_leaf for x in written):
+        return True
+    roots = roots_of(written, name)
+    several = {root for root in roots if roots.count(root) > 1}
+    return any(root in several and not is_view(x) for root, x in zip(roots, written, strict=True))
 
 
 def _element(argument: Any, at: int) -> Any:

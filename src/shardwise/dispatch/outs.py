@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import shards_of
-from shardwise.dispatch.copies import can_be_made, is_copied_view
+from shardwise.dispatch.copies import is_copied_view
 from shardwise.dispatch.elsewhere import overwrite
 from shardwise.dispatch.fallback import _user_level
-from shardwise.dispatch.plan import Plan
+from shardwise.dispatch.plan import Plan, has_terms, reduced_first
 from shardwise.dispatch.randomness import check_in_step
 from shardwise.dispatch.stand_ins import filled, meta
 from shardwise.dispatch.trace import flat_tensors, map_tensors, trace_call
@@ -48,10 +48,13 @@ def plan_out(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan | None
     if not targets or not all(isinstance(x, DTensor) for x in targets) or isinstance(func, torch._ops.OpOverload):
         return None
     name = getattr(func, "__name__", str(func))
-    if len(targets) == len(flat_tensors((args, kwargs))) == 1:
-        _refuse_terms(name, targets)
+    tensors: Any = flat_tensors((args, kwargs))
+    written = {id(x) for x in targets}
+    if terms := [at for at, x in enumerate(tensors) if id(x) in written and has_terms(x._layout)]:
+        return reduced_first(func, terms)
+    if len(targets) == len(tensors) == 1:
         return _Made(func, name)
-    if len(targets) == 1 and _runs_as_it_is(name, flat_tensors((args, kwargs))):
+    if len(targets) == 1 and _runs_as_it_is(name, tensors):
         return None
     _refuse_overlap(func, args, kwargs)
     _foresee(name, func, args, {key: value for key, value in kwargs.items() if key != "out"}, targets)
@@ -69,7 +72,6 @@ def _runs_as_it_is(name: str, tensors: Sequence[Any]) -> bool:
 
 def _foresee(name: str, func: Callable, args: tuple, given: dict[str, Any], targets: Sequence[Any]) -> None:
     """Refuse before anything runs, where that can be known: the function may write to other arguments too."""
-    _refuse_terms(name, targets)
     metas: list[Tensor] = []
 
     def stand_in(x: Tensor) -> Tensor:
@@ -102,15 +104,6 @@ def _refuse_overlap(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None
             raise error.with_traceback(None) from None
     except Exception:  # something else, of which the call itself will tell
         return
-
-
-def _refuse_terms(name: str, targets: Sequence[Any]) -> None:
-    for target in targets:
-        if not can_be_made(target._layout):
-            raise InPlaceError(
-                f"{name} cannot write to out= that lies as {target._layout}: values are not taken apart into the terms "
-                f"of products and norms. Nothing was changed; redistribute it first"
-            )
 
 
 def _fitting(name: str, target: Any, shape: tuple[int, ...]) -> Layout:

@@ -9,14 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import Ranked, ranked
+from shardwise.comm import Ranked, ranked, shards_of
 from shardwise.comm.cause import handed_on, is_moving, listeners
 from shardwise.comm.cause import moved as observed
 from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.layout import Layout, Mesh
 from shardwise.local import is_leaf
-from shardwise.redistribute import Gathered, Move, differentiable, forget, recall, remember, run_path, transition
-from shardwise.tensor import DTensor, localise, settled, spread
+from shardwise.redistribute import (
+    Gathered,
+    Move,
+    differentiable,
+    forget,
+    plan_moves,
+    recall,
+    remember,
+    run_path,
+    transition,
+)
+from shardwise.tensor import DTensor, localise, settled, spread, without_terms
 
 Plan = Callable[[tuple, dict[str, Any] | None], Any]
 
@@ -254,4 +264,36 @@ def settling(plan: Plan) -> Plan:
         return map_tensors(plan(args, kwargs), lambda x: settled(x) if x.requires_grad else x)
 
     run.plan = plan  # type: ignore[attr-defined]
+    return run
+
+
+def has_terms(layout: Layout) -> bool:
+    """Whether a tensor consists of the terms of a product or of a norm."""
+    return layout.has_pending and without_terms(layout) is not layout.unreduced
+
+
+def reduce_terms(x: DTensor) -> None:
+    """Reduce the product or the norm that a tensor consists of the terms of. The shards of a pending value are as large
+    as those of a reduced one, so it stays the same object. It must come before anyone shares its memory, is told what
+    its gradient is, or writes to it: no value is taken apart into such terms."""
+    if not has_terms(x._layout):
+        return
+    layout = without_terms(x._layout)
+    moves = plan_moves(x._layout.unreduced, layout)
+    with _disabled(), torch.no_grad():
+        for shard, reduced in zip(shards_of(x), shards_of(Mover(moves)(x)), strict=True):
+            shard.data = reduced.clone()  # others may use it too
+    x.__dict__.pop("_moved", None)
+    x.__dict__["_layout"] = layout
+
+
+def reduced_first(function: Callable, positions: Sequence[int]) -> Plan:
+    """A call that writes to tensors at `positions`, or makes views of them, which consist of such terms."""
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        tensors: Any = flat_tensors((args, kwargs or {}))
+        for position in positions:
+            reduce_terms(tensors[position])
+        return function(*args, **(kwargs or {}))
+
     return run

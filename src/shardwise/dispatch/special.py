@@ -17,6 +17,7 @@ from shardwise.comm import ranked
 from shardwise.dispatch.build import Whole
 from shardwise.dispatch.copies import CopiedView, watch_view
 from shardwise.dispatch.memory import copied, lies_plainly, on_one_device
+from shardwise.dispatch.plan import reduce_terms
 from shardwise.dispatch.trace import map_tensors
 from shardwise.dispatch.views import OfCopies
 from shardwise.dispatch.without_data import WithoutData, lie_on_meta, needs_data
@@ -282,27 +283,12 @@ def kind_of(x: Tensor) -> Tensor:
 
 @handles(Tensor.requires_grad_)
 def _requires_grad_(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
-    _settle(args[0], *args[1:], **kwargs)
+    if all((*args[1:], *kwargs.values())):
+        reduce_terms(args[0])
     with _disabled():
         for shard in shards_of(args[0]):
             func(shard, *args[1:], **kwargs)
     return args[0]
-
-
-def _settle(x: DTensor, requires_grad: bool = True) -> None:
-    """Reduce what a gradient could not be given a layout for: the terms of products and norms. The shards of a pending
-    value are as large as those of a whole one, so the tensor stays the same object; others that share its memory keep
-    it as it was."""
-    keep = [p if p is not None and p.divides_gradients else None for p in x._layout.pending]
-    layout = x._layout.with_(pending=keep)
-    if not requires_grad or layout is x._layout:
-        return
-    with torch.no_grad():
-        settled = as_layout(x.detach(), layout, "self")
-    with _disabled():
-        for shard, reduced in zip(shards_of(x), shards_of(settled), strict=True):
-            shard.data = reduced
-    x._layout = layout
 
 
 @handles(
@@ -311,7 +297,8 @@ def _settle(x: DTensor, requires_grad: bool = True) -> None:
 )
 def _on_every_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
-        _settle(*args)
+        if args[1]:
+            reduce_terms(args[0])
     if func is Tensor.retain_grad:
         observe(args[0])
     with _disabled():
@@ -322,14 +309,15 @@ def _on_every_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @handles(Tensor.data.__get__, Tensor.detach, torch.detach)  # type: ignore[attr-defined]
 def _data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
-    """The same shards outside the graph, whatever is pending on them."""
+    """The same shards outside the graph, whatever is pending on them but for terms of products and norms."""
+    reduce_terms(args[0])
     with _disabled():
         shards = [func(shard) for shard in shards_of(args[0])]
-    out = wrap(shards[0] if len(shards) == 1 else ranked(shards), args[0]._layout)
+    out = wrap(shards[0] if len(shards) == 1 else ranked(shards), args[0]._layout.unreduced)
     if isinstance(args[0], CopiedView):
         watch_view(out, args[0])
-    if func == _GET_DATA and args[0].requires_grad and not args[0].is_leaf:
-        args[0]._moved = _Unshared()
+    if func == _GET_DATA and not (args[0].requires_grad and args[0].is_leaf):
+        args[0]._moved, args[0]._layout = _Unshared(), args[0]._layout.unreduced
     return out
 
 
@@ -337,8 +325,8 @@ _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class _Unshared(dict[Any, Any]):
-    """What was moved of a tensor within the graph whose `data` were handed out: nothing is kept, as nobody would hear
-    of a write. (What was moved of a leaf is forgotten with every such write.)"""
+    """What was moved of a tensor whose `data` were handed out: nothing is kept, as nobody would hear of a write. (What
+    was moved of a leaf of the graph is forgotten with every such write.)"""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
@@ -349,6 +337,7 @@ def _set_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     x, value = args
     if not isinstance(x, DTensor) or not isinstance(value, DTensor):
         raise MixedTensorError("data of a DTensor must be set to a DTensor, and of a plain tensor to a plain one")
+    reduce_terms(value)
     gradient = x.grad if x._layout is not value._layout else None
     with _disabled():
         for shard, new in zip(shards_of(x), shards_of(value), strict=True):

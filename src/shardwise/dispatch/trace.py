@@ -119,17 +119,22 @@ class Trace:
         return found
 
     @cached_property
-    def written_families(self) -> dict[int, int]:
-        """Values that share storage with one that is written to, each with its family: the value all of them are views
-        of, or views of views of."""
+    def families(self) -> dict[int, int]:
+        """Values that share storage with others, each with its family: the value all of them are views of, or views of
+        views of."""
         base: dict[int, int] = {}
         for call in self.calls:
             if call.is_view and call.inputs:
                 root = base.setdefault(call.inputs[0].index, call.inputs[0].index)
                 for value in call.outputs:
                     base.setdefault(value.index, root)
-        written = {base.get(call.inputs[i].index) for call in self.calls for i in call.mutated}
-        return {index: root for index, root in base.items() if root in written}
+        return base
+
+    @cached_property
+    def written_families(self) -> dict[int, int]:
+        """Values that share storage with one that is written to, each with its family."""
+        written = {self.families.get(call.inputs[i].index) for call in self.calls for i in call.mutated}
+        return {index: root for index, root in self.families.items() if root in written}
 
 
 class _Recorder(TorchDispatchMode):

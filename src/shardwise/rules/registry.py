@@ -201,10 +201,11 @@ def is_empty_expanded(x: Tensor) -> bool:
     """Whether a shard has nothing in it, and its elements would share memory if it had (those of `expand`). Of what is
     not a view, the strides of nothing mean nothing; nor do they if it already had such."""
     with _disabled():
-        return 0 in _size(x) and x._is_view() and _repeats(x) and not _repeats(x._base)  # type: ignore[arg-type]
+        return 0 in _size(x) and x._is_view() and repeats(x) and not repeats(x._base)  # type: ignore[arg-type]
 
 
-def _repeats(x: Tensor) -> bool:
+def repeats(x: Tensor) -> bool:
+    """Whether elements of a shard share memory, as those of `expand` do."""
     return any(n > 1 and not step for n, step in zip(_size(x), x.stride(), strict=True))
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import check_shards
-from sweep import mesh_of, normal, place
+from sweep import normal, place
 from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.errors import FallbackWarning, InPlaceError, StrictModeError
+from shardwise.errors import FallbackWarning, StrictModeError
 from shardwise.rules import Rule, Strategy, register, registry
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
@@ -99,23 +99,6 @@ def test_running_statistics_may_lie_anyhow() -> None:
 
 
 # What cannot be done
-
-
-@pytest.mark.parametrize("placement", [P("product"), P("norm", 2)], ids=str)
-def test_terms_that_cannot_be_made(placement: sw.Partial) -> None:
-    x = sw.DTensor.from_local(X.abs(), mesh_of((2,)), [placement])
-    before = x.full_tensor()
-    with pytest.raises(InPlaceError, match="cannot write to a tensor that lies as"):
-        x.relu_()
-    assert torch.equal(x.full_tensor(), before)
-
-
-def test_targets_that_share_memory() -> None:
-    """What is written to one is seen in the other, but not in copies of both."""
-    x = place(X, P())
-    with pytest.raises(InPlaceError):
-        torch._foreach_abs_([x, x[:2]])
-    torch.testing.assert_close(x.full_tensor(), X)
 
 
 def test_bad_arguments_are_seen_before_anything_moves() -> None:

@@ -52,10 +52,10 @@ class Device:
         return made.requires_grad_(grad)
 
     def redistribute(self, x: Tensor, placements: Sequence[Placement]) -> Tensor:
-        """A copy in other placements."""
+        """A copy in other placements. It is contiguous, as what is moved need not have the strides of its source."""
         if not isinstance(x, DTensor) or x.placements == tuple(placements):
-            return x.clone()
-        return x.redistribute(placements=list(placements))
+            return x.clone(memory_format=torch.contiguous_format)
+        return x.redistribute(placements=list(placements)).contiguous()
 
 
 def values(shape: Sequence[int], dtype: torch.dtype, seed: int, high: int | None = None) -> Tensor:
