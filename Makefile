@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench sizes schedules coverage verify errors fuzz clean
+.PHONY: help install demo test check format bench sizes schedules goldens freeze coverage verify errors fuzz clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -43,6 +43,14 @@ schedules: export OMP_NUM_THREADS := 1
 schedules: $(STAMP)  ## compare what programs communicate with the best schedules known (a few minutes)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,models]'
 	$(BIN)/python benchmarks/schedules.py --write
+
+goldens: export OMP_NUM_THREADS := 1
+goldens: $(STAMP)  ## compare layouts, collectives, bytes and rules with what is frozen in benchmarks/goldens (three minutes)
+	$(BIN)/python benchmarks/goldens.py
+
+freeze: export OMP_NUM_THREADS := 1
+freeze: $(STAMP)  ## freeze them as they are now: the commit says what changed for users, and why
+	$(BIN)/python benchmarks/goldens.py --freeze
 
 coverage: export OMP_NUM_THREADS := 1
 coverage: $(STAMP)  ## run every operator of torch on DTensors in all layouts against plain torch (a quarter of an hour)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import as_mesh, ranked
+from shardwise.comm import AnyMesh, as_mesh, ranked
 from shardwise.dispatch.randomness import check_in_step
 from shardwise.layout import Layout, Mesh, Placements, Replicate
 from shardwise.redistribute import plan_moves, run_path
@@ -55,7 +55,7 @@ def zeros(
     requires_grad: bool = False,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
-    device_mesh: Any = None,
+    device_mesh: AnyMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
     """All zeros.
@@ -73,7 +73,7 @@ def ones(
     requires_grad: bool = False,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
-    device_mesh: Any = None,
+    device_mesh: AnyMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
     """All ones."""
@@ -85,7 +85,7 @@ def empty(
     requires_grad: bool = False,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
-    device_mesh: Any = None,
+    device_mesh: AnyMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
     """Uninitialised; where replicated, the ranks need not agree until it is written to."""
@@ -99,7 +99,7 @@ def full(
     requires_grad: bool = False,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
-    device_mesh: Any = None,
+    device_mesh: AnyMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
     """The same value everywhere."""
@@ -115,7 +115,7 @@ def rand(
     requires_grad: bool = False,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
-    device_mesh: Any = None,
+    device_mesh: AnyMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
     """Uniform on [0, 1): exactly what `torch.rand` would draw."""
@@ -127,7 +127,7 @@ def randn(
     requires_grad: bool = False,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
-    device_mesh: Any = None,
+    device_mesh: AnyMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
     """Standard normal: exactly what `torch.randn` would draw."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm import Handle, Ranked, as_mesh, ranked, shards_of
+from shardwise.comm import AnyMesh, Handle, Ranked, as_mesh, ranked, shards_of
 from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardShapeError
 from shardwise.from_local import check_strides, gradient_layout, laid_out, layout_of_shards
 from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
@@ -193,7 +193,7 @@ class DTensor(Tensor):
     @staticmethod
     def from_local(
         local_tensor: Tensor,
-        device_mesh: Any = None,
+        device_mesh: AnyMesh | None = None,
         placements: Placements | None = None,
         *,
         run_check: bool = False,
@@ -241,7 +241,7 @@ class DTensor(Tensor):
 
     def redistribute(
         self,
-        device_mesh: Any = None,
+        device_mesh: AnyMesh | None = None,
         placements: Placements | None = None,
         *,
         async_op: bool = False,
@@ -536,7 +536,11 @@ torch.serialization.add_safe_globals([_rebuild, Layout, Partial])  # what torch.
 
 
 def distribute_tensor(
-    tensor: Tensor, device_mesh: Any = None, placements: Placements | None = None, *, src_data_rank: int | None = 0
+    tensor: Tensor,
+    device_mesh: AnyMesh | None = None,
+    placements: Placements | None = None,
+    *,
+    src_data_rank: int | None = 0,
 ) -> DTensor:
     """Lay a plain tensor, the same single-device tensor on every rank, on a mesh (by default, that of the `with` block
     around).

@@ -1,7 +1,5 @@
 """Ports: where a program runs and how its ranks exchange data."""
 
-from typing import Any
-
 import torch
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +13,7 @@ from shardwise.errors import MeshError
 from shardwise.layout import Mesh, entered_mesh
 
 __all__ = [
+    "AnyMesh",
     "Handle",
     "PerRank",
     "Port",
@@ -31,8 +30,11 @@ __all__ = [
     "simulate",
 ]
 
+AnyMesh = Mesh | DeviceMesh
+"""What users may pass for a mesh."""
 
-def as_mesh(mesh: Any) -> Mesh:
+
+def as_mesh(mesh: AnyMesh | None) -> Mesh:
     """Our mesh for whatever the user passed: one of ours, torch's DeviceMesh, or None for that of the `with` block."""
     if mesh is None:
         mesh = entered_mesh() or _entered_in_torch()

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.comm import as_mesh
+from shardwise.comm import AnyMesh, as_mesh
 from shardwise.layout import Replicate
 from shardwise.tensor import DTensor, distribute_tensor
 
 
 def distribute_module(
     module: nn.Module,
-    device_mesh: Any = None,
+    device_mesh: AnyMesh | None = None,
     partition_fn: Callable[[str, nn.Module, Any], None] | None = None,
     input_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
     output_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
@@ -104,7 +104,7 @@ def _tie_again(places_of: dict[Tensor, list[Place]]) -> None:
             _keep(next((x for x in made if isinstance(x, DTensor)), made[0]), present)
 
 
-def _replicate_rest(module: nn.Module, device_mesh: Any) -> None:
+def _replicate_rest(module: nn.Module, device_mesh: AnyMesh) -> None:
     placements = [Replicate()] * device_mesh.ndim
     for tensor, places in _places(module).items():
         if isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor):

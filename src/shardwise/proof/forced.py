@@ -152,7 +152,7 @@ def _layout(trial: Trial, position: int, value: Value) -> Layout | None:
         placement = way.ins[position]
         if isinstance(placement, int):
             splits[placement] += (axis,)
-        elif placement is not None:
+        elif isinstance(placement, Partial):
             pending[axis] = placement
     kinds = {"sum" if p.reduce_op == "avg" else p.reduce_op for p in pending if p is not None}
     if len(kinds) > 1:

@@ -64,6 +64,7 @@ def pieces(x: Tensor, placement: AxisPlacement, num_ranks: int) -> list[Tensor] 
         return [x] * num_ranks
     if isinstance(placement, int):
         return list(x.split(list(chunk_sizes(x.shape[placement], (num_ranks,))), placement))
+    assert isinstance(placement, Partial)  # PENDING is spelled out in trials
     return terms(x, placement, num_ranks)
 
 

@@ -13,19 +13,24 @@ from torch import Tensor
 
 from shardwise.layout import Layout, Partial
 
-AxisPlacement = Any
-"""Along one axis: the dim that is sharded (an int), a pending reduction (a `Partial`), or None where replicated."""
-
 SUM = Partial("sum")
 
 
-class _Pending:
+class Pending:
+    """Of `PENDING`, its only value."""
+
+    __slots__ = ()
+
     def __repr__(self) -> str:
         return "PENDING"
 
 
-PENDING: Any = _Pending()
+PENDING = Pending()
 """In a strategy: whatever reduction is pending on the input, for ops that any reduction passes through."""
+
+AxisPlacement = int | Partial | Pending | None
+"""Along one axis: the dim that is sharded (an int), a pending reduction (a `Partial`, or any: `PENDING`), or None where
+replicated."""
 
 Interval = tuple[int, int]
 """Part of a global dim: (start, stop)."""

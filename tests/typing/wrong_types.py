@@ -1,0 +1,30 @@
+"""What a type checker must refuse: each marked line is an error of the kind that it names, and nothing else is."""
+
+from __future__ import annotations
+
+import torch
+
+import shardwise as sw
+from shardwise.parallel import no_sync
+from shardwise.rules import AxisPlacement
+
+mesh = sw.simulate((2,), ("tp",))
+x = sw.distribute_tensor(torch.ones(4), mesh, [sw.Shard(0)])
+
+sw.Shard("0")  # expect: arg-type
+sw.Partial(1)  # expect: arg-type
+sw.simulate(2, ("tp",))  # expect: arg-type
+sw.distribute_tensor([1.0, 2.0], mesh, [sw.Shard(0)])  # expect: arg-type
+sw.distribute_tensor(torch.ones(4), "tp", [sw.Shard(0)])  # expect: arg-type
+sw.distribute_tensor(torch.ones(4), mesh, [0])  # expect: list-item
+sw.distribute_tensor(torch.ones(4), mesh, sw.Shard(0))  # expect: arg-type
+sw.DTensor.from_local(torch.ones(4), mesh, placement=[sw.Shard(0)])  # expect: call-arg
+sw.zeros(4, device_mesh=mesh, placements=["S(0)"])  # expect: list-item
+x.redistribute(placements=[None])  # expect: list-item
+x.redistribute(mesh, [sw.Replicate()], async_op="yes")  # expect: arg-type
+local: sw.DTensor = x.to_local()  # expect: assignment
+first: sw.Shard = x.placements[0]  # expect: assignment
+x.placements = (sw.Replicate(),)  # expect: misc
+sw.distribute_module(x, mesh)  # expect: arg-type
+no_sync(True)  # expect: call-arg
+along: AxisPlacement = "S(0)"  # expect: assignment
