@@ -135,7 +135,7 @@ class ProcessGroupPort(Port):
 
         def finish() -> list[Tensor]:
             wait()
-            return [restored(wire, dtype)]
+            return [lent(restored(wire, dtype))]
 
         return _handle(finish, awaited)
 
@@ -164,7 +164,9 @@ class ProcessGroupPort(Port):
 
         def finish() -> list[Tensor]:
             wait()
-            return [restored(out, dtype)[:numel].view(shape)]
+            return [
+                lent(restored(out, dtype)[:numel].view(shape))
+            ]  # torch refuses writes to views that a function returns
 
         return _handle(finish, awaited)
 

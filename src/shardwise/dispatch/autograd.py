@@ -177,7 +177,7 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
 
 
 def _writable(grad: Tensor) -> Tensor:
-    """A gradient whose elements do not share memory. Torch's may, but ours do where its do not: a mean is a sum here."""
+    """A gradient whose elements do not share memory: ours may where torch's do not, since a mean is a sum here."""
     with _disabled():
         return grad.contiguous() if repeats(grad) else grad
 

@@ -22,7 +22,7 @@ from torch.utils import checkpoint
 
 from shardwise.comm import ranked
 from shardwise.comm.rendezvous import expect
-from shardwise.dispatch.copies import StaleView, renew
+from shardwise.dispatch.copies import Part, StaleView, renew
 from shardwise.dispatch.nodes import pass_nothing_on
 from shardwise.dispatch.special import shards_of
 from shardwise.layout import Layout
@@ -30,6 +30,9 @@ from shardwise.tensor import DTensor, gradient_shards, gradient_tensor, localise
 
 _enabled = torch._C._is_torch_function_enabled
 _apply = Function.apply.__func__  # type: ignore[attr-defined]
+
+Strides = tuple[int, ...] | None
+"""What a DTensor remembers of how the whole lies in memory, where its shards do not show it."""
 
 
 @functools.wraps(_apply)
@@ -49,24 +52,29 @@ def _apply_to_dtensors(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     call = _Call(args)
     pass_nothing_on(x for x in args if isinstance(x, DTensor))
     out = _apply(cls.__dict__.get("_on_dtensors") or _derive(cls), call, *flat_shards(args), **kwargs)
-    results = joined(out if isinstance(out, tuple) else (out,), call.outputs)
+    results = joined(out if isinstance(out, tuple) else (out,), call.outputs, call.strides)
     return tuple(results) if call.returns_tuple else results[0]
 
 
 class _Call:
     """One call of a function: for each argument and each result its layout, or None if it is not a DTensor."""
 
-    __slots__ = ("inputs", "outputs", "returns_tuple", "tensor_inputs")
+    __slots__ = ("inputs", "outputs", "returns_tuple", "strides", "tensor_inputs")
 
     def __init__(self, args: Sequence[Any]) -> None:
         self.inputs = _layouts(args)
         self.tensor_inputs = [x._layout if isinstance(x, DTensor) else None for x in args if isinstance(x, Tensor)]
         self.outputs: list[Layout | None] = []
+        self.strides: list[Strides] = []
         self.returns_tuple = False
 
 
 def _layouts(values: Iterable[Any]) -> list[Layout | None]:
     return [x._layout if isinstance(x, DTensor) else None for x in values]
+
+
+def _strides(values: Iterable[Any]) -> list[Strides]:
+    return [x.__dict__.get("_strides") if isinstance(x, DTensor) else None for x in values]
 
 
 def flat_shards(values: Iterable[Any]) -> list[Any]:
@@ -80,10 +88,11 @@ def _grouped(flat: Iterable[Any], layouts: Sequence[Layout | None]) -> Iterable[
         yield [next(parts) for _ in (layout.mesh.held if layout is not None else (0,))], layout
 
 
-def joined(flat: Iterable[Any], layouts: Sequence[Layout | None]) -> list[Any]:
-    """Flat values with DTensors again in place of their shards."""
-    found = []
-    for parts, layout in _grouped(flat, layouts):
+def joined(flat: Iterable[Any], layouts: Sequence[Layout | None], strides: Sequence[Strides]) -> list[Any]:
+    """Flat values with DTensors again in place of their shards. Those that remembered strides still do: ranks whose
+    shards do not show them would otherwise not agree with the others on what is a view."""
+    found: list[Any] = []
+    for (parts, layout), remembered in zip(_grouped(flat, layouts), strides, strict=True):
         first = parts[0]
         if layout is None:
             found.append(first)
@@ -93,6 +102,8 @@ def joined(flat: Iterable[Any], layouts: Sequence[Layout | None]) -> list[Any]:
             found.append(first)
         else:
             found.append(wrap(ranked(parts) if len(parts) > 1 else first, layout))
+        if remembered is not None:
+            found[-1].__class__, found[-1]._strides = Part, remembered
     return found
 
 
@@ -127,16 +138,16 @@ class _Context:
     """What a context does differently where its function runs on DTensors."""
 
     call: _Call
-    saved: list[Layout | None]
+    saved: tuple[list[Layout | None], list[Strides]]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved = _layouts(tensors)
+        self.saved = _layouts(tensors), _strides(tensors)
         super().save_for_backward(*flat_shards(tensors))  # type: ignore[misc]
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
         flat = super().saved_tensors  # type: ignore[misc]
-        return tuple(joined(flat, self.saved)) if flat else flat
+        return tuple(joined(flat, *self.saved)) if flat else flat
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
@@ -214,7 +225,7 @@ def _derive(cls: Any) -> Any:
         for x in results:
             if isinstance(x, StaleView):
                 renew(x)
-        call.outputs = _layouts(results)
+        call.outputs, call.strides = _layouts(results), _strides(results)
         return tuple(flat_shards(results))
 
     def backward(ctx: Any, *flat: Tensor | None) -> tuple:
@@ -294,11 +305,11 @@ def _keep_arguments(frame: Any) -> None:
     save, get = frame.save_inputs, frame.get_inputs
 
     def save_inputs(self: Any, *args: Any) -> None:
-        self.layouts = _layouts(args)
+        self.kept = _layouts(args), _strides(args)
         save(self, *flat_shards(args))
 
     def get_inputs(self: Any) -> list[Any]:
-        return joined(get(self), self.layouts)
+        return joined(get(self), *self.kept)
 
     frame.save_inputs, frame.get_inputs = save_inputs, get_inputs
 

@@ -432,7 +432,7 @@ def _each(func: Callable) -> Plan:
 
 def _of_one_node(results: list[Any]) -> list[Any]:
     with _disabled():
-        return joined(_OneNode.apply(*flat_shards(results)), [x._layout for x in results])
+        return joined(_OneNode.apply(*flat_shards(results)), [x._layout for x in results], [None] * len(results))
 
 
 class _OneNode(torch.autograd.Function):

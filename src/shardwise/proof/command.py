@@ -8,6 +8,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import date
 from functools import partial, wraps
 from pathlib import Path
@@ -143,8 +144,9 @@ def run_tasks(
     """Run a task for each name that the store holds nothing of; the results, each with a `status`, in their order."""
     done = {name: kept for name, kept in (store.results if store else {}).items() if name in names}
     left = [name for name in names if name not in done]
-    with Progress(title, len(names), done=len(done), quiet=quiet) as progress:
-        for outcome in run_all(task, left, settings, jobs=jobs, timeout=timeout):
+    outcomes = closing(run_all(task, left, settings, jobs=jobs, timeout=timeout))
+    with outcomes as coming, Progress(title, len(names), done=len(done), quiet=quiet) as progress:
+        for outcome in coming:
             result = done[outcome.name] = result_of(outcome)
             progress.advance(f"{outcome.name} {result.status}")
             if store is not None:

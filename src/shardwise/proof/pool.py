@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -77,7 +78,7 @@ class _Worker:
     def start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, self.task, self.settings), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, self.task, self.settings))
         with deaf():
             self.process.start()
         self.ready = False
@@ -122,7 +123,10 @@ class _Worker:
         return done
 
     def end(self) -> None:
+        """End the process, and all that it has started."""
         if self.process is not None:
+            with suppress(ProcessLookupError):  # none is left, or it has not come as far as to lead a group
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()
             self.process.join()
             self.connection.close()
@@ -140,6 +144,7 @@ def deaf() -> Iterator[None]:
 
 
 def _serve(connection: Connection, task: Task, settings: Any) -> None:
+    os.setpgrp()
     torch.set_num_threads(1)
     connection.send((_READY, None))
     while True:

@@ -216,11 +216,17 @@ def test_problems_are_sorted_into_classes() -> None:
         part(WRONG, 3, "v5: off by 2.5e-3"),
         {"kind": RIGHT, "calls": 9},
     ]
-    result = result_of(Outcome("0-24", parts))
+    result = result_of(Outcome("0-24", parts), 0)
     assert result.status == "2 raised, 1 wrong" and result.calls == 36
     assert [(p["program"], n) for p, n in classes_of([result])] == [("0:3", 1), ("0:1", 2)]
 
 
-def test_a_chunk_that_is_not_finished_has_a_program_that_hung() -> None:
-    result = result_of(Outcome("25-49", [{"kind": RIGHT, "calls": 9}], "timed out"))
-    assert result.counts == {RIGHT: 1, "hung": 1} and result.problems[0]["program"] == "26"
+def test_a_program_that_ends_its_process_is_told_apart_from_one_that_torch_dies_of_and_the_rest_runs() -> None:
+    right, drawn = {"kind": RIGHT, "calls": 9}, {"kind": "drawn"}
+    ours = result_of(Outcome("25-49", [drawn, right, drawn], "timed out"), 7)
+    assert (ours.counts, ours.problems[0]["program"], ours.rest) == ({RIGHT: 1, "hung": 1}, "7:26", "27-49")
+    torchs = result_of(Outcome("25-26", [drawn, right], "died"), 7)
+    assert (torchs.counts, torchs.problems[0]["program"], torchs.rest) == ({RIGHT: 1, INVALID: 1}, "7:26", "")
+    _, second, third, *_ = (n for n in range(25, 50) if torch.Size(mesh_of(7, n)).numel() == 2)
+    ranks = result_of(Outcome("2 ranks 25-49", [drawn, right, drawn], "died"), 7)
+    assert ranks.problems[0]["program"] == f"7:{second}" and ranks.rest.startswith(f"2 ranks {third}-")

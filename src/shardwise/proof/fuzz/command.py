@@ -10,9 +10,10 @@ import argparse
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ from shardwise.proof.fuzz.draw import mesh_of
 from shardwise.proof.fuzz.families import draw
 from shardwise.proof.fuzz.judge import FAILURES, HUNG, INVALID, KINDS, RAISED, RIGHT, Verdict, judge
 from shardwise.proof.fuzz.program import HEADER, Program
-from shardwise.proof.fuzz.ranks import World
+from shardwise.proof.fuzz.ranks import START, Worlds
 from shardwise.proof.fuzz.shrink import shrunk
-from shardwise.proof.pool import Outcome
+from shardwise.proof.pool import Outcome, Task, run_all
 from shardwise.proof.report import Table, page
 
 CHUNK = 25
@@ -48,32 +49,41 @@ class Settings:
 
 
 def try_simulated(name: str, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Run the programs of a chunk in the simulator."""
-    for number in _numbers(name):
-        program = draw(settings.seed, number)
-        yield described(settings.seed, number, program, judge(program, simulate(program.mesh)))
+    """Run the programs of a task in the simulator."""
+    return _tried(name, settings, in_simulator)
+
+
+def in_simulator(program: Program) -> Verdict:
+    return judge(program, simulate(program.mesh))
 
 
 class OnRanks:
-    """Runs the programs of a chunk on real ranks, of one number of them at a time."""
+    """Runs the programs of tasks on real ranks. They are started by the process that is given the task."""
 
-    def __init__(self) -> None:
-        self.world = World(0)
+    def __init__(self, place: str) -> None:
+        self.worlds = Worlds(place)
 
     def __call__(self, name: str, settings: Settings) -> Iterator[dict[str, Any]]:
-        size = int(name.split()[0])
-        if size != self.world.size:
-            self.world.close()
-            self.world = World(size)
-        for number in _numbers(name):
-            if torch.Size(mesh_of(settings.seed, number)).numel() == size:
-                program = draw(settings.seed, number)
-                yield described(settings.seed, number, program, self.world.judge(program, settings.timeout))
+        return _tried(name, settings, lambda program: self.worlds.judge(program, settings.timeout))
 
 
-def _numbers(name: str) -> range:
-    first, last = name.split()[-1].split("-")
-    return range(int(first), int(last) + 1)
+def _tried(name: str, settings: Settings, judged: Callable[[Program], Verdict]) -> Iterator[dict[str, Any]]:
+    for number in programs_of(name, settings.seed):
+        program = draw(settings.seed, number)
+        yield {"kind": DRAWN}
+        yield described(settings.seed, number, program, judged(program))
+
+
+DRAWN = "drawn"
+"""Told before a program is judged: a process that dies sooner was running torch alone."""
+
+
+def programs_of(name: str, seed: int) -> list[int]:
+    """The programs of a task: "0-24" all of them, "2 ranks 0-24" those on two ranks."""
+    *where, ends = name.split()
+    first, last = map(int, ends.split("-"))
+    numbers = range(first, last + 1)
+    return [n for n in numbers if not where or torch.Size(mesh_of(seed, n)).numel() == int(where[0])]
 
 
 def described(seed: int, number: int, program: Program, verdict: Verdict) -> dict[str, Any]:
@@ -95,7 +105,7 @@ class Result:
     counts: dict[str, int] = field(default_factory=dict)
     calls: int = 0
     problems: list[dict[str, Any]] = field(default_factory=list)
-    lost: str = ""  # why some of them were not run
+    rest: str = ""  # the task of those that were not run
     seconds: float = 0.0
 
     @property
@@ -104,16 +114,49 @@ class Result:
         return ", ".join(f"{self.counts[kind]} {kind}" for kind in KINDS if kind != RIGHT and self.counts.get(kind))
 
 
-def result_of(outcome: Outcome) -> Result:
-    counts = Counter(part["kind"] for part in outcome.parts)
-    problems = [part for part in outcome.parts if part["kind"] != RIGHT]
-    if outcome.failure is not None:  # the one after the last that it gave
-        counts[HUNG] += 1
-        number = _numbers(outcome.name)[len(outcome.parts)]
-        told = {"kind": HUNG, "detail": outcome.failure, "class": outcome.failure, "line": "", "program": f"{number}"}
-        problems.append(told)
-    calls = sum(part["calls"] for part in outcome.parts)
-    return Result(outcome.name, dict(counts), calls, problems, outcome.failure or "", round(outcome.seconds, 2))
+def result_of(outcome: Outcome, seed: int) -> Result:
+    parts = [part for part in outcome.parts if part["kind"] != DRAWN]
+    problems = [part for part in parts if part["kind"] != RIGHT]
+    rest = ""
+    if outcome.failure is not None:
+        numbers = programs_of(outcome.name, seed)
+        number, *left = numbers[len(parts) :] or numbers[-1:]
+        problems.append(_ended(f"{seed}:{number}", outcome))
+        rest = " ".join([*outcome.name.split()[:-1], f"{left[0]}-{left[-1]}"]) if left else ""
+    for problem in problems:
+        problem["real"] = "ranks" in outcome.name
+    counts = Counter(part["kind"] for part in parts if part["kind"] == RIGHT)
+    counts.update(problem["kind"] for problem in problems)
+    calls = sum(part["calls"] for part in parts)
+    return Result(outcome.name, dict(counts), calls, problems, rest, round(outcome.seconds, 2))
+
+
+def _ended(program: str, outcome: Outcome) -> dict[str, Any]:
+    """What became of the program that ended a process, or kept it too long."""
+    is_ours = bool(outcome.parts) and outcome.parts[-1]["kind"] == DRAWN
+    why = f"{outcome.failure}" if is_ours else f"while torch alone ran it: {outcome.failure}"
+    return {"kind": HUNG if is_ours else INVALID, "program": program, "line": "", "detail": why, "class": why}
+
+
+def run_programs(title: str, task: Task, names: Sequence[str], settings: Settings, how: dict[str, Any]) -> list[Result]:
+    """The results of tasks. Where a program ended one, those that come after it are a task of their own."""
+    results = run_tasks(title, task, names, settings, partial(result_of, seed=settings.seed), **how)
+    rest = [result.rest for result in results if result.rest]
+    return results + (run_programs(title, task, rest, settings, how) if rest else [])
+
+
+def on_ranks(parts: Sequence[str], settings: Settings, how: dict[str, Any]) -> list[Result]:
+    """Run programs on real ranks: as many at a time as there may be processes for."""
+    found: list[Result] = []
+    with TemporaryDirectory(prefix="fuzz-", ignore_cleanup_errors=True) as place:
+        for size in RANKS if parts else ():
+            task, names = OnRanks(place), [f"{size} ranks {part}" for part in parts]
+            worlds = {**how, "jobs": -(-how["jobs"] // size), "timeout": START + settings.timeout}
+            try:
+                found += run_programs(f"fuzz on {size} ranks", task, names, settings, worlds)
+            finally:
+                task.worlds.close()
+    return found
 
 
 # The results
@@ -156,15 +199,17 @@ def row(problem: dict[str, Any], number: int) -> tuple[str, ...]:
 # One program
 
 
-def smallest(program: Program, verdict: Verdict) -> tuple[Program, Verdict]:
-    """The smallest program that fails in the simulator as this one does, and how it does."""
+def smallest(
+    program: Program, verdict: Verdict, judged: Callable[[Program], Verdict] = in_simulator, *, most: int = 2000
+) -> tuple[Program, Verdict]:
+    """The smallest program that fails as this one does, and how it does."""
 
     def fails(candidate: Program) -> bool:
-        found = judge(candidate, simulate(candidate.mesh))
+        found = judged(candidate)
         return found.kind == verdict.kind and _cause(found) == _cause(verdict)
 
-    small = shrunk(program, fails)
-    return small, judge(small, simulate(small.mesh))
+    small = shrunk(program, fails, most=most)
+    return small, judged(small)
 
 
 def _cause(verdict: Verdict) -> str:
@@ -174,15 +219,49 @@ def _cause(verdict: Verdict) -> str:
     return " ".join(re.findall("None|replicas|after|requires_grad", verdict.detail))
 
 
-def minimal_text(name: str) -> str:
-    """A program that fails, made small, with what is wrong with it."""
+def minimal_text(name: str, *, real: bool = False) -> str:
+    """A program that fails, made small, with what is wrong with it: in the simulator, if it shows there."""
     seed, number = map(int, name.split(":"))
     program = draw(seed, number)
-    verdict = judge(program, simulate(program.mesh))
-    if verdict.kind in (RIGHT, INVALID):
-        return f"# {name}: {verdict.kind} in the simulator, run by itself\n{program.body}"
-    small, how = smallest(program, verdict)
+    verdict = in_simulator(program)
+    if verdict.kind not in (RIGHT, INVALID):
+        return _told(name, *smallest(program, verdict))
+    worlds = Worlds()
+    try:
+        if real and (verdict := worlds.judge(program, PATIENCE)).kind not in (RIGHT, INVALID):
+            judged = partial(worlds.judge, timeout=PATIENCE)
+            return _told(f"{name} on real ranks", *smallest(program, verdict, judged, most=TRIES))
+    finally:
+        worlds.close()
+    return f"# {name}: {verdict.kind}, run by itself\n{program.body}"
+
+
+def _told(name: str, small: Program, how: Verdict) -> str:
     return f"# {name}: {how.kind}: {how.detail}\n{small.body}"
+
+
+PATIENCE = 10.0
+"""Seconds that a program has that is made small on real ranks, where each try that hangs takes all of them."""
+TRIES = 100
+SHRINKING = 1800.0
+"""Seconds that making a program small may take."""
+
+
+def make_small(name: str, settings: Settings) -> Iterator[str]:
+    """Make a program small, as a task: it may end its process."""
+    yield minimal_text(name.removesuffix(REAL), real=name.endswith(REAL))
+
+
+REAL = " on ranks"
+
+
+def texts_of(problems: Sequence[dict[str, Any]], settings: Settings, jobs: int) -> list[str]:
+    """Programs with problems, made small."""
+    names = [problem["program"] + (REAL if problem["real"] else "") for problem in problems]
+    texts = {}
+    for outcome in run_all(make_small, names, settings, jobs=jobs, timeout=SHRINKING):
+        texts[outcome.name] = (outcome.parts or [f"# {outcome.name}: not made small: {outcome.failure}"])[0]
+    return [texts[name] for name in names]
 
 
 def show(name: str, *, real: bool, timeout: float) -> int:
@@ -190,18 +269,15 @@ def show(name: str, *, real: bool, timeout: float) -> int:
     seed, number = map(int, name.split(":"))
     program = draw(seed, number)
     print(program.text)
-    if real:
-        world = World(torch.Size(program.mesh).numel())
-        try:
-            verdict = world.judge(program, timeout)
-        finally:
-            world.close()
-    else:
-        verdict = judge(program, simulate(program.mesh))
+    worlds = Worlds()
+    try:
+        verdict = worlds.judge(program, timeout) if real else in_simulator(program)
+    finally:
+        worlds.close()
     at = f" at: {program.parts[verdict.at].text}" if 0 <= verdict.at < len(program.parts) else ""
-    print(f"\n# {verdict.kind}{at}\n# {verdict.detail}")
+    print(f"\n# {verdict.kind}{at}\n# {verdict.detail}", flush=True)
     if verdict.kind != RIGHT:
-        print(f"\n{minimal_text(name)}")
+        print(f"\n{minimal_text(name, real=real)}")
     return 1 if verdict.kind in FAILURES else 0
 
 
@@ -241,11 +317,12 @@ def run(given: argparse.Namespace) -> int:
     how = how_to_run(given, asdict(settings), Result)
     began = time.monotonic()
     names = chunks(given.first, given.programs)[given.stratum[0] :: given.stratum[1]]
-    simulated = run_tasks("fuzz", try_simulated, names, settings, result_of, **how)
+    simulated = run_programs("fuzz", try_simulated, names, settings, how)
     real = on_ranks(chunks(given.first, given.gloo)[given.stratum[0] :: given.stratum[1]], settings, how)
     found = classes_of([*simulated, *real])
     made = tables(simulated, real, [row(problem, number) for problem, number in found])
-    small = [minimal_text(problem["program"]) for problem, _ in found[: given.shrink] if problem["kind"] != HUNG]
+    known = [problem for problem, _ in found[: given.shrink] if problem["kind"] != INVALID]
+    small = texts_of(known, settings, given.jobs)
     print("\n\n".join(small))
     about = (
         f"{versions()} Programs {given.first} to {given.first + given.programs - 1} of seed {given.seed}, in "
@@ -254,13 +331,3 @@ def run(given: argparse.Namespace) -> int:
     listing = "".join(f"\n```python\n{text}\n```\n" for text in ([HEADER, *small] if small else []))
     finish(given, made, "Random programs against one device", lambda title: page(made, title, about) + listing)
     return 1 if any(result.counts.get(kind) for result in (*simulated, *real) for kind in FAILURES) else 0
-
-
-def on_ranks(parts: Sequence[str], settings: Settings, how: dict[str, Any]) -> list[Result]:
-    """Run programs on real ranks, from this process, since those that share the work may not start others."""
-    task = OnRanks()
-    try:
-        names = [f"{size} ranks {part}" for size in RANKS for part in parts]
-        return run_tasks("fuzz on ranks", task, names, settings, result_of, **{**how, "jobs": 0})
-    finally:
-        task.world.close()

@@ -33,8 +33,9 @@ GRACE = 4.0
 class World:
     """Ranks that run programs. They are started with the first program, and again after one that hung."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, place: str | None = None) -> None:
+        """`place` is a folder for what the ranks need to find each other."""
+        self.size, self.place = size, place
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
         self.folder: tempfile.TemporaryDirectory[str] | None = None
@@ -91,7 +92,7 @@ class World:
 
     def _start(self) -> None:
         context = get_context("spawn")
-        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks-", dir=self.place)
         self.reached = context.RawArray("i", self.size)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -110,6 +111,24 @@ class World:
                 self.close()
                 raise RuntimeError(f"rank {rank} of {self.size} did not start within {START:g} s")
             pipe.recv()
+
+
+class Worlds:
+    """A world for each number of ranks that programs ask for."""
+
+    def __init__(self, place: str | None = None) -> None:
+        self.place = place
+        self.worlds: dict[int, World] = {}
+
+    def judge(self, program: Program, timeout: float) -> Verdict:
+        size = torch.Size(program.mesh).numel()
+        if size not in self.worlds:
+            self.worlds[size] = World(size, self.place)
+        return self.worlds[size].judge(program, timeout)
+
+    def close(self) -> None:
+        for world in self.worlds.values():
+            world.close()
 
 
 def _rank(rank: int, size: int, store: str, pipe: Connection, reached: Any) -> None:
