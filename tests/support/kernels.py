@@ -342,6 +342,19 @@ def ops_named(*names: str) -> tuple[str, ...]:
 
 COPIES = ops_named("clone", "copy_")
 COPY_KERNELS = ("*copy*", "Memcpy*", "Memset*", "*FillFunctor*")
+CHECK = ops_named(
+    *("lt", "ge", "le", "ne", "any", "bitwise_and", "bitwise_not", "bitwise_or", "index", "nonzero"),
+    *("_local_scalar_dense", "_to_copy", "new_full", "fill_"),
+)
+"""How ranks find out on the CPU whether somebody has an index that torch would refuse."""
+SUMS = ops_named("mean", "sum", "div", "div_", "mul", "neg", "cat", "stack")
+SUM_KERNELS = ("*reduce_kernel*", "*elementwise_kernel*", "*CatArrayBatchedCopy*", *COPY_KERNELS)
+LOOK_UP = ops_named(
+    *("add", "arange", "clamp", "index_add_", "index_select", "new_zeros", "resize_as_", "scalar_tensor"),
+    *("select_backward", "sub", "where", "zero_", "zeros", "zeros_like"),
+    *("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward"),
+)
+LOOK_UP_KERNELS = ("*indexSelect*", "*indexFunc*", "*nll_loss*")
 
 SHARED_REASONS = (
     Reason(
@@ -351,11 +364,32 @@ SHARED_REASONS = (
         COPY_KERNELS,
     ),
     Reason(
-        "the mean of a sharded batch: the ranks' sums, and how many there are of what is averaged",
-        ("*cross_entropy", "*kl_div", "*nll_loss", "*multi*margin_loss", "*triplet_margin_loss"),
-        ("*",),
+        "the mean of a sharded batch: the ranks' sums, divided by how many there are in all",
+        ("*kl_div", "*triplet_margin_loss"),
+        (*SUMS, *COPIES, *ops_named("_to_copy")),
+        SUM_KERNELS,
     ),
-    Reason("running statistics are those of the whole batch", ("*instance_norm",), ("*",)),
+    Reason(
+        "the mean of what targets of a sharded batch name: the ranks' sums of losses and of weights, reduced together",
+        ("*cross_entropy", "*multi*margin_loss"),
+        (*SUMS, *CHECK, *COPIES),
+        (*SUM_KERNELS, "*nll_loss*", "*[Mm]ulti*argin*"),
+    ),
+    Reason(
+        "the same of log-probabilities: those that targets name are looked up",
+        ("*.nll_loss", "*linear_cross_entropy"),
+        (*SUMS, *LOOK_UP, *CHECK, *COPIES),
+        (*SUM_KERNELS, *LOOK_UP_KERNELS),
+    ),
+    Reason(
+        "running statistics are those of the whole batch",
+        ("*instance_norm",),
+        (
+            *(*SUMS, *COPIES),
+            *ops_named("_to_copy", "add", "add_", "constant_pad_nd", "fill_", "pow", "rsqrt", "sub"),
+            *ops_named("native_batch_norm", "native_batch_norm_backward"),
+        ),
+    ),
     Reason(
         "draws for every channel of the whole batch, and takes its part of that",
         ("*dropout2d", "*dropout3d", "*feature_alpha_dropout*", "*fractional_max_pool*"),
@@ -364,8 +398,11 @@ SHARED_REASONS = (
     ),
     Reason(
         "runs op by op, and what it writes in place inside is written to a copy",
-        ("*margin_ranking_loss", "*hinge_embedding_loss", "*cosine_similarity", "*cosine_embedding_loss"),
-        (*COPIES, *ops_named("ge", "scalar_tensor", "where", "add")),
+        (
+            *("*margin_ranking_loss", "*hinge_embedding_loss", "*cosine_similarity", "*cosine_embedding_loss"),
+            "*gaussian_nll_loss",
+        ),
+        (*COPIES, *ops_named("ge", "scalar_tensor", "where", "add", "add_", "div", "_to_copy")),
     ),
     Reason(
         "looks whether bags end before they begin: torch would read what is not there",

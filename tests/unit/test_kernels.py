@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from kernels import (
+    CHECK,
     COPIES,
     DRAWS,
     MARK,
@@ -33,10 +34,6 @@ from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend
 
 SEED = ops_named("random_", "_local_scalar_dense")
-CHECK = ops_named(
-    *("lt", "ge", "le", "ne", "any", "bitwise_and", "bitwise_not", "bitwise_or", "index", "nonzero"),
-    *("_local_scalar_dense", "_to_copy", "new_full", "fill_"),
-)
 
 REASONS = (
     Reason("a seed is drawn from the CPU's generator, which all ranks keep in step", DRAWS, SEED + COPIES),
