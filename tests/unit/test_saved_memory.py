@@ -178,6 +178,22 @@ def test_cross_entropy_over_sharded_classes(smoothing: float, mesh: DeviceMesh) 
     assert ours.peak <= theirs.peak
 
 
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
+def test_softmax_over_a_sharded_dim_keeps_its_result(function: Callable, mesh: DeviceMesh) -> None:
+    rows = BATCH * TIME
+    ours, plain = both(mesh, lambda x: function(x, 1), [((rows, CLASSES), S1)])
+    assert ours.saved == plain.saved
+    assert ours.kept == plain.kept
+    assert ours.peak <= plain.peak + plain.kept + 2 * rows * 4, "in the backward pass: one factor, and the rows' sums"
+
+
+def test_cosine_similarity_runs_op_by_op(mesh: DeviceMesh) -> None:
+    """What it writes in place inside is written to copies: the two norms of each row, and the least they may be."""
+    rows = 8 * NUM_RANKS
+    ours, plain = both(mesh, partial(F.cosine_similarity, dim=1), [((rows, WIDTH), S0), ((rows, WIDTH), S0)])
+    assert ours.saved == plain.saved + Counter({rows // NUM_RANKS * 4: 2, 4: 1})
+
+
 LAYER = [*TENSOR_PARALLEL[attention][3:], *TENSOR_PARALLEL[mlp][3:]]
 
 

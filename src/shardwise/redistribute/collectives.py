@@ -13,9 +13,11 @@ from shardwise.comm.ranked import PerRank, Ranked, join, per_rank, pick, shards_
 from shardwise.layout import Layout, Mesh, Partial
 from shardwise.redistribute import exchange
 from shardwise.redistribute.exchange import Interval
-from shardwise.redistribute.execute import run_path
-from shardwise.redistribute.kernels import members
+from shardwise.redistribute.execute import recorded, run_path
+from shardwise.redistribute.kernels import members, run_move
+from shardwise.redistribute.shared import forget
 from shardwise.redistribute.transitions import Move, Typed
+from shardwise.rules.reductions import wide
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -23,7 +25,7 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 class Group:
     """The ranks along some axes of a mesh; implements the `Collectives` that rules are written against."""
 
-    __slots__ = ("_psum", "_vary", "axes", "ins", "mesh")
+    __slots__ = ("_psum", "_summed", "_vary", "axes", "ins", "mesh")
 
     def __init__(self, mesh: Mesh, axes: tuple[int, ...], ins: Sequence[Layout]) -> None:
         self.mesh = mesh
@@ -33,6 +35,7 @@ class Group:
         pending = whole.with_(pending=[Partial("sum") if axis in axes else None for axis in range(mesh.ndim)])
         self._psum = (Move(Typed(pending), Typed(whole), axes),) if axes else ()
         self._vary = (Move(Typed(whole), Typed(whole, frozenset(axes)), axes),) if axes else ()
+        self._summed = Move(Typed(pending), Typed(whole, frozenset(axes)), axes)
 
     def psum(self, x: Tensor) -> Tensor:
         return run_path(x, self._psum)
@@ -87,9 +90,42 @@ class Group:
     def attach(self, value: Tensor, gradient_of: Tensor) -> Tensor:
         return self.map(_Attach.apply, value, gradient_of)
 
+    def softmax(self, x: Tensor, known: Tensor, dim: int, *, log: bool) -> Tensor:
+        shards = shards_of(x)
+        if not (torch.is_grad_enabled() and any(shard.requires_grad for shard in shards)):
+            return known
+        with _disabled():
+            out = _Softmax.apply(self._summed, dim, log, *shards, *shards_of(known))
+            return self._local([out] if isinstance(out, Tensor) else out, x)
+
     @staticmethod
     def _local(shards: Sequence[Tensor], like: Tensor) -> Tensor:
         return join(shards) if isinstance(like, Ranked) else shards[0]
+
+
+class _Softmax(torch.autograd.Function):
+    """The shards of a tensor and of its softmax, or of the logarithm of that, along a sharded dim → the latter. Only
+    that is kept; the backward pass sums one number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, summed: Move, dim: int, log: bool, *tensors: Tensor) -> Any:
+        ctx.summed, ctx.dim, ctx.log, ctx.dtype = summed, dim, log, tensors[0].dtype
+        out = [known.detach() for known in tensors[len(tensors) // 2 :]]
+        ctx.save_for_backward(*out)
+        return out[0] if len(out) == 1 else tuple(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        forget(ctx.summed.source.layout.mesh)
+        known = ctx.saved_tensors  # here a checkpoint recomputes, and with DTensors
+        with _disabled():
+            grads, known = tuple(map(wide, grads)), tuple(map(wide, known))
+            pairs = zip(grads, known, strict=True)
+            terms = [(g if ctx.log else g * y).sum(ctx.dim, keepdim=True) for g, y in pairs]
+            sums = (recorded if torch.is_grad_enabled() else run_move)(ctx.summed, terms)
+            each = zip(grads, known, sums, strict=True)
+            found = [g.addcmul(y.exp(), total, value=-1) if ctx.log else (g - total).mul_(y) for g, y, total in each]
+            return None, None, None, *(x.to(ctx.dtype) for x in found), *(None for _ in known)
 
 
 class _Attach(torch.autograd.Function):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,18 +36,14 @@ def _softmax_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
     return Local(program, [call.inputs[0], dim, bool(to_float)], groups=(ins[0].splits[dim],))
 
 
-def _sharded_softmax(group: Collectives, x: Tensor, dim: int, to_float: bool) -> Tensor:
-    dtype, x = torch.float32 if to_float else x.dtype, wide(x)
-    terms = (x - maximum(group, x, (dim,))).exp()
-    total = group.psum(terms.sum(dim, keepdim=True))
-    return (terms / group.vary(total)).to(dtype)
-
-
-def _sharded_log_softmax(group: Collectives, x: Tensor, dim: int, to_float: bool) -> Tensor:
-    dtype, x = torch.float32 if to_float else x.dtype, wide(x)
-    x = x - maximum(group, x, (dim,))
-    total = group.psum(x.exp().sum(dim, keepdim=True))
-    return (x - group.vary(total.log())).to(dtype)
+def _sharded_softmax(group: Collectives, x: Tensor, dim: int, to_float: bool, *, log: bool = False) -> Tensor:
+    with torch.no_grad():
+        found = wide(x) - maximum(group, wide(x), (dim,))
+        terms = found.exp() if log else found.exp_()
+        total = group.reduce(terms.sum(dim, keepdim=True), "sum")
+        found = found.sub_(total.log_()) if log else found.div_(total)
+        found = found.to(torch.float32 if to_float else x.dtype)
+    return group.softmax(x, found, dim, log=log)
 
 
 def _sharded_safe_softmax(group: Collectives, x: Tensor, dim: int, to_float: bool) -> Tensor:
@@ -56,9 +53,9 @@ def _sharded_safe_softmax(group: Collectives, x: Tensor, dim: int, to_float: boo
     return torch.where(masked, 0, _sharded_softmax(group, torch.where(masked, 0, x), dim, to_float))
 
 
-_PROGRAMS = {
+_PROGRAMS: dict[str, Callable[..., Tensor]] = {
     "_softmax": _sharded_softmax,
-    "_log_softmax": _sharded_log_softmax,
+    "_log_softmax": partial(_sharded_softmax, log=True),
     "_safe_softmax": _sharded_safe_softmax,
 }
 

@@ -145,6 +145,9 @@ class Collectives(Protocol):
     def attach(self, value: Tensor, gradient_of: Tensor) -> Tensor:
         """`value`, with the gradient of `gradient_of`."""
 
+    def softmax(self, x: Tensor, known: Tensor, dim: int, *, log: bool) -> Tensor:
+        """`known`, which is the softmax of `x`, or its logarithm, along a dim, with its gradient, of any order."""
+
 
 class HeldValues:
     """An argument that differs between ranks: one entry per held rank."""
