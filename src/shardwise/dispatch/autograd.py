@@ -99,7 +99,7 @@ def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: 
         let_go()
         recorded += _next_reached(roots, below, retain)
         for leaf, old in zip(leaves, before, strict=True):
-            if (grad := _raw_grad(leaf)) is not old and grad is not None:
+            if (grad := _raw_grad(leaf)) is not old and grad is not None and recorded:
                 _set_raw_grad(leaf, tied([grad], recorded)[0])
     if owing:
         pay(meshes)
@@ -111,7 +111,9 @@ def _meshes(tensors: Sequence[Any]) -> list[Any]:
 
 def _next_reached(roots: Sequence[Tensor], leaves: Sequence[Tensor], retain: bool | None) -> list[Tensor]:
     """What a pass that comes next must reach, whatever the gradients of each rank depend on: all of the graph, or, if
-    that is not to be kept, its leaves."""
+    that is not to be kept, its leaves. In the simulator, nothing."""
+    if any("_peers" in x.__dict__ for x in roots):
+        return []
     return [x for x in (leaves if retain is False else roots) if x.requires_grad]
 
 

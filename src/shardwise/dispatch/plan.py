@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -255,6 +255,29 @@ def changed(plan: Plan, written: Sequence[int]) -> Plan:
 
     run.plan = plan  # type: ignore[attr-defined]
     return run
+
+
+def retaining(plan: Plan, written: Sequence[int]) -> Plan:
+    """A plan of the simulator's that writes to aliases of its arguments."""
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        out = plan(args, kwargs)
+        tensors = flat_tensors((args, kwargs or {}))
+        retain_anew(tensors[i] for i in written)
+        return out
+
+    run.plan = plan  # type: ignore[attr-defined]
+    return run
+
+
+def retain_anew(tensors: Iterable[Tensor]) -> None:
+    """A view that retains its gradient does so where its history is once it was written to; but if an alias of it was
+    written to, only once it is itself asked for that."""
+    with _disabled():
+        for x in tensors:
+            if x.retains_grad:
+                for shard in (x, *x.__dict__.get("_peers", ())):
+                    shard.grad_fn  # noqa: B018
 
 
 def settling(plan: Plan) -> Plan:
