@@ -21,7 +21,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 _disabled = torch._C.DisableTorchFunctionSubclass
-_enabled = torch._C._EnableTorchFunction  # type: ignore[attr-defined]
 _size = torch._C.TensorBase.size
 _Function = torch._C._FunctionBase  # type: ignore[attr-defined]
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -80,8 +79,7 @@ class Rendezvous:
         assert grad is None or now.sums[rank] is not None, "this backward pass was not expected"
         if not now.met:
             now.met = True
-            with _enabled():  # passes of local tensors run without
-                now.sums = self.run(list(self.calls.values()), now.sums) or now.sums
+            now.sums = self.run(list(self.calls.values()), now.sums) or now.sums
         return now.sums[rank]
 
     def _pass(self) -> _Pass:

@@ -33,6 +33,7 @@ Plan = Callable[[tuple, dict[str, Any] | None], Any]
 _disabled = torch._C.DisableTorchFunctionSubclass
 _on_shard = torch._C._disabled_torch_function_impl
 _grad_enabled = torch._C.is_grad_enabled
+_listener = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Mover:
@@ -105,6 +106,14 @@ class Mover:
         return run_path(local_of(x, self.moves), self.moves)
 
 
+class NonlinearMover(Mover):
+    """Moves that save something for their gradient. A checkpoint that begins in between must save it too, as it will
+    when it recomputes: what was moved outside is of no use inside."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._moved(x, x.__dict__) if _listener(True) is not None else super().__call__(x)
+
+
 def local_of(x: Tensor, moves: Sequence[Move]) -> Tensor:
     if x.__class__ is not DTensor:
         return spread(x, moves[0].source.layout.mesh)
@@ -119,7 +128,11 @@ def runs_in_cpp(mesh: Mesh) -> bool:
 
 def mover_of(moves: tuple[Move, ...]) -> Mover | None:
     """How to make some moves; None where there is nothing to do for the ranks held here, gradient included."""
-    return None if all(move.is_identity for move in moves) else Mover(moves)
+    return None if all(move.is_identity for move in moves) else mover_for(moves)
+
+
+def mover_for(moves: tuple[Move, ...]) -> Mover:
+    return Mover(moves) if all(move.is_linear for move in moves) else NonlinearMover(moves)
 
 
 def wrap_fresh(out: Any, layout: Layout) -> DTensor:
