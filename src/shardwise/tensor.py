@@ -439,7 +439,7 @@ def _remembering(made: DTensor, local: Tensor, moves: Sequence[Move]) -> DTensor
 def observe(x: DTensor) -> None:
     """Somebody looks at the gradient of this tensor itself."""
     if "_gathered" in x.__dict__:
-        x._gathered.observed = True  # type: ignore[attr-defined]
+        x._gathered.observe()  # type: ignore[attr-defined]
 
 
 def _alias(shard: Tensor) -> Tensor:

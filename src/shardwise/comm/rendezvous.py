@@ -22,10 +22,10 @@ from torch.utils.hooks import RemovableHandle
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _size = torch._C.TensorBase.size
-_Function = torch._C._FunctionBase  # type: ignore[attr-defined]
+_Function = torch._C._FunctionBase
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+_task = torch._C._current_graph_task_id
+_queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
 
 PLACES = "_rendezvous"
 """Under this name a node, or a leaf, knows what meets there: by the number of the output, a rendezvous and a rank."""
@@ -96,7 +96,7 @@ class _Pass:
     __slots__ = ("met", "sums")
 
     def __init__(self, num_ranks: int) -> None:
-        self.sums: Gradients | Any = [None] * num_ranks
+        self.sums: Any = [None] * num_ranks
         self.met = False
 
 

@@ -24,7 +24,7 @@ from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tenso
 _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled
 _enabled = torch._C._is_torch_function_enabled
-_users_code = torch._C._EnableTorchFunction  # type: ignore[attr-defined]  # which a pass may have disabled
+_users_code = torch._C._EnableTorchFunction  # which a pass may have disabled
 _numel = torch._C.TensorBase.numel
 _anomaly = torch._C.is_anomaly_enabled
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]

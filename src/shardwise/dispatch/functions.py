@@ -29,7 +29,7 @@ from shardwise.layout import Layout
 from shardwise.tensor import DTensor, gradient_shards, gradient_tensor, localise, settled, wrap
 
 _enabled = torch._C._is_torch_function_enabled
-_users_code = torch._C._EnableTorchFunction  # type: ignore[attr-defined]  # which a pass may have disabled
+_users_code = torch._C._EnableTorchFunction  # which a pass may have disabled
 _apply = Function.apply.__func__  # type: ignore[attr-defined]
 
 Strides = tuple[int, ...] | None
