@@ -439,7 +439,7 @@ def _remembering(made: DTensor, local: Tensor, moves: Sequence[Move]) -> DTensor
 def observe(x: DTensor) -> None:
     """Somebody looks at the gradient of this tensor itself."""
     if "_gathered" in x.__dict__:
-        x._gathered.observed = True  # type: ignore[attr-defined]
+        x._gathered.observe()  # type: ignore[attr-defined]
 
 
 def _alias(shard: Tensor) -> Tensor:
@@ -507,7 +507,7 @@ def _summed_axes(layout: Layout) -> tuple[int, ...]:
 OURS = frozenset(
     {
         *("_layout", "_peers", "_is_param", "_rendezvous", "_moved", "_gathered", "_grad"),
-        *("_strides", "_copied", "_source", "_taking", "_whole"),
+        *("_strides", "_copied", "_source", "_taking", "_shown", "_whole"),
     }
 )
 """What we keep on a tensor ourselves."""

@@ -557,6 +557,67 @@ def test_a_hook_keeps_nothing_alive(passes: int) -> None:
     assert kept() is None
 
 
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a row": lambda y: y[1],
+    "a column": lambda y: y[:, 1],
+    "rows": lambda y: y[1:],
+    "flat": lambda y: y.view(-1),
+    "of flat": lambda y: y.flatten()[3:7],
+    "a view of a view": lambda y: y.view(2, 8)[0].view(2, 4),
+}
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("observer", ["source kept", "view kept", "hook on source", "hook on view", "asked for"])
+@pytest.mark.parametrize("name", PARTS)
+def test_gradients_seen_around_a_write_through_a_view(name: str, observer: str, used: bool) -> None:
+    """A view that is written to is what its base becomes: uses of it send their gradient there, and what was hooked to
+    it before is left out, also where it had to be a copy."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = x * 1
+        part = PARTS[name](y)
+        before = (part * 3).sum()
+        observed = y if "source" in observer else part
+        if "kept" in observer:
+            observed.retain_grad()
+        elif "hook" in observer:
+            observed.register_hook(lambda grad: grad.tanh())
+        part.sigmoid_()
+        loss = before + (y * y).sum() + ((part * part).sum() if used else 0)
+        if observer == "asked for":
+            return part, *torch.autograd.grad(loss, [x, y, part], allow_unused=True)
+        loss.backward()
+        return y, x.grad, observed.grad if "kept" in observer else None
+
+    for placement in (S(0), S(1), P(), R):
+        same(program, normal(4, 4), placement)
+
+
+def test_a_pass_after_a_pass_goes_no_further_than_torchs() -> None:
+    """What the gradients do not depend on is not differentiated again: it may have no second derivative."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        other = (x.detach() + 1).requires_grad_()
+        y = x * 1
+        y.retain_grad()
+        pooled = F.max_pool2d(other[None], 2)
+        grads = torch.autograd.grad((y**3).sum() + pooled.sum(), [x, other], create_graph=True)
+        kept, y.grad = y.grad, None
+        (grads[0] ** 2).sum().backward()
+        return kept, *grads, x.grad, other.grad, y.grad
+
+    for placement in (S(0), S(1), R):
+        same(program, normal(4, 4), placement)
+
+
+def test_a_gradient_that_depends_on_nothing_is_a_constant() -> None:
+    for placement in (S(0), P(), R):
+        x = place(normal(4, 4), placement).requires_grad_()
+        (grad,) = torch.autograd.grad((x * 3).sum(), x, create_graph=True)
+        assert not grad.requires_grad
+
+
 def test_rows_picked_by_a_number_in_a_tensor() -> None:
     def program(x: Tensor) -> tuple[Any, ...]:
         i = beside(x, torch.tensor(1))

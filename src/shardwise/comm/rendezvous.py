@@ -21,12 +21,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 _disabled = torch._C.DisableTorchFunctionSubclass
-_enabled = torch._C._EnableTorchFunction  # type: ignore[attr-defined]
 _size = torch._C.TensorBase.size
-_Function = torch._C._FunctionBase  # type: ignore[attr-defined]
+_Function = torch._C._FunctionBase
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+_task = torch._C._current_graph_task_id
+_queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
 
 PLACES = "_rendezvous"
 """Under this name a node, or a leaf, knows what meets there: by the number of the output, a rendezvous and a rank."""
@@ -80,8 +79,7 @@ class Rendezvous:
         assert grad is None or now.sums[rank] is not None, "this backward pass was not expected"
         if not now.met:
             now.met = True
-            with _enabled():  # passes of local tensors run without
-                now.sums = self.run(list(self.calls.values()), now.sums) or now.sums
+            now.sums = self.run(list(self.calls.values()), now.sums) or now.sums
         return now.sums[rank]
 
     def _pass(self) -> _Pass:
@@ -98,7 +96,7 @@ class _Pass:
     __slots__ = ("met", "sums")
 
     def __init__(self, num_ranks: int) -> None:
-        self.sums: Gradients | Any = [None] * num_ranks
+        self.sums: Any = [None] * num_ranks
         self.met = False
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from shardwise.comm.rendezvous import Rendezvous, expect, rendezvous, rendezvous_of
-from shardwise.dispatch.anomalies import run_backward
+from shardwise.dispatch.anomalies import dispatch_modes, run_backward
 from shardwise.dispatch.functions import joined_gradients
 from shardwise.dispatch.nodes import Handles, nodes_of
 from shardwise.dispatch.special import handles, shards_of
@@ -24,6 +24,7 @@ from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tenso
 _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled
 _enabled = torch._C._is_torch_function_enabled
+_users_code = torch._C._EnableTorchFunction  # which a pass may have disabled
 _numel = torch._C.TensorBase.numel
 _anomaly = torch._C.is_anomaly_enabled
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
@@ -51,7 +52,8 @@ def _backward(
     """`loss.backward()`, straight from Python. The ordinary case, a whole scalar and no options, needs no thought."""
     facts = self.__dict__
     simple = gradient is None and inputs is None and not create_graph and len(facts) == 1  # nothing but a layout
-    if simple and _enabled() and not _anomaly() and self._layout.numel == 1 and not self._layout.has_pending:
+    plain = _enabled() and not _anomaly() and not dispatch_modes()
+    if simple and plain and self._layout.numel == 1 and not self._layout.has_pending:
         forget(self._layout.mesh)
         with _disabled():
             seed = torch.ones_like(self)
@@ -99,7 +101,7 @@ def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: 
         let_go()
         recorded += _next_reached(roots, below, retain)
         for leaf, old in zip(leaves, before, strict=True):
-            if (grad := _raw_grad(leaf)) is not old and grad is not None:
+            if (grad := _raw_grad(leaf)) is not old and grad is not None and recorded:
                 _set_raw_grad(leaf, tied([grad], recorded)[0])
     if owing:
         pay(meshes)
@@ -111,7 +113,9 @@ def _meshes(tensors: Sequence[Any]) -> list[Any]:
 
 def _next_reached(roots: Sequence[Tensor], leaves: Sequence[Tensor], retain: bool | None) -> list[Tensor]:
     """What a pass that comes next must reach, whatever the gradients of each rank depend on: all of the graph, or, if
-    that is not to be kept, its leaves."""
+    that is not to be kept, its leaves. In the simulator, nothing."""
+    if any("_peers" in x.__dict__ for x in roots):
+        return []
     return [x for x in (leaves if retain is False else roots) if x.requires_grad]
 
 
@@ -292,7 +296,9 @@ def _post_accumulate_hook(func: Callable, args: tuple, kwargs: dict[str, Any]) -
         arrived[0] += 1
         if arrived[0] == total:
             arrived[0] = 0
-            if hook(tensor()) is not None:
+            with _users_code():
+                found = hook(tensor())
+            if found is not None:
                 raise RuntimeError("Tensor post accumulate grad hooks should return None.")
 
     with _disabled():
@@ -320,7 +326,8 @@ def _run_hooks(layout: Layout, hooks: Iterable[Callable], grads: Sequence[Tensor
     other results."""
     replaced = None
     for hook in hooks:
-        result = hook(*joined_gradients(grads, [layout]))
+        with _users_code():
+            result = hook(*joined_gradients(grads, [layout]))
         if result is not None:
             grads = replaced = gradient_shards(result, layout, "the hook's result")
     return replaced

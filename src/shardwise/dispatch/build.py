@@ -17,6 +17,7 @@ from shardwise.dispatch.plan import (
     Plan,
     localised,
     moved_first,
+    mover_for,
     mover_of,
     reduced_after,
     runs_in_cpp,
@@ -265,7 +266,7 @@ class MoveArgument:
     __slots__ = ("mover", "moves", "source", "target")
 
     def __init__(self, source: int, target: int, moves: tuple[Move, ...]) -> None:
-        self.source, self.target, self.moves, self.mover = source, target, moves, Mover(moves)
+        self.source, self.target, self.moves, self.mover = source, target, moves, mover_for(moves)
 
     def __call__(self, slots: list[Any], originals: Sequence[Tensor]) -> None:
         x = originals[self.source]

@@ -35,6 +35,7 @@ from shardwise.dispatch.plan import (
     changed,
     has_terms,
     reduced_first,
+    retaining,
     runs_in_cpp,
     settling,
     wrap_fresh,
@@ -339,6 +340,8 @@ def _watched(
     if written:
         if trace.reduced:
             plan = changed(plan, written)
+        if len(lowered.mesh.held) > 1:
+            plan = retaining(plan, written)
         if any(0 in layouts[i].pieces(dim) for i in written for dim in range(len(layouts[i].shape))):
             plan = OnNothing(plan, func, written)
         plan = Writes(plan, _name(func), written)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import shards_of
+from shardwise.comm import ranked, shards_of
 from shardwise.dispatch.trace import flat_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Replicate
@@ -25,6 +25,7 @@ from shardwise.local import is_leaf
 from shardwise.tensor import DTensor, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
+_size = torch._C.TensorBase.size
 
 WayBack = Callable[[DTensor, DTensor], Any]
 
@@ -227,6 +228,29 @@ def _is_recorded(x: Tensor, copy: CopiedView) -> bool:
         return same and torch.is_grad_enabled() and x.requires_grad
 
 
+def take_anew(written: Iterable[Tensor]) -> None:
+    """Before a write that is part of the graph: to torch a view that is written to is what its base becomes, and what
+    was computed from it before, and hooks on it, are another matter. So a copy with hooks is taken anew."""
+    for x in written:
+        copy = _copy_in(x)
+        if copy is not None and _is_recorded(x, copy) and copy._backward_hooks and copy._taking is not None:
+            _take_again(copy)
+
+
+def of_base(x: DTensor) -> DTensor:
+    """What a view shows, past hooks on it: where a view is written to, torch reads its base."""
+    with _disabled():
+        if not (torch.is_grad_enabled() and x.requires_grad and x._is_view()):
+            return x
+        shards = [
+            shard
+            if shard._base is None
+            else shard._base.as_strided(_size(shard), shard.stride(), shard.storage_offset())
+            for shard in shards_of(x)
+        ]
+    return wrap(shards[0] if len(shards) == 1 else ranked(shards), x._layout)
+
+
 def carry_on(written: Iterable[Tensor]) -> None:
     """After a write: what was written to a copy goes on to its source; copies of what was written to are stale."""
     if not copies:
@@ -240,13 +264,23 @@ def carry_on(written: Iterable[Tensor]) -> None:
             storage = storage_of(source)
             source.__dict__["_layout"] = source._layout.unreduced  # what it came to; views to write to are not of that
             kin = [view for reference in _taken.pop(storage, ()) if (view := reference()) is not None]
-            with nullcontext() if _is_recorded(x, copy) else torch.no_grad():
+            recorded = _is_recorded(x, copy)
+            with nullcontext() if recorded else torch.no_grad():
                 way_back(source, wrap(localise(copy), copy._layout))  # type: ignore[misc]
             for view in kin:
-                if _whole(view) is copy or (view.__class__ is CopiedView and _source_storage(view) == storage_of(copy)):
+                is_shown = _whole(view) is copy or (
+                    view.__class__ is CopiedView and _source_storage(view) == storage_of(copy)
+                )
+                if is_shown and not recorded:
                     _enter(_taken, storage, view)
                 else:
                     _outdate(view)
+            if recorded:
+                copy._shown = source._version  # type: ignore[attr-defined]
+                with _disabled():
+                    observed = copy.retains_grad
+                if observed:
+                    renew(copy)
 
 
 def _outdate(copy: CopiedView | None) -> None:
@@ -281,7 +315,9 @@ def _take_again(copy: Any) -> None:
     if fresh is None or fresh._layout is not copy._layout:
         raise stale()
     copy.__class__ = CopiedView
+    unchanged = copy.__dict__.pop("_shown", None) == source._version
     with _disabled(), torch.set_grad_enabled(fresh.requires_grad):  # in torch, too, it has the new history of its base
         for mine, taken in zip(shards_of(copy), shards_of(fresh), strict=True):
-            _once(mine, mine).copy_(_once(taken, mine))
+            with torch.autograd._unsafe_preserve_version_counter(mine) if unchanged else nullcontext():
+                _once(mine, mine).copy_(_once(taken, mine))
     _enter(_taken, storage_of(source), copy)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm import shards_of
-from shardwise.dispatch.copies import depend, storage_of, watch_copy
+from shardwise.dispatch.copies import depend, of_base, storage_of, take_anew, watch_copy
 from shardwise.dispatch.fallback import report
 from shardwise.dispatch.plan import Plan
 from shardwise.dispatch.stand_ins import meta, refused
@@ -138,6 +138,7 @@ class _Elsewhere:
         written = [x for at, x in enumerate(flat_tensors((args, kwargs or {}))) if at in self.written]
         if depend(written, self.name):
             raise InPlaceError(self.refusal)
+        take_anew(written)
         for way in self.ways:
             try:
                 return self._run(way, args, kwargs or {})
@@ -165,7 +166,7 @@ class _Elsewhere:
                 return x
             if id(x) not in copies:  # an argument may be given twice
                 # of a copy, because gradients of extrema need what was there; and a copy, that every rank has its own
-                copies[id(x)] = copy = as_layout(x.clone(), way(x._layout), "self").clone()
+                copies[id(x)] = copy = as_layout(of_base(x).clone(), way(x._layout), "self").clone()
                 originals[id(copy)] = x
             return copies[id(x)]
 

@@ -16,7 +16,7 @@ from shardwise.comm.cause import is_ours, watchers
 from shardwise.comm.record import note_fallback
 from shardwise.dispatch.copies import Taking, storage_of, watch_copy
 from shardwise.dispatch.modes import is_strict
-from shardwise.dispatch.plan import Mover, wrap_fresh
+from shardwise.dispatch.plan import mover_for, wrap_fresh
 from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.dispatch.watch import gathered
 from shardwise.errors import FallbackWarning, InPlaceError, StrictModeError
@@ -158,7 +158,7 @@ class Gathered:
             return x
         moves = plan_moves(x._layout, Layout(self.mesh, x._layout.shape))
         with _disabled():
-            whole = Mover(moves)(x) if moves else x
+            whole = mover_for(moves)(x) if moves else x
         return localise(whole) if whole.__class__ is DTensor else whole
 
 

@@ -29,6 +29,7 @@ from shardwise.layout import Layout
 from shardwise.tensor import DTensor, gradient_shards, gradient_tensor, localise, settled, wrap
 
 _enabled = torch._C._is_torch_function_enabled
+_users_code = torch._C._EnableTorchFunction  # which a pass may have disabled
 _apply = Function.apply.__func__  # type: ignore[attr-defined]
 
 Strides = tuple[int, ...] | None
@@ -233,7 +234,8 @@ def _derive(cls: Any) -> Any:
         gradients: list[Any] = joined_gradients(flat, ctx.call.outputs)
         if getattr(cls, "boxed_grads_call", False):
             gradients = [gradients]
-        result = list(_as_tuple(user(ctx, *gradients)))
+        with _users_code():
+            result = list(_as_tuple(user(ctx, *gradients)))
         wanted = len(ctx.call.inputs)
         while len(result) > wanted and result[-1] is None:
             result.pop()
@@ -290,8 +292,15 @@ _listen = saved_tensors_hooks.__init__
 
 @functools.wraps(_listen)
 def _listen_to_shards(self: Any, pack_hook: Callable, unpack_hook: Callable) -> None:
-    heard = pack_hook if isinstance(pack_hook, torch.fx.GraphModule) else lambda x: pack_hook(_as_saved(x))
-    _listen(self, heard, unpack_hook)
+    if isinstance(pack_hook, torch.fx.GraphModule):
+        _listen(self, pack_hook, unpack_hook)
+        return
+
+    def unpacked(x: Any) -> Any:
+        with _users_code():
+            return unpack_hook(x)
+
+    _listen(self, lambda x: pack_hook(_as_saved(x)), unpacked)
 
 
 saved_tensors_hooks.__init__ = _listen_to_shards  # type: ignore[method-assign]

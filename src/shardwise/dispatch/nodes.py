@@ -123,7 +123,7 @@ NOTHING = "shardwise.nothing"
 
 def pass_nothing_on(tensors: Iterable[DTensor]) -> None:
     """Let the graph that some tensors come from pass on gradients that are not there."""
-    todo = nodes_of([shard for x in tensors for shard in shards_of(x)])
+    todo: list[Any] = [*nodes_of([shard for x in tensors for shard in shards_of(x)])]
     while todo:
         node = todo.pop()
         if NOTHING not in node.metadata:

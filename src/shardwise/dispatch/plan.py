@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ Plan = Callable[[tuple, dict[str, Any] | None], Any]
 _disabled = torch._C.DisableTorchFunctionSubclass
 _on_shard = torch._C._disabled_torch_function_impl
 _grad_enabled = torch._C.is_grad_enabled
+_listener = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Mover:
@@ -105,6 +106,14 @@ class Mover:
         return run_path(local_of(x, self.moves), self.moves)
 
 
+class NonlinearMover(Mover):
+    """Moves that save something for their gradient. A checkpoint that begins in between must save it too, as it will
+    when it recomputes: what was moved outside is of no use inside."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._moved(x, x.__dict__) if _listener(True) is not None else super().__call__(x)
+
+
 def local_of(x: Tensor, moves: Sequence[Move]) -> Tensor:
     if x.__class__ is not DTensor:
         return spread(x, moves[0].source.layout.mesh)
@@ -119,7 +128,11 @@ def runs_in_cpp(mesh: Mesh) -> bool:
 
 def mover_of(moves: tuple[Move, ...]) -> Mover | None:
     """How to make some moves; None where there is nothing to do for the ranks held here, gradient included."""
-    return None if all(move.is_identity for move in moves) else Mover(moves)
+    return None if all(move.is_identity for move in moves) else mover_for(moves)
+
+
+def mover_for(moves: tuple[Move, ...]) -> Mover:
+    return Mover(moves) if all(move.is_linear for move in moves) else NonlinearMover(moves)
 
 
 def wrap_fresh(out: Any, layout: Layout) -> DTensor:
@@ -255,6 +268,29 @@ def changed(plan: Plan, written: Sequence[int]) -> Plan:
 
     run.plan = plan  # type: ignore[attr-defined]
     return run
+
+
+def retaining(plan: Plan, written: Sequence[int]) -> Plan:
+    """A plan of the simulator's that writes to aliases of its arguments."""
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        out = plan(args, kwargs)
+        tensors = flat_tensors((args, kwargs or {}))
+        retain_anew(tensors[i] for i in written)
+        return out
+
+    run.plan = plan  # type: ignore[attr-defined]
+    return run
+
+
+def retain_anew(tensors: Iterable[Tensor]) -> None:
+    """A view that retains its gradient does so where its history is once it was written to; but if an alias of it was
+    written to, only once it is itself asked for that."""
+    with _disabled():
+        for x in tensors:
+            if x.retains_grad:
+                for shard in (x, *x.__dict__.get("_peers", ())):
+                    shard.grad_fn  # noqa: B018
 
 
 def settling(plan: Plan) -> Plan:

@@ -24,11 +24,13 @@ from shardwise.dispatch.copies import (
     outdate_with,
     refuse_lost_writes,
     storage_of,
+    take_anew,
     watch_copy,
     watch_view,
 )
 from shardwise.dispatch.memory import copied, fresh_strides, lies_plainly, on_one_device
 from shardwise.dispatch.modes import unseen
+from shardwise.dispatch.plan import retain_anew
 from shardwise.dispatch.trace import flat_tensors, map_tensors
 from shardwise.layout import Layout, Mesh
 from shardwise.local import spread
@@ -125,6 +127,7 @@ class OfCopies:
         if self.function in MAY_COPY and "_strides" in args[0].__dict__ and not is_view(self.function, args, kwargs):
             return self.function(_fresh(args[0]), *args[1:], **kwargs)
         out = self.function(*args, **kwargs)
+        retain_anew(given.values())
         by_storage = {storage_of(x): x for x in given.values()}
         results = flat_tensors(out)
         lying: list[int] = []  # results that lie as the whole of what they are views of does, which does not show it
@@ -208,6 +211,7 @@ class Writes:
         tensors = flat_tensors((args, kwargs or {}))
         written = args[0] if self.positions is None else [tensors[position] for position in self.positions]
         refuse_lost_writes(written, self.name)
+        take_anew(written)
         out = self.plan(args, kwargs)
         carry_on(written)
         return out

@@ -7,6 +7,8 @@ ranks gather, each may use another part. So each collective of such a pass is ti
 later pass is told to reach, and to all gradients that the pass gives; and to these, too, all of the graph that the pass
 went through. The next pass goes through all of it, with zeros where nothing else comes, on all ranks: leaves that it
 would not reach get those. Torch runs nodes in the reverse order of their recording, so that they meet in order.
+
+In the simulator a collective is one node for all ranks, which cannot miss each other: there nothing is tied.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ def let_go() -> None:
 
 def anchored(grads: Sequence[Tensor]) -> Sequence[Tensor]:
     """Gradients, all of them part of the graph, and leading to an anchor."""
+    if len(grads) > 1:
+        return grads
     return [_Tied.apply(g, _anchor(g.device)) for g in grads]
 
 
 def left_behind(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Results of a recorded collective, noted for those who ask for the gradients of this pass."""
-    if _trails:
+    if _trails and len(outputs) == 1:
         me = get_ident()  # or a device's own thread, which works for whoever came last
         own = next((noted for thread, noted in reversed(_trails) if thread == me), _trails[-1][1])
         own.extend(x for x in outputs if x.requires_grad)
@@ -63,7 +67,7 @@ def trail() -> Iterator[list[Tensor]]:
 def tied(grads: Sequence[Tensor], recorded: Sequence[Tensor]) -> Sequence[Tensor]:
     """Gradients from which every collective that was recorded on the way to them can be reached."""
     with torch._C.DisableTorchFunctionSubclass():
-        if not recorded:
+        if not recorded or len(grads) > 1:
             return anchored(grads)
         knot = _Knot.apply(*recorded)
         return [_Tied.apply(g, knot) for g in grads]

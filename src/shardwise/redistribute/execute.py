@@ -289,43 +289,54 @@ class Gathered:
     It keeps the place of the shards in the graph, by tensors that take no memory, not the shards.
     """
 
-    __slots__ = ("axes", "move", "observed", "places", "through", "version")
+    __slots__ = ("axes", "move", "places", "version", "way")
 
     def __init__(self, move: Move, shards: Sequence[Tensor], whole: Tensor) -> None:
         self.axes = move.axes
         varying = Typed(move.target.layout, move.target.varying.union(move.axes))
-        self.move, self.through = Move(move.source, varying, move.axes), Move(move.target, varying, move.axes)
+        self.move, self.way = Move(move.source, varying, move.axes), _Way(Move(move.target, varying, move.axes))
         self.version = whole._version
         self.places = [_placeholder(x) for x in shards]
-        self.observed = False
         whole.grad_fn.materialize_grads = False  # type: ignore[union-attr]  # most often nothing comes back there
 
     def serves(self, move: Move, version: int) -> bool:
         return move.kind == "nothing" and move.axes == self.axes and version == self.version
 
+    def observe(self) -> None:
+        self.way.observed = True
+
     def as_varying(self, whole: Sequence[Tensor]) -> Sequence[Tensor]:
-        out = _Regathered.apply(self, *self.places, *whole)
+        out = _Regathered.apply(self.move, self.way, *self.places, *whole)
         return (out,) if isinstance(out, Tensor) else out
+
+
+class _Way:
+    """Whether the gradient of a gathered tensor is observed, and the move that leads there."""
+
+    __slots__ = ("move", "observed")
+
+    def __init__(self, move: Move) -> None:
+        self.move, self.observed = move, False
 
 
 class _Regathered(Moved):
     """The shards' places and what was gathered from them → the latter, with the gradient of a gather, or of a use."""
 
     @staticmethod
-    def forward(ctx: Any, gathered: Gathered, *tensors: Tensor) -> Any:
-        ctx.gathered, ctx.move = gathered, gathered.move
+    def forward(ctx: Any, move: Move, way: _Way, *tensors: Tensor) -> Any:  # type: ignore[override]
+        ctx.move, ctx.way = move, way
         whole = [x.detach() for x in tensors[len(tensors) // 2 :]]
         return whole[0] if len(whole) == 1 else tuple(whole)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         nothing = (None,) * len(grads)
-        if not ctx.gathered.observed:
-            return *Moved.backward(ctx, *grads), *nothing
-        dual = ctx.gathered.through.dual
+        if not ctx.way.observed:
+            return None, *Moved.backward(ctx, *grads), *nothing
+        dual = ctx.way.move.dual
         forget(dual.source.layout.mesh)
         with _disabled():
-            return None, *nothing, *(recorded(dual, grads) if _grad_enabled() else run_move(dual, grads))
+            return None, None, *nothing, *(recorded(dual, grads) if _grad_enabled() else run_move(dual, grads))
 
 
 NAMES = {kind: "".join(map(str.capitalize, kind.split("_"))) for kind in KERNELS}

@@ -14,6 +14,7 @@ import torch
 from compare import check_shards
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
@@ -400,6 +401,45 @@ def test_checkpoint(placements: tuple, reentrant: bool) -> None:
     assert len(runs) == 3, "the block runs again in the backward pass"
     check_grad(d, a)
     check_grad(e, b)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@over_layouts
+def test_a_dispatch_mode_around_a_step(placements: tuple, reentrant: bool) -> None:
+    """It sees what runs on the shards; users' hooks, functions and checkpoints see DTensors."""
+    w = data(4, 4)
+    seen: list[list[Tensor]] = [[], []]
+
+    def step(t: Tensor, v: Tensor, grads: list[Tensor]) -> None:
+        y = t * 1
+        y.register_hook(lambda g: g.tanh())
+        t.register_post_accumulate_grad_hook(lambda q: grads.append(whole(q.grad * 2)))
+        z = checkpoint(lambda a: torch.tanh(a @ v), y, use_reentrant=reentrant)
+        (whole(z.sum()) + Total.apply(y)).backward()
+        (t @ v).sum().backward()
+
+    a, d = twins(data(6, 4), placements)
+    with FlopCounterMode(display=False) as expected:
+        step(a, w, seen[0])
+    with FlopCounterMode(display=False) as found:
+        step(d, sw.distribute_tensor(w, MESH, [R, R]), seen[1])
+    check_grad(d, a)
+    for plain, dist in zip(*seen, strict=True):
+        torch.testing.assert_close(dist, plain)
+    assert found.get_total_flops() >= expected.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("op", ["max", "min", "avg"])
+def test_a_checkpoint_of_what_was_reduced_before(op: str) -> None:
+    """What the reduction saved outside is saved inside too, where it is recomputed."""
+    d = sw.distribute_tensor(data(4), sw.simulate((2,), ("a",)), [R]).requires_grad_()
+    y = (d * 1).redistribute(placements=[Partial(op)])
+    outside = torch.ones_like(y) * y
+    inside = checkpoint(lambda t: torch.hypot(1.25 - t, t), y, use_reentrant=False)
+    (outside.sum() + inside.sum()).backward()
+    plain = d.detach().full_tensor().requires_grad_()
+    (plain.sum() + torch.hypot(1.25 - plain, plain).sum()).backward()
+    check_grad(d, plain)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
