@@ -310,7 +310,8 @@ def _on_every_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @handles(Tensor.data.__get__, Tensor.detach, torch.detach)  # type: ignore[attr-defined]
 def _data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     """The same shards outside the graph, whatever is pending on them but for terms of products and norms."""
-    reduce_terms(args[0])
+    if args[0]._layout.has_pending and not args[0].requires_grad:
+        reduce_terms(args[0])
     with _disabled():
         shards = [func(shard) for shard in shards_of(args[0])]
     out = wrap(shards[0] if len(shards) == 1 else ranked(shards), args[0]._layout.unreduced)

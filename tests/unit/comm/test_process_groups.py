@@ -52,6 +52,36 @@ def test_moves_on_threads() -> None:
             torch.testing.assert_close(value, expected[i // len(WAYS)])
 
 
+def written(rank: int) -> list[Tensor]:
+    """What was moved within the graph is the result's own, and may be written to."""
+    mesh, found = mesh_of_threads(), []
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
+    for dtype in (torch.float32, torch.complex64):
+        for before in ([P(), P()], [P("max"), R] if dtype.is_floating_point else [P(), S(1)], *WAYS):
+            for after in WAYS:
+                laid = (sw.distribute_tensor(x.to(dtype), mesh, before) * 1).requires_grad_()
+                moved = (laid * 1).redistribute(placements=after)
+                moved.mul_(3)
+                moved[1:].mul_(2)
+                moved.abs().sum().backward()
+                found += [moved.detach().full_tensor(), laid.grad.full_tensor()]
+    return found
+
+
+def test_writes_to_what_was_moved_on_threads() -> None:
+    expected = []
+    for dtype in (torch.float32, torch.complex64):
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        moved = x * torch.tensor([3.0] + [6.0] * 5)[:, None]
+        moved.abs().sum().backward()
+        expected.append((moved.detach(), x.grad))
+    for found in run_threads(written, 4):
+        half = len(found) // 2
+        for at in range(0, len(found), 2):
+            for mine, theirs in zip(found[at : at + 2], expected[at >= half], strict=True):
+                torch.testing.assert_close(mine, theirs)
+
+
 def data() -> list[Tensor]:
     """Threads share torch's generator, so each draws from one of its own."""
     own = torch.Generator().manual_seed(0)
