@@ -507,7 +507,7 @@ def _summed_axes(layout: Layout) -> tuple[int, ...]:
 OURS = frozenset(
     {
         *("_layout", "_peers", "_is_param", "_rendezvous", "_moved", "_gathered", "_grad"),
-        *("_strides", "_copied", "_source", "_taking", "_shown", "_whole"),
+        *("_strides", "_source", "_taking", "_shown", "_whole"),
     }
 )
 """What we keep on a tensor ourselves."""

@@ -294,3 +294,80 @@ def attention_where_some_ranks_hold_nothing(x: Tensor, w: Tensor, mask: Tensor) 
     ((out * out).sum() + weights.sin().sum()).backward()
     assert x.grad is not None and w.grad is not None
     return [out, weights, x.grad, w.grad]
+
+
+def attention_of(width: int) -> Program:
+    """What `nn.MultiheadAttention` does, with and without its weights."""
+
+    def attend(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+        results: list[Tensor] = []
+        for weights in (False, True):
+            out, told = F.multi_head_attention_forward(
+                *(x, x, x, width, 2, w, b, None, None, False, 0.0, w[:width], b[:width]), need_weights=weights
+            )
+            loss = (out * out).sum()
+            (loss if told is None else loss + told.sin().sum()).backward()
+            results.append(out)
+        assert x.grad is not None and w.grad is not None and b.grad is not None
+        return [*results, x.grad, w.grad, b.grad]
+
+    return attend
+
+
+for cut_dim, shape in enumerate(((2, 3, 4), (5, 1, 4), (3, 2, 2))):  # of each, some of three ranks hold nothing
+    for weight in (R, S(0), S(1)):
+        width = shape[2]
+        laid = ((doubles(*shape), [S(cut_dim)]), (doubles(3 * width, width), [weight]), (doubles(3 * width), [S(0)]))
+        PROGRAMS[f"attention_with_dim_{cut_dim}_cut_and_weights_{weight}"] = Found(attention_of(width), (3,), laid)
+
+
+@program(2, x=(doubles(3), [S(0)]))
+def a_write_to_a_copy_of_what_a_checkpoint_gives(x: Tensor) -> list[Tensor]:
+    """How it lies a rank that holds nothing of it does not see: it forgot, and wrote to a view, the other to a copy."""
+    out: Any = checkpoint(lambda x: x.atan()[:2].expand(2, 2), x, use_reentrant=True)
+    flat = out.reshape(-1)
+    flat.div_(2)
+    (out.sum() + flat.sin().sum()).backward()
+    assert x.grad is not None
+    return [out, flat, x.grad]
+
+
+@program(2, x=(doubles(3), [S(0)]))
+def a_write_to_a_copy_of_what_a_checkpoint_takes(x: Tensor) -> list[Tensor]:
+    def inside(part: Tensor) -> Tensor:
+        flat = part.reshape(-1)
+        flat.mul_(3)
+        return flat.sin()
+
+    out: Any = checkpoint(inside, x.atan()[:2].expand(2, 2), use_reentrant=False)
+    out.sum().backward()
+    assert x.grad is not None
+    return [out, x.grad]
+
+
+@program(2, x=(doubles(3), [S(0)]))
+def reshapes_that_copy_what_a_rank_holds_nothing_of(x: Tensor) -> list[Tensor]:
+    """One rank made its copy before the move, and so shared no move with the second reshape; the other did."""
+    part = x.atan()[:2].expand(2, 2)
+    flat = part.reshape(-1)
+    flat.mul_(3)
+    column = part.reshape(4, 1)
+    (flat.sum() + column.sin().sum()).backward()
+    assert x.grad is not None
+    return [flat, column, x.grad]
+
+
+def pending(x: Tensor, mesh: Any) -> sw.DTensor:
+    return sw.distribute_tensor(x, mesh, [R]).redistribute(placements=[sw.Partial()])
+
+
+@program(2, x=(doubles(4, 1), pending))
+def a_write_to_what_was_reduced_and_scattered(x: Tensor) -> list[Tensor]:
+    """Ranks got it as a view, which torch lets nobody write to that a function returned."""
+    y = x.redistribute(placements=[S(1)]) if isinstance(x, sw.DTensor) else x.clone()
+    y.select(1, 0).mul_(2)
+    with torch.no_grad():
+        y.ravel().add_(1)
+    (y * y).sum().backward()
+    assert x.grad is not None
+    return [y, x.grad]

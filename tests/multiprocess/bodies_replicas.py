@@ -52,20 +52,37 @@ def drawn(seed: int, mesh: Any) -> list[sw.DTensor]:
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 
+def leaf(mesh: Any, seed: int, shape: tuple[int, ...], placement: sw.Placement) -> Any:
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return sw.distribute_tensor(value, mesh, [placement] * mesh.ndim).requires_grad_()
+
+
 def biases(mesh: Any) -> list[sw.DTensor]:
     """A bias of two row-parallel layers, used by itself in between. It counts once, on one rank, and the graphs of the
     others must be like that rank's."""
-
-    def leaf(seed: int, shape: tuple[int, ...], placement: sw.Placement) -> Any:
-        value = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        return sw.distribute_tensor(value, mesh, [placement] * mesh.ndim).requires_grad_()
-
-    x, weight, bias = leaf(0, (64, 8), S(1)), leaf(1, (8, 8), S(1)), leaf(2, (8,), R)
+    x, weight, bias = leaf(mesh, 0, (64, 8), S(1)), leaf(mesh, 1, (8, 8), S(1)), leaf(mesh, 2, (8,), R)
     first = F.linear(x, weight, bias)
     between = bias.sin()
     second = F.linear(x * 3, weight, bias)
     torch.autograd.backward([(y * y.detach().cos()).sum() for y in (first, between, second)])
     return [bias.grad]
+
+
+def wide_bias(mesh: Any) -> list[sw.DTensor]:
+    """A bias too long for zeros to be written lightly, with a gradient that is transposed: however the ranks that do
+    not count it are given one, they must add its gradient up in the same order."""
+    x, weight, bias = leaf(mesh, 0, (7, 2, 4), S(2)), leaf(mesh, 1, (66_000, 4), S(1)), leaf(mesh, 2, (66_000,), R)
+    out = F.linear(x, weight, bias).transpose(0, 1).contiguous()
+    (out * out.detach().cos()).sum().backward()
+    return [bias.grad]
+
+
+def strided_bias(mesh: Any) -> list[sw.DTensor]:
+    """The same of one that is not contiguous where it counts."""
+    x, weight, pairs = leaf(mesh, 0, (7, 2, 4), S(2)), leaf(mesh, 1, (6, 4), S(1)), leaf(mesh, 2, (6, 2), R)
+    out = F.linear(x, weight, pairs.unbind(1)[0]).transpose(0, 1).contiguous()
+    (out * out.detach().cos()).sum().backward()
+    return [pairs.grad]
 
 
 def replicas(found: sw.DTensor, held: Sequence[Tensor], everywhere: Sequence[tuple[int, ...]]) -> list[list[Tensor]]:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from shardwise.proof.fuzz.command import programs_of
 
 
 def misbehave(name: str, settings: Any) -> Iterator[Any]:
@@ -22,3 +27,25 @@ def misbehave(name: str, settings: Any) -> Iterator[Any]:
         case "fail":
             raise ValueError("what a pity")
     yield "more"
+
+
+def be_a_parent(name: str, pipe: Path) -> Iterator[Any]:
+    """Starts a process that holds a pipe open and waits for ever, and then hangs or dies."""
+    holding = f"held = open({str(pipe)!r}, 'w'); print(flush=True); import threading; threading.Event().wait()"
+    child = subprocess.Popen([sys.executable, "-c", holding], stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline()
+    yield "started"
+    if name == "die":
+        os._exit(7)
+    child.wait()
+
+
+def count_down(name: str, settings: Any) -> Iterator[Any]:
+    """The programs of a task of `fuzz`, of which some end the process: 3 before it is drawn, 5 after that."""
+    for number in programs_of(name, 0):
+        if number == 3:
+            os._exit(1)
+        yield {"kind": "drawn"}
+        if number == 5:
+            os._exit(1)
+        yield {"kind": "right", "calls": 1}

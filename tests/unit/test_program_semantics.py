@@ -687,6 +687,17 @@ def test_layers_of_nothing(name: str, shape: tuple[int, ...]) -> None:
         same(program, x, placement)
 
 
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
+@pytest.mark.parametrize("padding", ["same", 1])
+def test_a_convolution_of_no_channels(padding: Any) -> None:
+    """Torch gives it no channels, however many filters there are."""
+
+    def program(x: Tensor) -> tuple[Tensor]:
+        return (F.conv1d(x.new_zeros(1, 0, 3), x.new_zeros(3, 0, 1), x[1:], padding=padding),)
+
+    same(program, normal(4), S(0))
+
+
 # Writes to what a gradient does not need
 
 

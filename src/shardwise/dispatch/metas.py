@@ -79,6 +79,17 @@ def _by_bytes(x: Tensor, indices: Sequence[Tensor | None]) -> None:
         raise NotImplementedError("how many places a mask names depends on its data")
 
 
+# Norms
+
+
+def _normed(x: Tensor, order: float = 2, dims: Sequence[int] | None = None, keepdim: bool = False) -> Shape | None:
+    """Torch 2.11's kernel for meta tensors keeps dims of one index that are counted from the end."""
+    gone = {dim % x.dim() for dim in dims or () if -x.dim() <= dim < x.dim()}
+    if keepdim or not gone or len(gone) != len(dims or ()) or not x.is_floating_point() or not x.numel():
+        return None
+    return tuple(size for dim, size in enumerate(x.shape) if dim not in gone)
+
+
 SHAPES: dict[Any, Callable[..., Shape | None]] = {
     aten.upsample_linear1d.default: _resampled,
     aten.upsample_bilinear2d.default: _resampled,
@@ -86,6 +97,7 @@ SHAPES: dict[Any, Callable[..., Shape | None]] = {
     aten.upsample_trilinear3d.default: _resampled,
     aten.grid_sampler_2d.default: _sampled,
     aten.index.Tensor: _by_bytes,
+    aten.linalg_vector_norm.default: _normed,
 }
 """The shape of the result, or None where there may be something to complain about."""
 

@@ -58,7 +58,7 @@ class Copies:
         copies = not comes_first or is_view(self.function, args, kwargs or {})  # asked first, for what torch refuses
         out = self.plan(args, kwargs)
         results = [out] if isinstance(out, Tensor) else flat_tensors(out)
-        if _share_memory(results[self.positions[0]], source):  # views after all
+        if copies and _share_memory(results[self.positions[0]], source):  # views after all
             for at, strides in zip(self.positions, self._strides(source, args, kwargs or {}), strict=True):
                 _remember_strides(results[at], strides)
         elif copies:
@@ -125,7 +125,7 @@ class OfCopies:
 
     def _run(self, args: tuple, kwargs: dict[str, Any], given: dict[int, CopiedView]) -> Any:
         if self.function in MAY_COPY and "_strides" in args[0].__dict__ and not is_view(self.function, args, kwargs):
-            return self.function(_fresh(args[0]), *args[1:], **kwargs)
+            return _apart(self.function(*args, **kwargs), args[0])
         out = self.function(*args, **kwargs)
         retain_anew(given.values())
         by_storage = {storage_of(x): x for x in given.values()}
@@ -175,7 +175,7 @@ class ViewOrCopy:
         view = self.known.get(lying)
         if view is None:
             view = is_view(self.function, args, kwargs or {})
-            if len(self.known) < MOST and "_copied" not in x.__dict__:  # others that lie so are views
+            if len(self.known) < MOST:
                 self.known[lying] = view
         if view:
             return self.plan(args, kwargs)
@@ -187,11 +187,11 @@ class ViewOrCopy:
         return out
 
 
-def _fresh(x: DTensor) -> DTensor:
-    """A copy, of which reshapes are as new as they are of any copy."""
-    copy: Any = copied(x)
-    copy._copied = True
-    return copy
+def _apart(out: DTensor, x: DTensor) -> DTensor:
+    """A result in memory of its own. The result is copied, not `x` before it: uses of `x` share moves, or no rank would
+    know whether others communicate."""
+    shared = any(storage_of(a) == storage_of(b) for a, b in zip(shards_of(out), shards_of(x)))
+    return copied(out) if shared else out
 
 
 class Writes:
@@ -297,8 +297,6 @@ def _in_other_words(error: RuntimeError, function: Callable, args: tuple, kwargs
 
 def is_view(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether torch makes a view of this tensor by this function."""
-    if "_copied" in args[0].__dict__:
-        return False
     if function not in MAY_COPY:
         return True
     if kwargs or not all(arg.__class__ is int or arg.__class__ is tuple for arg in args[1:]):

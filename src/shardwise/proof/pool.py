@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -33,7 +33,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_all(task: Task, names: Sequence[str], settings: Any, *, jobs: int, timeout: float) -> Iterator[Outcome]:
+def run_all(task: Task, names: Sequence[str], settings: Any, *, jobs: int, timeout: float) -> Generator[Outcome]:
     """Run a task for every name; outcomes come as they are done.
 
     `jobs` processes share the work; 0 does all of it in this process. A process that gives no part of a result for

@@ -26,6 +26,7 @@ from shardwise.redistribute.transitions import Move, Typed
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled
+_is_contiguous = torch._C.TensorBase.is_contiguous
 _numel = torch._C.TensorBase.numel
 _size = torch._C.TensorBase.size
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -172,7 +173,9 @@ def nothing_like(x: Tensor) -> Tensor:
 
 
 def _kept(x: Tensor) -> Tensor:
-    return _unsafe_view(x, _size(x))
+    if _is_contiguous(x) or len(_size(x)) > 1:
+        return _unsafe_view(x, _size(x))
+    return x.clone(memory_format=torch.contiguous_format)  # a bias, contiguous as on the ranks that do not count it
 
 
 SMALL = 1 << 16
@@ -180,7 +183,8 @@ SMALL = 1 << 16
 
 
 def _silenced(x: Tensor) -> Tensor:
-    if _numel(x) > SMALL:
+    # Of a bias that is not contiguous, torch's linear sums the gradient in another order: replicas would differ.
+    if _numel(x) > SMALL and len(_size(x)) > 1:
         return _placeholder(x)
     out = x.clone()
     out.detach().zero_()

@@ -34,7 +34,9 @@ def _convolution(call: Call) -> list[Strategy]:
     x, out, groups = call["input"], call.outputs[0], call["groups"]
     spatial: list[Factor] = [None] * (x.ndim - 2)
     into: Factor = "in" if groups == 1 else None
-    onto: Factor = "out" if groups == 1 else None
+    onto: Factor = (
+        "out" if groups == 1 and x.shape[1] else None
+    )  # of no channels torch makes none, whatever the filters
     channels = [into, onto] if call["transposed"] else [onto, into]
     ins: list[list[Factor]] = [["batch", into, *spatial], [*channels, *spatial]]
     linear = [frozenset({0}), frozenset({1})]

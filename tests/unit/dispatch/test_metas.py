@@ -87,11 +87,21 @@ def test_two_operands_of_all_shapes_and_dtypes(op: Any) -> None:
         (aten.upsample_trilinear3d.default, (meta(2, 3, 4, 5, 6), [7, 9, 2], False), {}),
         (aten.upsample_linear1d.default, (meta(0, 3, 4), [7], False), {}),
         (aten.grid_sampler_2d.default, (meta(2, 3, 4, 5), meta(2, 6, 7, 2), 0, 1, False), {}),
+        (aten.linalg_vector_norm.default, (meta(4, 3), 3, [0]), {}),
     ],
     ids=str,
 )
 def test_quick_ones(op: Any, args: Any, kwargs: Any) -> None:
     check(op, *args, quick=True, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "left"), [((1,), [-1], ()), ((2, 1), [-1], (2,)), ((1, 2, 1, 3), [-4, 2], (2, 3))]
+)
+def test_norms_drop_dims_of_one_index(shape: Any, dims: Any, left: Any) -> None:
+    """Torch 2.11's own kernel does not, where they are counted from the end."""
+    for order in (1, 2, 3):
+        assert run_on_meta(aten.linalg_vector_norm.default, (meta(*shape), order, dims), {}).shape == left
 
 
 @pytest.mark.parametrize(
@@ -104,6 +114,9 @@ def test_quick_ones(op: Any, args: Any, kwargs: Any) -> None:
         (aten.bernoulli.p, (meta(4), 0.5), {}),
         (aten.mm.default, (meta(4, 3), meta(3, 4)), {}),
         (aten.copy.default, (meta(4, 3), meta(3)), {}),
+        (aten.linalg_vector_norm.default, (meta(4, 3), 2, [0], True), {}),
+        (aten.linalg_vector_norm.default, (meta(4, 3, dtype=torch.complex64), 2, [0]), {}),
+        (aten.linalg_vector_norm.default, (meta(0, 3), 2, [0]), {}),
     ],
     ids=str,
 )
@@ -118,6 +131,8 @@ def test_what_is_left_to_torch(op: Any, args: Any, kwargs: Any) -> None:
         (aten.upsample_bilinear2d.default, (meta(2, 3, 4), [7, 9], False)),
         (aten.grid_sampler_2d.default, (meta(2, 3, 4, 5), meta(2, 6, 7, 3), 0, 1, False)),
         (aten.where.self, (meta(4), meta(4), meta(5))),
+        (aten.linalg_vector_norm.default, (meta(4, 3), 2, [2])),
+        (aten.linalg_vector_norm.default, (meta(4, 3), 2, [1, -1])),
     ],
     ids=str,
 )

@@ -8,14 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tasks import count_down
 from torch import Tensor
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.proof.fuzz.command import classes_of, result_of, smallest
+from shardwise.proof.fuzz.command import Settings, classes_of, result_of, run_programs, smallest
 from shardwise.proof.fuzz.draw import MESHES, mesh_of
 from shardwise.proof.fuzz.families import FAMILIES, draw
-from shardwise.proof.fuzz.judge import APART, INVALID, RAISED, RIGHT, WRONG, Verdict, judge, together
+from shardwise.proof.fuzz.judge import APART, HUNG, INVALID, RAISED, RIGHT, WRONG, Verdict, judge, together
 from shardwise.proof.fuzz.leaves import Device
 from shardwise.proof.fuzz.program import Leaf, Line, Program
 from shardwise.proof.fuzz.shrink import shrunk
@@ -230,3 +231,13 @@ def test_a_program_that_ends_its_process_is_told_apart_from_one_that_torch_dies_
     _, second, third, *_ = (n for n in range(25, 50) if torch.Size(mesh_of(7, n)).numel() == 2)
     ranks = result_of(Outcome("2 ranks 25-49", [drawn, right, drawn], "died"), 7)
     assert ranks.problems[0]["program"] == f"7:{second}" and ranks.rest.startswith(f"2 ranks {third}-")
+
+
+@pytest.mark.slow
+def test_programs_that_end_their_process_cost_no_others() -> None:
+    results = run_programs("", count_down, ["0-3", "4-9"], Settings(), {"jobs": 1, "timeout": 20.0})
+    assert {result.name: result.counts for result in results} == {
+        "0-3": {RIGHT: 3, INVALID: 1},
+        "4-9": {RIGHT: 1, HUNG: 1},
+        "6-9": {RIGHT: 4},
+    }

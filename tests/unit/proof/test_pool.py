@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
-from tasks import misbehave
+from tasks import be_a_parent, misbehave
 
 from shardwise.proof.pool import run_all
 
@@ -28,3 +31,15 @@ def test_one_bad_task_does_not_spoil_the_others() -> None:
     }
     for name, outcome in outcomes.items():  # what was done before it went wrong is kept
         assert outcome.parts == [(name, 3), *(["more"] if outcome.failure is None else [])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["hang", "die"])
+def test_what_a_task_started_ends_with_its_process(how: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    (outcome,) = run_all(be_a_parent, [how], tmp_path / "pipe", jobs=1, timeout=2.0)
+    assert outcome.failure is not None and outcome.parts == ["started"]
+    os.set_blocking(reading, True)
+    assert os.read(reading, 1) == b""  # nobody can write to it any more: else this would wait
+    os.close(reading)

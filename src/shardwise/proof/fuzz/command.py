@@ -324,8 +324,9 @@ def run(given: argparse.Namespace) -> int:
     known = [problem for problem, _ in found[: given.shrink] if problem["kind"] != INVALID]
     small = texts_of(known, settings, given.jobs)
     print("\n\n".join(small))
+    last = given.first + max(given.programs, given.gloo) - 1
     about = (
-        f"{versions()} Programs {given.first} to {given.first + given.programs - 1} of seed {given.seed}, in "
+        f"{versions()} Programs {given.first} to {last} of seed {given.seed}, in "
         f"{time.monotonic() - began:.0f} s; each value, gradient and replica compared with one device."
     )
     listing = "".join(f"\n```python\n{text}\n```\n" for text in ([HEADER, *small] if small else []))

@@ -39,7 +39,7 @@ BINARY = (
         "torch.hypot({x} + 3, {y} + 3)",
         "{y} - {x} * {c}",
     ),
-    *("torch.addcdiv({x}, {y}, {y} * {y} + 1, value={c})", "torch.logaddexp({x}, {y})", "torch.hypot({x}, {y})"),
+    *("torch.addcdiv({x}, {y}, {y} * {y} + 1, value={c})", "torch.logaddexp({x}, {y})"),
 )
 
 

@@ -19,7 +19,6 @@ WAYS = (
         "{x}.softmax({d})",
         "{x}.log_softmax({d})",
         "F.softmin({x}, {d})",
-        "F.normalize({x}, dim={d})",
         "{x}.nansum({d})",
     ),
 )
@@ -30,6 +29,7 @@ NORMS = (
         "torch.linalg.vector_norm({x}, 3)",
         "{x}.norm(1, {d})",
         "torch.linalg.norm({x})",
+        "F.normalize({x}, dim={d})",
     ),
     *("torch.linalg.vector_norm({x}, 2, {d}, keepdim=True)", "{x}.var({d})", "{x}.std({d}, keepdim=True)", "{x}.var()"),
     *("torch.var_mean({x}, {d})", "{x}.var({d}, correction=0)", "F.cosine_similarity({x}, {x} + 1, {d})"),
