@@ -39,6 +39,9 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
     "rotation": lambda: torch.randn(4, 6, dtype=torch.complex64),
 }
 
+PARAMETERS = frozenset({"row", "weight", "bias", "kernel", "channels"})
+"""Leaves of the graph, which are gathered where they must move. The others are results, as activations are."""
+
 
 # --- What expressions may call beside torch ---
 

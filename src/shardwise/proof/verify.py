@@ -205,14 +205,15 @@ def collect(settings: Settings, *, quiet: bool = True) -> dict[str, list[Recorde
     if uncalled or not found:
         ops = ", ".join(uncalled) or "any op that has rules"
         raise CannotRun(f"no sample{in_part(settings.stratum)} makes a call of {ops}")
-    return {op: _chosen(op, list(calls.values()), settings) for op, calls in found.items()}
+    return {op: _chosen(list(calls.values()), settings) for op, calls in found.items()}
 
 
-def _chosen(op: str, calls: list[Recorded], settings: Settings) -> list[Recorded]:
-    """The calls by which an op is judged: evenly spread over all, or at random."""
-    if settings.seed is None or len(calls) <= settings.calls:
+def _chosen(calls: list[Recorded], settings: Settings) -> list[Recorded]:
+    """The calls by which an op is judged: evenly spread over all, or drawn, each by itself, whatever the rest is."""
+    if settings.seed is None:
         return spread(calls, settings.calls)
-    return random.Random(f"{settings.seed} {op}").sample(calls, settings.calls)
+    drawn = sorted(calls, key=lambda call: random.Random(f"{settings.seed} {key_of(call)}").random())
+    return drawn[: settings.calls]
 
 
 def _sources(settings: Settings) -> list[Operator]:

@@ -23,7 +23,7 @@ from shardwise.proof.oracle import Truth
 from shardwise.proof.pool import Outcome
 from shardwise.proof.results import Store
 from shardwise.proof.verdicts import OpReport, page, summary, tables
-from shardwise.proof.verify import Settings, collect, is_claimed, judge_all, verify
+from shardwise.proof.verify import Settings, _chosen, collect, is_claimed, judge_all, verify
 from shardwise.rules import Rule, Strategy, register, registry
 from shardwise.rules.registry import homes
 
@@ -66,6 +66,12 @@ def test_calls_are_chosen_by_a_seed() -> None:
 
     assert chosen(1) == chosen(1)
     assert len({tuple(chosen(seed)) for seed in (None, 1, 2, 3)}) > 1
+
+
+def test_what_a_seed_chooses_does_not_depend_on_other_calls(calls: dict[str, list[Recorded]]) -> None:
+    some = [recorded for name in ("aten::mm", "aten::add", "aten::sum") for recorded in calls[name]]
+    first, second = _chosen(some, Settings(calls=2, seed=0))
+    assert _chosen([x for x in some if x is not first], Settings(calls=1, seed=0)) == [second]
 
 
 def test_what_is_drawn_is_judged_by_its_shape() -> None:
