@@ -147,6 +147,14 @@ def test_what_readmes_limits_name_asks_nobody(name: str) -> None:
         assert not same(SEES_THE_SHARD[name](sharded()), SEES_THE_SHARD[name](WHOLE))
 
 
+def test_torch_loses_the_weight_of_an_l1_loss() -> None:
+    """Of any subclass of Tensor. Should this fail, torch passes it on, and the limit is gone."""
+    d, weight = sharded(), torch.rand(4, 2)
+    on_mesh = sw.distribute_tensor(weight, d.device_mesh)
+    loss = nn.functional.l1_loss(d, d + 1, weight=on_mesh, reduction="none")
+    assert torch.equal(loss.full_tensor(), torch.ones(4, 2))
+
+
 def test_the_words_of_refusals() -> None:
     d = sharded()
     with pytest.raises(

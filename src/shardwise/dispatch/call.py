@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.cause import watchers
+from shardwise.comm.cause import watchers, without_plan
 from shardwise.dispatch.autocasting import AUTOCAST, Autocast, autocast_dtype
 from shardwise.dispatch.build import Steps, build
 from shardwise.dispatch.copies import CopiedView
@@ -98,7 +98,10 @@ def dispatch(
         args, kwargs = by_position(func, kwargs)
     special = _special(func)
     if special is not None:
-        out = special(func, args, kwargs or {})
+        if watchers:
+            out = without_plan(func, partial(special, func, args, kwargs or {}))
+        else:
+            out = special(func, args, kwargs or {})
         if out is not NotImplemented:
             return out
     count = 0 if kwargs else len(args)
