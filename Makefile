@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench sizes schedules goldens freeze coverage verify errors fuzz clean
+.PHONY: help install demo test check format bench alone sizes schedules goldens freeze coverage verify errors fuzz clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -35,6 +35,9 @@ format: $(STAMP)  ## format the code and fix what the linter can fix
 bench: $(STAMP)  ## measure overhead and planning (benchmarks/)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/planning.py
+
+alone: $(STAMP)  ## measure what shardwise costs plain programs: imports, and torch's own operations beside it (two minutes)
+	$(BIN)/python benchmarks/import_side_effects.py --write
 
 sizes: $(STAMP)  ## measure a tensor-parallel block at real sizes against one written by hand (needs a GPU; three minutes)
 	$(BIN)/python benchmarks/real_sizes.py --write

@@ -150,15 +150,8 @@ class Bench:
             return call
 
         calls = {system: self.attempt(what, system, partial(working, make)) for system, make in makers.items()}
-        timings = race({k: call for k, call in calls.items() if call}, num_rounds=self.num_rounds, enter=as_alone)
+        timings = race({k: call for k, call in calls.items() if call}, num_rounds=self.num_rounds)
         return rows_of_timings(what, timings, target)
-
-
-def as_alone(system: str) -> None:
-    """Shardwise watches the op behind `item()`, which costs every tensor of the process: only it shall pay for that."""
-    entries = sys.modules.get("shardwise.dispatch.entries")
-    if entries is not None:
-        (entries.watch_ops if system.startswith(SHARDWISE) else entries.unwatch_ops)("cpu")
 
 
 def rows_of_timings(what: str, timings: dict[str, Timing], target: Target | None) -> list[Row]:

@@ -54,13 +54,10 @@ def race(
     calls: dict[str, Call],
     *,
     num_rounds: int,
-    enter: Callable[[str], object] = lambda name: None,
     clock: Clock = time_per_call,
 ) -> dict[str, Timing]:
     """Times the calls in turns, each for an equal slice. Every round has another order, so that each comes after all
     of the others: what one leaves behind in caches and heaps is to slow down all alike.
-
-    `enter` is told, before each slice, which one comes.
     """
     sizes = {name: slice_size(call, clock) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -71,7 +68,6 @@ def race(
         for _ in range(num_rounds):
             chance.shuffle(order)
             for name in order:
-                enter(name)
                 for _ in range(WARM_UP_CALLS):
                     calls[name]()
                 samples[name].append(clock(calls[name], sizes[name]))

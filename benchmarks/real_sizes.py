@@ -41,7 +41,6 @@ from on_device import Kernels, Memory, clock_of, host_seconds, kernels_of, measu
 from race import Call, Row, Table, Timing, race, seconds
 from real_models import PLAIN, PROGRAMS, SHARDWISE, SYSTEMS, TORCH, VARIANTS, Case, Work, whole_block
 from scheduled import Size
-from shardwise.dispatch import entries
 from transformer import Block
 
 NUM_RANKS = 4
@@ -140,14 +139,10 @@ class Bench:
 
     def times(self, calls: dict[str, Call]) -> tuple[dict[str, Timing], dict[str, Timing]]:
         clock = clock_of(self.device)
-        timings = race(calls, num_rounds=self.num_rounds, enter=self.enter, clock=clock)
+        timings = race(calls, num_rounds=self.num_rounds, clock=clock)
         if self.device.type != "cuda":
             return timings, {}
-        return timings, race(calls, num_rounds=max(3, self.num_rounds // 5), enter=self.enter, clock=host_seconds)
-
-    def enter(self, system: str) -> None:
-        """Shardwise watches the ops behind `item()`, which costs every tensor of the process: only it shall pay."""
-        (entries.watch_ops if system == SHARDWISE else entries.unwatch_ops)(self.device.type)
+        return timings, race(calls, num_rounds=max(3, self.num_rounds // 5), clock=host_seconds)
 
 
 def started(system: str, case: Case, whole: Block, name: str) -> tuple[Call, Call]:

@@ -70,6 +70,23 @@ class DTensor(Tensor):
                 "DTensor is not to be subclassed: results of calls are DTensors, whatever their arguments are"
             )
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Never called: C++ sees plain shards. But `torch.compile` leaves alone tensors whose class has this."""
+        raise AssertionError("a DTensor is a plain tensor to torch's dispatcher")
+
+    def as_subclass(self, cls: type) -> Any:
+        raise MixedTensorError(
+            "as_subclass would take this rank's shard of a DTensor for the whole; use x itself, x.full_tensor(), or "
+            "x.to_local() where the shard is what you mean"
+        )
+
+    def set_(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
+        if len(args) != 1 or kwargs or not isinstance(args[0], DTensor):
+            raise MixedTensorError("set_ of a DTensor takes another DTensor: its shards and its layout, as data = does")
+        self.data = args[0]  # parametrizations do this
+        return self
+
     __dlpack_c_exchange_api__ = _Withheld()  # functions in C that give out memory without asking: not for a shard's
 
     # The global view, as plain properties: they cost no dispatch.
@@ -215,7 +232,6 @@ class DTensor(Tensor):
         layout = layout_of_shards(local, mesh, placements, run_check=run_check, shape=shape)
         with _disabled():
             aliases = [_alias(shard) for shard in laid_out(shards_of(local), layout)]
-            arrive(aliases[0].device.type)
         local = aliases[0] if len(aliases) == 1 else ranked(aliases)
         if grad_placements is not None:
             back = plan_moves(layout.gradient, gradient_layout(layout, grad_placements))
@@ -389,23 +405,10 @@ def _land(x: Any) -> None:
 
 # Between DTensors and local tensors
 
-_devices: set[str] = set()
-arrivals: list[Callable[[str], None]] = []
-"""Who is told when DTensors are first seen on a type of device."""
-
-
-def arrive(device_type: str) -> None:
-    if device_type not in _devices:
-        _devices.add(device_type)
-        for tell in arrivals:
-            tell(device_type)
-
 
 def wrap(local: Tensor, layout: Layout) -> DTensor:
     """The DTensor whose shard is `local`. A fresh result becomes it; anything else is aliased first."""
     made: Any = localise(local) if isinstance(local, DTensor) else local
-    if layout.mesh.device_type not in _devices:
-        arrive(layout.mesh.device_type)
     made.__class__ = DTensor
     made.__dict__["_layout"] = layout
     return made

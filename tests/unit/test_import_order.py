@@ -23,6 +23,7 @@ ORDER = (
     "dispatch",
     "factories",
     "parallel",
+    "torch_hooks",
     "experimental",
     "debug",
     "graph",

@@ -7,7 +7,7 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.nn.utils import rnn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import shardwise as sw
+from shardwise.experimental import implicit_replication
 
 R, S = sw.Replicate(), sw.Shard
 pytestmark = [
@@ -32,6 +33,14 @@ pytestmark = [
 
 def check(step: Callable[[To], list[Tensor]], *, mesh: tuple[int, ...] = (2, 3), meta: str = "the same") -> None:
     check_program(nn.Identity, lambda _, to: step(to), mesh=mesh, meta=meta)
+
+
+@pytest.fixture
+def replicating() -> Iterator[None]:
+    """What torch's own code makes beside DTensors (noise, permutations, lengths, numbers as tensors) is plain, and the
+    same on all ranks. Where it meets DTensors the program says so."""
+    with implicit_replication():
+        yield
 
 
 # Distributions
@@ -63,6 +72,7 @@ DISTRIBUTIONS: dict[str, Callable[[To], D.Distribution]] = {
 }
 
 
+@pytest.mark.usefixtures("replicating")
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_draws_are_those_of_one_device(name: str) -> None:
     """What a distribution draws by itself is drawn alike on all ranks, and follows the gradient to its parameters."""
@@ -91,6 +101,7 @@ DISCRETE: dict[str, Callable[[To], D.Distribution]] = {
 }
 
 
+@pytest.mark.usefixtures("replicating")
 @pytest.mark.parametrize("name", DISCRETE)
 def test_samples_lie_in_the_support(name: str) -> None:
     def on_mesh(x: Tensor, *where: Any) -> Tensor:
@@ -104,13 +115,14 @@ def test_samples_lie_in_the_support(name: str) -> None:
         assert plain.support.check(drawn.full_tensor()).all()
 
 
+@pytest.mark.usefixtures("replicating")
 def test_log_probabilities_entropies_and_divergences() -> None:
     def step(to: To) -> list[Tensor]:
         p, q = D.Normal(some(to, 4, 3), chances(to, 4, 3)), D.Normal(some(to, 4, 3), chances(to, 4, 3))
         act, policy = to(torch.tensor([0, 2, 1, 0])), D.Categorical(logits=some(to, 4, 3))
         found = [
             *(D.kl_divergence(p, q), p.cdf(p.mean), D.Independent(p, 1).log_prob(q.mean), p.entropy()),
-            *(policy.log_prob(act), policy.entropy(), policy.enumerate_support(expand=False)),
+            *(policy.log_prob(act), policy.entropy()),
             *(D.Binomial(5, chances(to, 4, 3)).entropy(), D.Bernoulli(chances(to, 4, 3)).variance),
             D.Dirichlet(chances(to, 4, 3)).entropy(),
         ]
@@ -120,18 +132,15 @@ def test_log_probabilities_entropies_and_divergences() -> None:
     check(step, meta="needs data")
 
 
+@pytest.mark.usefixtures("replicating")
 def test_a_number_beside_a_tensor_of_parameters() -> None:
     check(lambda to: [D.Normal(to(torch.randn(4, 3)), 1.5).log_prob(to(torch.randn(4, 3)))], meta="needs data")
 
 
-def test_what_others_make_inside_a_distribution_stays_plain() -> None:
-    class Users(D.ContinuousBernoulli):
-        def icdf(self, value: Tensor) -> Tensor:  # called by `sample`, which makes `value`
-            assert isinstance(value, sw.DTensor) and type(torch.rand(2)) is Tensor
-            return super().icdf(value)
-
-    assert isinstance(Users(place(normal(4, 2).sigmoid(), S(0))).sample(), sw.DTensor)
-    assert type(D.Normal(normal(4, 2), normal(4, 2).exp()).rsample()) is Tensor
+def test_noise_that_a_distribution_makes_is_not_taken_as_replicated_unasked() -> None:
+    normal_of = D.Normal(place(normal(4, 2), S(0)), place(normal(4, 2).exp(), S(0)))
+    with pytest.raises(sw.errors.MixedTensorError, match=r"implicit_replication\(\)"):
+        normal_of.rsample()
 
 
 # Initialisation, factories that write, and what tensors make
@@ -149,6 +158,7 @@ INITIALISERS: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.usefixtures("replicating")
 @pytest.mark.parametrize("name", INITIALISERS)
 def test_initialisation_is_that_of_one_device(name: str) -> None:
     initialise, shape = INITIALISERS[name]
@@ -293,8 +303,9 @@ def nucleus(to: To) -> list[Tensor]:
 def padded(to: To) -> list[Tensor]:
     parts = [to(torch.randn(length, 3)).requires_grad_() for length in (4, 2, 3)]
     whole = rnn.pad_sequence(parts, batch_first=True, padding_value=-1.0)
-    again, lengths = rnn.pad_packed_sequence(rnn.pack_sequence(parts, enforce_sorted=False))
-    lines = rnn.unpad_sequence(whole, lengths, batch_first=True)
+    with implicit_replication():  # the order of the lengths is a plain tensor
+        again, lengths = rnn.pad_packed_sequence(rnn.pack_sequence(parts, enforce_sorted=False))
+        lines = rnn.unpad_sequence(whole, lengths, batch_first=True)
     (again.square().sum() + sum(line.sum() for line in lines)).backward()
     return [whole, again, *lines, *(part.grad for part in parts)]
 

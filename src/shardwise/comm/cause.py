@@ -73,6 +73,8 @@ class _Scope:
 
 
 _scope: ContextVar[_Scope | None] = ContextVar("scope", default=None)
+_unplanned: ContextVar[Any] = ContextVar("unplanned", default=None)
+"""The outermost torch function that runs without a plan: a value leaves for Python, say."""
 
 
 def calling() -> Call | None:
@@ -90,6 +92,15 @@ def is_moving(path: Sequence[Any]) -> bool:
 def called(call: Call, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
     """`run()`, which is a call with these tensors."""
     return _observed(_Scope(call, (), None, _graph_task()), tensors, run)
+
+
+def without_plan(func: Any, run: Callable[[], Any]) -> Any:
+    """`run()`, which is a torch function that has no plan."""
+    token = _unplanned.set(_unplanned.get() or func)
+    try:
+        return run()
+    finally:
+        _unplanned.reset(token)
 
 
 def moved(path: Sequence[Any], x: Tensor, run: Callable[[], Any], *others: Tensor) -> Any:
@@ -149,8 +160,8 @@ def _told(scope: _Scope) -> Cause:
     file, line, entry = users_line()
     if scope.call is not None:
         return Cause(file, line, scope.call.function, *scope.call.explain(scope.path, scope.x), scope.path)
-    func = None if entry is None else _dispatched(entry)
-    if func is not None:  # one that has no plan: a value leaves for Python, say
+    func = _unplanned.get()
+    if func is not None:
         return Cause(file, line, name_of(func), "", reduction(scope.path) or INSIDE, scope.path)
     function = "" if entry is None else entry.f_code.co_qualname.replace(".__init__", "")
     return Cause(file, line, function, "", ASKED, scope.path)
@@ -211,12 +222,6 @@ def users_line() -> tuple[str, int, FrameType | None]:
 
 def is_ours(module: str) -> bool:
     return module.split(".")[0] in ("shardwise", "torch")
-
-
-def _dispatched(frame: FrameType) -> Any:
-    """The torch function that a frame of ours is to run, if it is one of `dispatch.call` or `dispatch.straight`."""
-    name = {"dispatch": "func", "method": "function", "_asked": "function"}.get(frame.f_code.co_name)
-    return None if name is None else frame.f_locals.get(name)
 
 
 @lru_cache(maxsize=4096)

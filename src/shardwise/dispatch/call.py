@@ -12,20 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.cause import watchers
+from shardwise.comm.cause import watchers, without_plan
 from shardwise.dispatch.autocasting import AUTOCAST, Autocast, autocast_dtype
 from shardwise.dispatch.build import Steps, build
 from shardwise.dispatch.copies import CopiedView
 from shardwise.dispatch.elsewhere import seen_arguments, written_arguments, written_elsewhere
-from shardwise.dispatch.entries import is_collective, refuse_collective
 from shardwise.dispatch.fallback import Gathered, describe, report
 from shardwise.dispatch.key import PlainTensor, Uncacheable, is_parameter, key_of, variant_key
 from shardwise.dispatch.lists import in_turn, plan_list_call, written_terms
 from shardwise.dispatch.lower import LostWriteError, Lowered, is_builtin, lower
 from shardwise.dispatch.lying import Lying, may_hide
 from shardwise.dispatch.memory import whole_lies_plainly, whole_strides
-from shardwise.dispatch.mixing import mixed
-from shardwise.dispatch.modes import unseen
+from shardwise.dispatch.mixing import is_collective, mixed, refuse_collective, takes_replicated
+from shardwise.dispatch.modes import implicit_replication, unseen
 from shardwise.dispatch.names import by_position
 from shardwise.dispatch.nothing import OnNothing
 from shardwise.dispatch.outs import plan_out
@@ -100,7 +99,10 @@ def dispatch(
         args, kwargs = by_position(func, kwargs)
     special = _special(func)
     if special is not None:
-        out = special(func, args, kwargs or {})
+        if watchers:
+            out = without_plan(func, partial(special, func, args, kwargs or {}))
+        else:
+            out = special(func, args, kwargs or {})
         if out is not NotImplemented:
             return out
     count = 0 if kwargs else len(args)
@@ -138,7 +140,10 @@ def dispatch(
         new = _new_plan(func, args, kwargs or {})
         return watched(new, func, args, kwargs) if watchers else new(args, kwargs)
     except PlainTensor:
-        raise mixed(func, args, kwargs) from None
+        if not takes_replicated(func, args, kwargs):
+            raise mixed(func, args, kwargs) from None
+        with implicit_replication():
+            return dispatch(cls, func, types, args, kwargs)
     _call()
     plan = _planned(key)
     if plan.__class__ is Direct:

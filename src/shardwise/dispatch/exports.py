@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from shardwise.dispatch.fallback import describe
-from shardwise.dispatch.key import caller
 from shardwise.dispatch.mixing import mixed
 from shardwise.dispatch.special import handles, kind_of, of_data, shards_of
 from shardwise.errors import ShardMemoryError
@@ -40,8 +39,6 @@ def refusal(name: str, x: DTensor) -> ShardMemoryError:
 
 @handles(*_methods("data_ptr", "const_data_ptr", "untyped_storage", "storage", "storage_offset"))
 def _address(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    if func is Tensor.data_ptr and caller() == "torch.nn.modules.rnn":
-        return 0  # weights that seem to lie at one address are not rearranged for cuDNN
     raise refusal(func.__name__, args[0])
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.dispatch.modes import ThinkingMode
 from shardwise.rules import Call, Value
 
 
-class _Seen(TorchDispatchMode):
+class _Seen(ThinkingMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, dict[str, Any]]] = []

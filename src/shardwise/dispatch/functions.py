@@ -1,15 +1,14 @@
 """User-written `torch.autograd.Function`s: forward and backward both see DTensors.
 
 `Function.apply` does not ask `__torch_function__`; C++ would take a DTensor for its shard, and backward and
-`ctx.saved_tensors` would be plain shards. So `apply` is wrapped: with a DTensor among its arguments, a function derived
-from the user's runs instead. Its inputs and outputs are the shards of all held ranks, and its context joins them into
-DTensors wherever the user's code looks.
+`ctx.saved_tensors` would be plain shards. So with a DTensor among the arguments of `apply` (see `torch_hooks`), a
+function derived from the user's runs instead. Its inputs and outputs are the shards of all held ranks, and its context
+joins them into DTensors wherever the user's code looks.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,39 +16,35 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction, once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import checkpoint
 
 from shardwise.comm import ranked
 from shardwise.comm.rendezvous import expect
-from shardwise.dispatch.copies import Part, StaleView, renew
+from shardwise.dispatch.copies import CopiedView, Part, StaleView, renew
 from shardwise.dispatch.nodes import pass_nothing_on
 from shardwise.dispatch.special import shards_of
 from shardwise.layout import Layout
-from shardwise.tensor import DTensor, gradient_shards, gradient_tensor, localise, settled, wrap
+from shardwise.tensor import DTensor, InFlight, gradient_shards, gradient_tensor, localise, settled, wrap
 
 _enabled = torch._C._is_torch_function_enabled
 _users_code = torch._C._EnableTorchFunction  # which a pass may have disabled
-_apply = Function.apply.__func__  # type: ignore[attr-defined]
+_apply: Any = vars(torch._C._FunctionBase)["apply"]
 
 Strides = tuple[int, ...] | None
 """What a DTensor remembers of how the whole lies in memory, where its shards do not show it."""
 
 
-@functools.wraps(_apply)
-def _apply_anything(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if _enabled():
-        for arg in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(arg, DTensor):
-                return _apply_to_dtensors(cls, args, kwargs)
+def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `Function.apply` comes to, for plain tensors and for DTensors."""
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        if type(arg) in _KINDS and _enabled():  # `isinstance` takes three times as long, and plain programs pay for it
+            return _apply_to_dtensors(cls, args, kwargs)
     return _apply(cls, *args, **kwargs)
 
 
+_KINDS = frozenset({DTensor, InFlight, CopiedView, Part, StaleView})
+
+
 def _apply_to_dtensors(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    if cls.setup_context is not Function.setup_context:
-        bound = inspect.signature(cls.forward).bind(*args, **kwargs)
-        bound.apply_defaults()
-        args, kwargs = bound.args, bound.kwargs
     call = _Call(args)
     pass_nothing_on(x for x in args if isinstance(x, DTensor))
     out = _apply(cls.__dict__.get("_on_dtensors") or _derive(cls), call, *flat_shards(args), **kwargs)
@@ -268,9 +263,6 @@ def _derive(cls: Any) -> Any:
     return derived
 
 
-Function.apply = classmethod(_apply_anything)  # type: ignore[assignment, method-assign]
-
-
 # Whoever listens for saved tensors (a checkpoint, offloading) sees shards. C++ would hand a DTensor on as it is: with
 # the data of a shard, and in Python the shape of the whole. So it would a result that its own gradient needs and that
 # has none itself (the indices of a sort): plain when it is saved, a DTensor once the call returns, so an alias of it is
@@ -287,41 +279,45 @@ def _as_saved(x: Any) -> Any:
     return shard
 
 
-_listen = saved_tensors_hooks.__init__
+def listening_to_shards(listen: Callable) -> Callable:
+    """`saved_tensors_hooks.__init__`."""
 
+    @functools.wraps(listen)
+    def init(self: Any, pack_hook: Callable, unpack_hook: Callable) -> None:
+        if isinstance(pack_hook, torch.fx.GraphModule):
+            listen(self, pack_hook, unpack_hook)
+            return
 
-@functools.wraps(_listen)
-def _listen_to_shards(self: Any, pack_hook: Callable, unpack_hook: Callable) -> None:
-    if isinstance(pack_hook, torch.fx.GraphModule):
-        _listen(self, pack_hook, unpack_hook)
-        return
+        def unpacked(x: Any) -> Any:
+            with _users_code():
+                return unpack_hook(x)
 
-    def unpacked(x: Any) -> Any:
-        with _users_code():
-            return unpack_hook(x)
+        listen(self, lambda x: pack_hook(_as_saved(x)), unpacked)
 
-    _listen(self, lambda x: pack_hook(_as_saved(x)), unpacked)
-
-
-saved_tensors_hooks.__init__ = _listen_to_shards  # type: ignore[method-assign]
+    return init
 
 
 # A checkpoint keeps the arguments that it recomputes from as autograd keeps tensors. Where somebody listens for these
 # (another checkpoint around it, offloading), C++ hands on a detached shard.
 
 
-def _keep_arguments(frame: Any) -> None:
-    save, get = frame.save_inputs, frame.get_inputs
+def keeping_shards(save: Callable) -> Callable:
+    """`_CheckpointFrame.save_inputs`, of which `joining_shards` is the way back."""
 
+    @functools.wraps(save)
     def save_inputs(self: Any, *args: Any) -> None:
         self.kept = _layouts(args), _strides(args)
         save(self, *flat_shards(args))
 
+    return save_inputs
+
+
+def joining_shards(get: Callable) -> Callable:
+    """`_CheckpointFrame.get_inputs`. A frame that was filled before the hooks were there kept no shards."""
+
+    @functools.wraps(get)
     def get_inputs(self: Any) -> list[Any]:
-        return joined(get(self), *self.kept)
+        kept = get(self)
+        return joined(kept, *self.kept) if hasattr(self, "kept") else kept
 
-    frame.save_inputs, frame.get_inputs = save_inputs, get_inputs
-
-
-if hasattr(checkpoint._CheckpointFrame, "save_inputs"):  # since torch 2.13; before, it was a function like the above
-    _keep_arguments(checkpoint._CheckpointFrame)
+    return get_inputs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from cmath import isfinite
 from typing import Any
 
@@ -16,6 +15,9 @@ from shardwise.tensor import DTensor
 
 FINEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 """Between them a number is neither zero nor infinite, in whatever dtype torch computes with it."""
+
+
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by vmap or torch.func.grad
 
 
 class Uncacheable(Exception):
@@ -69,29 +71,9 @@ def _plain_tensor(value: Tensor) -> Any:
     if isinstance(value, CopiedView):
         return (CopiedView, value._layout)
     shape = tuple(value.shape)
-    if shape and not replicates_implicitly() and (value.requires_grad or caller() not in MAKERS):
+    if (shape and not replicates_implicitly()) or _is_wrapped(value):
         raise PlainTensor
     return (Tensor, shape)
-
-
-def caller() -> str | None:
-    """The module that a call comes from."""
-    frame: Any = sys._getframe(1)
-    between = ("shardwise.", "torch._tensor", "torch._ops")
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(between):
-        frame = frame.f_back
-    return None if frame is None else frame.f_globals.get("__name__")
-
-
-MAKERS = frozenset(
-    {
-        *("torch.masked._ops", "torch.nn.modules.rnn", "torch.nn.utils.rnn"),
-        *("torch.nn.modules.transformer", "torch.nn.utils.parametrizations"),
-    }
-)
-"""Code of torch's that makes tensors of its own, the same ones everywhere: counts; the zeros that a recurrent layer
-starts from, and the lengths of sequences; causal masks, unit matrices. Nothing random: whether the ranks drew the same
-is not known here."""
 
 
 def is_parameter(x: Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardwise.comm.cause import watchers
 
@@ -95,6 +95,15 @@ def implicit_replication() -> Iterator[None]:
         yield
     finally:
         _implicit.reset(token)
+
+
+class ThinkingMode(TorchDispatchMode):
+    """A dispatch mode under which a call is only thought about. To keep torch.compile out of it, torch would import all
+    of torch._dynamo, which takes seconds; torch.compile never gets here (`dispatch.compiled`)."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def unseen(function: Callable[..., Any], *args: Any) -> Any:

@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from shardwise.dispatch.special import handles, shards_of
-from shardwise.dispatch.trace import flat_tensors
-from shardwise.errors import HookError
 from shardwise.redistribute import tied
 from shardwise.tensor import DTensor
 
@@ -145,34 +143,15 @@ def _nothing_of_nothing(gave: Sequence[Tensor | None], got: Sequence[Tensor | No
 # Hooks on several tensors
 
 
-_node_of = torch.autograd.graph._get_grad_fn_or_grad_acc
+def node_of_shard(node_of: Callable) -> Callable:
+    """`_get_grad_fn_or_grad_acc`, where the gradient of a tensor arrives: a hook on several tensors counts the arrivals
+    of their first shards."""
 
+    @functools.wraps(node_of)
+    def node(t: Tensor | GradientEdge) -> Node:
+        if not isinstance(t, DTensor):
+            return node_of(t)
+        with _disabled():
+            return node_of(t)
 
-def _node_of_shard(t: Tensor | GradientEdge) -> Node:
-    """Where the gradient of a tensor arrives: a hook on several tensors counts the arrivals of their first shards."""
-    if not isinstance(t, DTensor):
-        return _node_of(t)
-    with _disabled():
-        return _node_of(t)
-
-
-torch.autograd.graph._get_grad_fn_or_grad_acc = _node_of_shard
-
-
-# Hooks of old on modules, which torch puts on the last node of a module: what arrives there are shards
-
-
-_warn: Any = nn.Module._maybe_warn_non_full_backward_hook
-
-
-@functools.wraps(_warn)
-def _refuse_shards(self: nn.Module, inputs: Any, result: Any, grad_fn: Any) -> None:
-    if any(isinstance(x, DTensor) for x in flat_tensors(result)):
-        raise HookError(
-            "a hook of register_backward_hook would see one rank's shards of gradients inside the module; "
-            "use register_full_backward_hook, whose hooks see DTensors"
-        )
-    _warn(self, inputs, result, grad_fn)
-
-
-nn.Module._maybe_warn_non_full_backward_hook = _refuse_shards  # type: ignore[method-assign]
+    return node

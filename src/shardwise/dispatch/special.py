@@ -5,13 +5,11 @@ Those of autograd are in `dispatch.autograd`.
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.comm import ranked
 from shardwise.dispatch.build import Whole
@@ -22,7 +20,7 @@ from shardwise.dispatch.trace import map_tensors
 from shardwise.dispatch.views import OfCopies
 from shardwise.dispatch.without_data import WithoutData, lie_on_meta, needs_data
 from shardwise.errors import MixedTensorError
-from shardwise.tensor import DTensor, arrive, as_layout, observe, wrap
+from shardwise.tensor import DTensor, as_layout, distribute_tensor, observe, wrap
 
 Handler = Callable[[Callable, tuple, dict[str, Any]], Any]
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -257,7 +255,6 @@ def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if x._layout.mesh.device_type == "meta":
         plan = WithoutData(plan, func)
     out = plan((x, *args[1:]), kwargs)
-    arrive(out.device.type)
     with _disabled():
         is_alias = torch._C._is_alias_of(out, x)  # type: ignore[attr-defined]
     return x if is_alias else out  # nothing to change
@@ -292,7 +289,7 @@ def _requires_grad_(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTen
 
 
 @handles(
-    *(Tensor.requires_grad.__set__, Tensor.retain_grad, Tensor.detach_, Tensor.record_stream),  # type: ignore[attr-defined]
+    *(Tensor.requires_grad.__set__, Tensor.retain_grad, Tensor.detach_, Tensor.record_stream, Tensor.share_memory_),  # type: ignore[attr-defined]
     *([Tensor.grad_dtype.__set__] if hasattr(Tensor, "grad_dtype") else []),  # type: ignore[union-attr]
 )
 def _on_every_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -304,7 +301,7 @@ def _on_every_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     with _disabled():
         for shard in shards_of(args[0]):
             func(shard, *args[1:], **kwargs)
-    return args[0] if func is Tensor.detach_ else None
+    return args[0] if func in (Tensor.detach_, Tensor.share_memory_) else None
 
 
 @handles(Tensor.data.__get__, Tensor.detach, torch.detach)  # type: ignore[attr-defined]
@@ -356,27 +353,25 @@ def _another(dtype: torch.dtype) -> torch.dtype:
     return kinds[dtype == kinds[0]]
 
 
-# A function that does not pass all of its arguments on
+# Methods that make tensors from nothing but numbers
 
 
-@handles(nn.functional.l1_loss)
-def _l1_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """torch does not pass the weight on; it is still there in the caller."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not _L1_LOSS:
-        frame = frame.f_back
-    weight = None if frame is None else frame.f_locals.get("weight")
-    if weight is None:
+@handles(Tensor.new, torch._C.TensorBase.new)
+def _new(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Numbers are sizes, and so is a `torch.Size`; other sequences are data. A tensor is itself, outside the graph."""
+    x, *given = args
+    if "size" in kwargs:
+        given = [torch.Size(kwargs["size"])]
+    if not given or isinstance(given[0], (int, torch.Size)):
+        return x.new_empty(given[0] if given and isinstance(given[0], torch.Size) else given or (0,))
+    return given[0].detach() if isinstance(given[0], DTensor) else x.new_tensor(given[0])
+
+
+@handles(Tensor.new_tensor, torch._C.TensorBase.new_tensor)
+def _new_tensor(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Of the tensor only its dtype and device matter, none of its numbers."""
+    if len(args) != 2 or not isinstance(args[0], DTensor) or isinstance(args[1], Tensor):
         return NotImplemented
-    if weight.shape != args[0].shape:
-        raise ValueError("Weights and input must have the same size.")
-    reduction, average, reduce = (kwargs.get(name) for name in ("reduction", "size_average", "reduce"))
-    if average is not None or reduce is not None:
-        reduction = nn._reduction.legacy_get_string(average, reduce)
-    loss = func(*args[:2], reduction="none") * weight
-    if reduction == "none":
-        return loss
-    return loss.sum() / weight.sum() if reduction == "mean" else loss.sum()
-
-
-_L1_LOSS = inspect.unwrap(nn.functional.l1_loss).__code__
+    with _disabled():
+        made = args[0].new_tensor(args[1], **kwargs)
+    return distribute_tensor(made, args[0]._layout.mesh, src_data_rank=None)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from numbers import Number
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.dispatch.call import dispatch
 from shardwise.tensor import DTensor
@@ -62,24 +62,3 @@ for _name, _function in _OPERATORS.items():
     setattr(DTensor, _name, _operator(_function))
 for _name in _METHODS:
     setattr(DTensor, _name, _straight(getattr(Tensor, _name)))
-
-
-# Functions of torch's that are written in Python: their own way to `dispatch` looks at each argument once more.
-
-_ask: Any = torch.overrides.handle_torch_function
-_ORDINARY = frozenset({DTensor, Tensor, nn.Parameter, type(None)})
-
-
-@functools.wraps(_ask)
-def _asked(function: Callable, relevant: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    if not _in_a_mode():
-        for x in relevant:
-            if x.__class__ not in _ORDINARY:
-                break
-        else:  # some are DTensors, or nobody would ask
-            return dispatch(DTensor, function, (), args, kwargs)
-    return _ask(function, relevant, *args, **kwargs)
-
-
-for _module in (nn.functional, torch.functional, torch._tensor):
-    vars(_module)["handle_torch_function"] = _asked

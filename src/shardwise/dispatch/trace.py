@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.dispatch.fuse import fused
 from shardwise.dispatch.metas import run_on_meta
+from shardwise.dispatch.modes import ThinkingMode
 from shardwise.errors import InPlaceError
 from shardwise.rules import Call, Value, flat_values
 from shardwise.rules.registry import APART, FUNCTIONS, PARTS
@@ -137,7 +138,7 @@ class Trace:
         return {index: root for index, root in self.families.items() if root in written}
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(ThinkingMode):
     def __init__(self, trace: Trace, known: dict[int, Value], device: torch.device) -> None:
         super().__init__()
         self.trace = trace

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.dispatch.lower import Lowered, LoweredCall, has_composites
+from shardwise.dispatch.modes import ThinkingMode
 from shardwise.dispatch.trace import OPAQUE, Trace, map_tensors, trace_call
 from shardwise.rules import Call, HeldValues, Value, flat_values
 
@@ -119,7 +119,7 @@ def _rehearsed(
     return rehearsal.num_calls == 1
 
 
-class _Rehearsal(TorchDispatchMode):
+class _Rehearsal(ThinkingMode):
     """Expects one call, and gives its results without computing anything."""
 
     def __init__(self, call: Call, known: dict[int, Value], results: list[tuple[int, ...]]) -> None:

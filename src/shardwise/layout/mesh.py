@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 from shardwise.errors import MeshError
+
+before_first: list[Callable[[], None]] = []
+"""What is done when the first mesh is made, and only then: a program without one is left alone."""
 
 _entered: ContextVar[tuple[Mesh, ...]] = ContextVar("entered", default=())
 
@@ -38,6 +41,8 @@ class Mesh:
         origin: Any = None,
         root: Mesh | None = None,
     ) -> None:
+        while before_first:
+            before_first.pop()()
         self.port = port
         self.names = names
         self.shape = shape

@@ -44,12 +44,19 @@ def distribute_module(
             partition_fn(name, submodule, device_mesh)
     _tie_again(places)
     _replicate_rest(module, device_mesh)
+    for submodule in module.modules():
+        if isinstance(submodule, nn.RNNBase):
+            submodule.flatten_parameters = _stay_apart  # type: ignore[method-assign]
     if before is not None:
         module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, device_mesh))
     if after is not None:
         module.register_forward_hook(lambda mod, inputs, outputs: after(mod, outputs, device_mesh))
     module._distribute_module_applied = True  # type: ignore[assignment]
     return module
+
+
+def _stay_apart() -> None:
+    """The weights of a recurrent layer are not moved together for cuDNN, which would ask for their addresses."""
 
 
 def _of_module(name: str, function: Callable[..., Any] | None) -> Callable[[nn.Module, Any, Any], Any] | None:

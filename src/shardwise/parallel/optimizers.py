@@ -89,6 +89,8 @@ def step_on_shards(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, An
         return None
     if optimizer._optimizer_step_pre_hooks or len(torch_optimizer._global_optimizer_pre_hooks) != 1:
         return None  # hooks that follow may give the parameters other gradients
+    if not any(param.__class__ is DTensor for group in optimizer.param_groups for param in group["params"]):
+        return None
     with _disabled():
         twin = _twin_of(optimizer)
     return None if twin is None else ((twin,), kwargs)
@@ -156,7 +158,3 @@ def _is_elementwise(param: Tensor, state: State) -> bool:
     if layout.has_pending or len(layout.mesh.held) > 1:
         return False
     return all(value._layout is layout for value in state.values() if value.__class__ is DTensor)
-
-
-torch_optimizer.register_optimizer_step_pre_hook(step_on_shards)
-torch_optimizer.register_optimizer_step_post_hook(let_go_of_gradients)

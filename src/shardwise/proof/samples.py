@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.dispatch.modes import implicit_replication
 from shardwise.errors import ShardwiseError
 
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
@@ -35,6 +36,10 @@ VALUELESS: dict[str, str] = dict.fromkeys(("empty_like", "new_empty", "new_empty
 
 WRITERS = ("nn.functional.batch_norm", "nn.functional.instance_norm", "native_batch_norm", "_native_batch_norm_legit")
 """Functions that write to running statistics, although neither their names nor versions of the tensors say so."""
+
+MIXING = ("masked.std", "masked.var")
+"""Functions in Python that count elements in plain tensors of their own: a program says that these are the same on all
+ranks."""
 
 UNCHECKED = ("_segment_reduce.lengths", "_segment_reduce.offsets")
 """Functions that do not check whether sizes fit, and crash where they do not."""
@@ -75,9 +80,9 @@ class Operator:
     info: Any = field(repr=False, compare=False)
     dtype: torch.dtype | None
 
-    @property
+    @cached_property
     def function(self) -> Callable:
-        return self.info.op
+        return implicit_replication()(self.info.op) if self.name in MIXING else self.info.op
 
     @property
     def method(self) -> Callable | None:

@@ -53,7 +53,6 @@ REFUSED: dict[str, Callable[[DTensor], Any]] = {
     "dlpack": lambda d: torch.from_dlpack(d),
     "dlpack without a copy": lambda d: torch.from_dlpack(d, copy=False),
     "numpy's dlpack": lambda d: numpy.from_dlpack(d),
-    "to_dlpack": lambda d: torch.utils.dlpack.to_dlpack(d),
     "numpy without a copy": lambda d: numpy.array(d, copy=False),
     "pickled as a plain tensor": lambda d: d._reduce_ex_internal(2),
     "sent as a plain tensor": lambda d: torch.multiprocessing.reductions.reduce_tensor(d),

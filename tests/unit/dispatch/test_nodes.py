@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
 
 import shardwise as sw
@@ -72,24 +72,6 @@ def test_hooks_on_several_tensors(leaves: bool) -> None:
     (grads,) = seen
     for grad, other in zip(grads, reversed(pair), strict=True):
         torch.testing.assert_close(grad.full_tensor(), other.detach().full_tensor())  # type: ignore[attr-defined]
-
-
-def test_hooks_of_old_on_modules_are_refused_in_words() -> None:
-    module = sw.distribute_module(nn.Linear(3, 2), LINE)
-    handle = module.register_backward_hook(lambda _, inputs, __: doubled(inputs))
-    with pytest.raises(sw.errors.HookError, match="use register_full_backward_hook, whose hooks see DTensors"):
-        module(leaf(torch.ones(5, 3)))
-    handle.remove()
-    module(leaf(torch.ones(5, 3))).sum().backward()
-    torch.testing.assert_close(module.bias.grad.full_tensor(), torch.full((2,), 5.0))  # type: ignore[union-attr]
-
-
-def test_hooks_of_old_on_plain_modules_are_torchs_own() -> None:
-    module = nn.Linear(3, 2)
-    module.register_backward_hook(lambda _, inputs, __: doubled(inputs))
-    with pytest.warns(FutureWarning, match="non-full backward hook"):
-        module(torch.ones(5, 3, requires_grad=True)).sum().backward()
-    torch.testing.assert_close(module.bias.grad, torch.full((2,), 10.0))
 
 
 def test_edges_are_refused_in_words() -> None:

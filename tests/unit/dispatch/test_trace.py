@@ -88,7 +88,6 @@ OWN: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "cartesian_prod": (torch.cartesian_prod, [normal(3), normal(2)]),
     "masked var": (lambda x: torch.masked.var(x, 1, mask=x > 0), [normal(5, 4)]),
     "masked softmax": (lambda x: torch.masked.softmax(x, 0, mask=x > -1), [normal(5, 4)]),
-    "weighted l1": (lambda x, y, w: F.l1_loss(x, y, weight=w.abs()), [normal(5, 3), normal(5, 3) + 1, normal(5, 3)]),
 }  # fmt: skip
 
 

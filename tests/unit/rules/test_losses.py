@@ -104,10 +104,6 @@ def test_weights_of_elements(reduction):
     )
 
 
-def test_weighted_l1():
-    sweep(lambda a, b, w: F.l1_loss(a, b, weight=w.abs()), *(normal(5, 3) + i for i in range(3)))
-
-
 # Gaussian likelihood
 
 

@@ -1,0 +1,123 @@
+"""Every hook into torch, with its reason. `import shardwise` installs none of them: the first mesh does.
+
+A hook is a public extension point, or stands where C++ would silently take a DTensor's shard for the whole and nothing
+else asks. None is on the way of an op of a plain tensor. What is not caught so is listed in README's Limits.
+
+At import shardwise registers nothing with torch but names of its own: the ops `shardwise::…`, which exist for traces on
+meta tensors, and the functions that rebuild a DTensor, for `torch.load(weights_only=True)` in programs that load before
+they make a mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed
+from torch._functorch import eager_transforms, vmap
+from torch.autograd import function, graph
+from torch.distributed import distributed_c10d
+from torch.optim import optimizer
+from torch.utils import checkpoint
+
+from shardwise.dispatch.functions import apply, joining_shards, keeping_shards, listening_to_shards
+from shardwise.dispatch.mixing import refusing_collectives
+from shardwise.dispatch.nodes import node_of_shard
+from shardwise.dispatch.transforms import refusing
+from shardwise.layout.mesh import before_first
+from shardwise.parallel.optimizers import let_go_of_gradients, step_on_shards
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """An attribute of torch's, and what takes its place, made from what was there."""
+
+    home: Any
+    name: str
+    make: Callable[[Any], Any]
+    why: str
+
+    def install(self) -> None:
+        if hasattr(self.home, self.name):  # else this version of torch, or this build, has no such thing
+            setattr(self.home, self.name, self.make(getattr(self.home, self.name)))
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A hook for which torch has a function."""
+
+    register: Callable[[Any], Any]
+    hook: Callable[..., Any]
+    why: str
+
+    def install(self) -> None:
+        self.register(self.hook)
+
+
+HOOKS: tuple[Replaced | Registered, ...] = (
+    Registered(
+        optimizer.register_optimizer_step_pre_hook,
+        step_on_shards,
+        "element-wise optimizers step on the shards themselves; gradients kept by no_sync are not forgotten",
+    ),
+    Registered(
+        optimizer.register_optimizer_step_post_hook,
+        let_go_of_gradients,
+        "after such a step, gradients belong to the parameters alone again",
+    ),
+    Replaced(
+        function._SingleLevelFunction,
+        "apply",
+        lambda original: classmethod(apply),
+        "Function.apply asks nobody, and backward would see shards. What it calls in turn is replaced, so that "
+        "`f = MyFunction.apply`, taken before the first mesh, is caught as well",
+    ),
+    Replaced(
+        graph.saved_tensors_hooks,
+        "__init__",
+        listening_to_shards,
+        "who packs saved tensors would be given DTensors with the shape of the whole and the data of a shard",
+    ),
+    Replaced(
+        checkpoint._CheckpointFrame,
+        "save_inputs",
+        keeping_shards,
+        "a checkpoint keeps its arguments as autograd keeps tensors, which would lose their layouts",
+    ),
+    Replaced(checkpoint._CheckpointFrame, "get_inputs", joining_shards, "the way back from save_inputs"),
+    Replaced(
+        graph,
+        "_get_grad_fn_or_grad_acc",
+        node_of_shard,
+        "register_multi_grad_hook counts arrivals at nodes; in the simulator a DTensor has one for each rank",
+    ),
+    Replaced(
+        eager_transforms,
+        "_wrap_tensor_for_grad",
+        refusing("grad"),
+        "torch.func.grad, vjp, jacrev wrap tensors in C++, and would differentiate the shard",
+    ),
+    Replaced(vmap, "_add_batch_dim", refusing("vmap"), "torch.vmap wraps tensors in C++, and would batch the shard"),
+    Replaced(
+        distributed_c10d,
+        "_check_single_tensor",
+        refusing_collectives,
+        "some of torch.distributed's functions ask nobody, and would change or send the shard",
+    ),
+    Replaced(distributed_c10d, "_check_tensor_list", refusing_collectives, "none of them asks for tensors in lists"),
+    Replaced(
+        torch.distributed,
+        "_verify_params_across_processes",
+        refusing_collectives,
+        "DistributedDataParallel begins with it, and would add up shards of different parts of a gradient",
+    ),
+)
+
+
+def install() -> None:
+    for hook in HOOKS:
+        hook.install()
+
+
+before_first.append(install)
