@@ -71,7 +71,7 @@ class DTensor(Tensor):
             )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Never called: C++ sees plain shards. But `torch.compile` leaves alone tensors whose class has this."""
         raise AssertionError("a DTensor is a plain tensor to torch's dispatcher")
 
@@ -81,7 +81,7 @@ class DTensor(Tensor):
             "x.to_local() where the shard is what you mean"
         )
 
-    def set_(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
+    def set_(self, *args: Any, **kwargs: Any) -> DTensor:
         if len(args) != 1 or kwargs or not isinstance(args[0], DTensor):
             raise MixedTensorError("set_ of a DTensor takes another DTensor: its shards and its layout, as data = does")
         self.data = args[0]  # parametrizations do this
