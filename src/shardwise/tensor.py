@@ -34,6 +34,7 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 _on_shard = torch._C._disabled_torch_function_impl
 _as_subclass = torch._C.TensorBase.as_subclass
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+_numel = torch._C.TensorBase.numel
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
 
@@ -142,6 +143,9 @@ class DTensor(Tensor):
     @property
     def grad(self) -> DTensor | None:
         grad = _on_shard(_get_grad, (), (self,), {})
+        if grad is None and "_peers" in self.__dict__ and any(peer.grad is not None for peer in self._peers):
+            with _disabled():
+                grad = _empty_gradient(self)
         if grad is None or (grad.__class__ is DTensor and "_peers" not in self.__dict__):
             return grad
         return self._labelled(grad)
@@ -174,7 +178,7 @@ class DTensor(Tensor):
         """What torch accumulated, as a DTensor."""
         with _disabled():
             peers = self.__dict__.get("_peers", ())
-            others = tuple(peer.grad for peer in peers)
+            others = tuple(_empty_gradient(peer) if peer.grad is None else peer.grad for peer in peers)
             if any(other is None for other in others):
                 raise RuntimeError(
                     "only some of the simulated ranks have a gradient: a backward pass of a plain tensor was given "
@@ -334,6 +338,13 @@ class DTensor(Tensor):
 
     def __hash__(self) -> int:
         return id(self)
+
+
+def _empty_gradient(shard: Tensor) -> Tensor | None:
+    """The gradient of a shard that holds nothing, which torch may take for a constant while those of others are not."""
+    if _numel(shard) == 0:
+        _set_grad(shard, torch.zeros_like(shard, requires_grad=False))
+    return _get_grad(shard)
 
 
 def _part(layout: Layout) -> str:

@@ -1,6 +1,6 @@
 """Redistribution: the transition table, its prices, the planner and the executor."""
 
-from shardwise.redistribute.anchor import anchors, let_go, tied, trail
+from shardwise.redistribute.anchor import alike, anchors, let_go, tied, trail
 from shardwise.redistribute.aside import alone, check_paid, drop, no_sync, owing, pay
 from shardwise.redistribute.borders import CastBackward, MoveGradient
 from shardwise.redistribute.collectives import Group
@@ -32,6 +32,7 @@ __all__ = [
     "Move",
     "MoveGradient",
     "Typed",
+    "alike",
     "alone",
     "anchors",
     "can_join",

@@ -39,14 +39,12 @@ def let_go() -> None:
 
 def anchored(grads: Sequence[Tensor]) -> Sequence[Tensor]:
     """Gradients, all of them part of the graph, and leading to an anchor."""
-    if len(grads) > 1:
-        return grads
     return [_Tied.apply(g, _anchor(g.device)) for g in grads]
 
 
 def left_behind(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Results of a recorded collective, noted for those who ask for the gradients of this pass."""
-    if _trails and len(outputs) == 1:
+    if _trails:
         me = get_ident()  # or a device's own thread, which works for whoever came last
         own = next((noted for thread, noted in reversed(_trails) if thread == me), _trails[-1][1])
         own.extend(x for x in outputs if x.requires_grad)
@@ -67,10 +65,19 @@ def trail() -> Iterator[list[Tensor]]:
 def tied(grads: Sequence[Tensor], recorded: Sequence[Tensor]) -> Sequence[Tensor]:
     """Gradients from which every collective that was recorded on the way to them can be reached."""
     with torch._C.DisableTorchFunctionSubclass():
-        if not recorded or len(grads) > 1:
+        if len(grads) > 1:
+            return alike(grads)
+        if not recorded:
             return anchored(grads)
         knot = _Knot.apply(*recorded)
         return [_Tied.apply(g, knot) for g in grads]
+
+
+def alike(grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gradients of all ranks, of which all are part of the graph if some are."""
+    if len({g.requires_grad for g in grads}) < 2:
+        return grads
+    return [g if g.requires_grad else _Tied.apply(g, _anchor(g.device)) for g in grads]
 
 
 def _anchor(device: torch.device) -> Tensor:

@@ -251,7 +251,10 @@ def _marking(dual: Move) -> Callable[[Any], Any]:
 def recorded(move: Move, grads: Sequence[Tensor]) -> Sequence[Tensor]:
     """A move of gradients, in a backward pass that will itself be differentiated."""
     with _disabled():
-        out = left_behind(transition(move, anchored(grads)))
+        if len(move.source.layout.mesh.held) > 1:
+            out = transition(move, grads)
+        else:
+            out = left_behind(transition(move, anchored(grads)))
         if listeners:
             inherited(out, grads)
         return out
