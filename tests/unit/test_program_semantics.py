@@ -752,3 +752,17 @@ def test_what_a_function_returns_may_be_written_to_though_its_shards_are_views(
 
     for shape in ((1, 1), (3, 2)):
         same(program, normal(*shape), placement, mesh=mesh)
+
+
+@pytest.mark.parametrize("view", [lambda v: v.view_as(v), lambda v: v.view(2, -1), lambda v: v.reshape(2, 3)])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_write_to_a_view_of_the_same_shape_of_what_it_reads(view: Any, mesh: tuple[int, ...]) -> None:
+    """Torch takes views for the same if their strides are equal: also those of shards of a single row."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        rows = (x * 1)[::2]
+        with torch.no_grad():
+            view(rows).mul_(rows)
+        return (rows,)
+
+    same(program, normal(4, 3), S(0), mesh=mesh)
