@@ -721,3 +721,48 @@ def test_what_is_looked_up_may_be_written_to_before_the_gradient_comes(name: str
     for shape in ((1, 3), (2, 1), (3, 3)):
         for placement in (S(0), S(1), R):
             same(program, normal(*shape), placement, mesh=(4,))
+
+
+# Views that are written to
+
+
+@pytest.mark.parametrize("mesh", [(1,), (2,)])
+def test_a_hook_on_a_view_whose_source_was_written_to_since(mesh: tuple[int, ...]) -> None:
+    """Plain torch dies of it, unless somebody has asked for the view's history in between."""
+    x = place(normal(3, 2), S(1), mesh=mesh).requires_grad_()
+    y = x * 2
+    view = y.t()
+    with torch.no_grad():
+        y.mul_(3)
+    view.register_hook(lambda grad: grad * 2)
+    view.sum().backward()
+    torch.testing.assert_close(full(x.grad), torch.full_like(normal(3, 2), 4))
+
+
+@pytest.mark.parametrize("mesh", [(1,), (2,)])
+@pytest.mark.parametrize("placement", [S(0), S(1), R], ids=str)
+def test_what_a_function_returns_may_be_written_to_though_its_shards_are_views(
+    mesh: tuple[int, ...], placement: sw.Placement
+) -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        out: Any = checkpoint(lambda x: (x * -1.5).max(0).values, x, use_reentrant=True)
+        out[0].mul_(2)
+        out.sum().backward()
+        return out, x.grad
+
+    for shape in ((1, 1), (3, 2)):
+        same(program, normal(*shape), placement, mesh=mesh)
+
+
+@pytest.mark.parametrize("view", [lambda v: v.view_as(v), lambda v: v.view(2, -1), lambda v: v.reshape(2, 3)])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_write_to_a_view_of_the_same_shape_of_what_it_reads(view: Any, mesh: tuple[int, ...]) -> None:
+    """Torch takes views for the same if their strides are equal: also those of shards of a single row."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        rows = (x * 1)[::2]
+        with torch.no_grad():
+            view(rows).mul_(rows)
+        return (rows,)
+
+    same(program, normal(4, 3), S(0), mesh=mesh)

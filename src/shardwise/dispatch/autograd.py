@@ -325,6 +325,7 @@ def _register_hook(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     run = partial(_run_hooks, x._layout)
     with _disabled():
         if "_peers" not in x.__dict__:
+            x.grad_fn  # noqa: B018  # torch dies of a hook on a view written to since, unless it has brought this up to date
             return func(x, lambda grad: (run((hook,), (grad,)) or (None,))[0])
         shards = shards_of(x)
         return (rendezvous_of(shards) or Rendezvous(shards, run)).add(hook)

@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction, once_differentiable
 
 from shardwise.comm import ranked
 from shardwise.comm.rendezvous import expect
-from shardwise.dispatch.copies import CopiedView, Part, StaleView, renew
+from shardwise.dispatch.copies import CopiedView, Part, StaleView, renew, storage_of
 from shardwise.dispatch.nodes import pass_nothing_on
 from shardwise.dispatch.special import shards_of
 from shardwise.layout import Layout
@@ -186,12 +186,23 @@ def _without_arguments(ctx: Any, results: tuple, args: tuple) -> list[Any]:
     dirty = {id(x) for x in ctx.dirty_tensors or ()}
     kept = {id(x) for x in args if isinstance(x, DTensor)} - dirty
     made = {id(x): wrap(localise(x), x._layout) for x in results if id(x) in kept}
+    taken = {storage_of(x) for x in args if isinstance(x, Tensor)}
+    made |= {id(x): x.detach() for x in results if id(x) not in dirty | kept and _is_hidden_view(x, taken)}
     if made and ctx.non_differentiable:
         shards = {
             id(old): new for x in results if id(x) in made for old, new in zip(shards_of(x), shards_of(made[id(x)]))
         }
         ctx.non_differentiable = tuple(shards.get(id(x), x) for x in ctx.non_differentiable)
     return [x if id(x) in dirty else settled(made.get(id(x), x)) for x in results]
+
+
+def _is_hidden_view(x: Any, taken: set[int]) -> bool:
+    """Whether shards are views of what only the call has seen, as the whole need not be. Torch lets nobody write to
+    views that a function returns."""
+    if not isinstance(x, DTensor) or storage_of(x) in taken:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(shard._is_view() for shard in shards_of(x))
 
 
 def _as_tuple(value: Any) -> tuple:
