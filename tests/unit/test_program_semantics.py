@@ -417,6 +417,8 @@ def test_gradients_can_be_written_to(rows: int, create_graph: bool) -> None:
             torch.autograd.grad((x * 2).mean(), x, create_graph=create_graph)[0],
             torch.autograd.grad((x * x).view(-1).mean(), x, create_graph=create_graph)[0],
             torch.autograd.grad((y := x * 2).mean(), y, create_graph=create_graph)[0],
+            torch.autograd.grad(torch.var_mean(x.repeat(2, 1), 0)[1].sum(), x, create_graph=create_graph)[0],
+            torch.autograd.grad(x.mean(0).sum(), x, create_graph=create_graph)[0],
         ]
         for grad in found:
             grad.detach().add_(1)

@@ -18,7 +18,6 @@ from shardwise.dispatch.nodes import Handles, nodes_of
 from shardwise.dispatch.special import handles, shards_of
 from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import alike, alone, anchors, forget, let_go, owing, pay, second_order, tied, trail
-from shardwise.rules.registry import repeats
 from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, kernels_see, localise, observe
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -182,17 +181,11 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
         else:
             kept = tied(grads, recorded) if create else grads
             if isinstance(x, DTensor):
-                own = [_writable(grad) for grad in (kept if create else [grad.detach() for grad in kept])]
+                own = kept if create else [grad.detach() for grad in kept]
                 results.append(gradient_tensor(own, x._layout, ours=True))
             else:
                 results.append(kept[0])
     return tuple(results)
-
-
-def _writable(grad: Tensor) -> Tensor:
-    """A gradient whose elements do not share memory: ours may where torch's do not, since a mean is a sum here."""
-    with _disabled():
-        return grad.contiguous() if repeats(grad) else grad
 
 
 def _of_empty_shards(inputs: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -104,16 +104,18 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mean_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    """Shards may differ in size: each sums its elements, and the sum is divided by the global count."""
+    """Shards may differ in size: the mean of each counts as much as it has elements."""
     if not is_split(call, ins[0]):
         return converted(call, ins, outs)
     keepdim = bool(call.bound.get("keepdim"))
-    return Local(_scaled_sum, [call.inputs[0], reduced_dims(call), keepdim, call["dtype"], _count(call)])
+    return Local(_share_of_mean, [call.inputs[0], reduced_dims(call), keepdim, call["dtype"], _count(call)])
 
 
-def _scaled_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None, count: int) -> Tensor:
+def _share_of_mean(x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None, count: int) -> Tensor:
+    """By a mean, whose gradient, unlike that of a sum, has memory for each of its elements: it may be written to."""
     x = x if dtype is None else x.to(dtype)
-    return (wide(x).sum(dims, keepdim) / count).to(x.dtype)
+    own = math.prod(x.shape[dim] for dim in dims)
+    return (wide(x).mean(dims, keepdim) * (own / count) if own else wide(x).sum(dims, keepdim) / count).to(x.dtype)
 
 
 register("sum", rule=Rule(lambda call: reduction_ways(call, SUM, linear=True), converted))
@@ -329,7 +331,7 @@ def _variance(
     group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool, count: int, freedom: float, name: str
 ) -> Any:
     dtype, x = x.dtype, wide(x)
-    mean = group.psum(x.sum(dims, keepdim=True)) / count
+    mean = group.psum(group.map(_share_of_mean, x, dims, True, None, count))
     away = x - group.vary(mean)
     squares = (away * away.conj()).real if x.is_complex() else away * away
     var = group.psum(squares.sum(dims, keepdim=True)) / freedom
