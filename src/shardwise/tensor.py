@@ -178,7 +178,7 @@ class DTensor(Tensor):
         """What torch accumulated, as a DTensor."""
         with _disabled():
             peers = self.__dict__.get("_peers", ())
-            others = tuple(_empty_gradient(peer) if peer.grad is None else peer.grad for peer in peers)
+            others: tuple[Any, ...] = tuple(_empty_gradient(peer) if peer.grad is None else peer.grad for peer in peers)
             if any(other is None for other in others):
                 raise RuntimeError(
                     "only some of the simulated ranks have a gradient: a backward pass of a plain tensor was given "

@@ -68,7 +68,15 @@ def _getters(*names: str) -> list[Any]:
     ),
     Tensor._backward_hooks.__set__,  # type: ignore[union-attr]  # autograd sets it, with the tensor's lock held
     *(Tensor.element_size, Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
-    *(Tensor.is_signed, torch.is_signed, Tensor.get_device, Tensor.is_inference, torch.is_inference, Tensor._is_view),
+    *(
+        Tensor.has_names,
+        Tensor.is_signed,
+        torch.is_signed,
+        Tensor.get_device,
+        Tensor.is_inference,
+        torch.is_inference,
+        Tensor._is_view,
+    ),
     *(
         Tensor.is_conj,
         torch.is_conj,
