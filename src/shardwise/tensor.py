@@ -77,6 +77,8 @@ class DTensor(Tensor):
         raise AssertionError("a DTensor is a plain tensor to torch's dispatcher")
 
     def as_subclass(self, cls: type) -> Any:
+        if not torch._C._is_torch_function_enabled():  # the shard is what is meant
+            return _as_subclass(self, cls)
         raise MixedTensorError(
             "as_subclass would take this rank's shard of a DTensor for the whole; use x itself, x.full_tensor(), or "
             "x.to_local() where the shard is what you mean"

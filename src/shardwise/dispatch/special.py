@@ -69,7 +69,6 @@ def _getters(*names: str) -> list[Any]:
     Tensor._backward_hooks.__set__,  # type: ignore[union-attr]  # autograd sets it, with the tensor's lock held
     *(Tensor.element_size, Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
     *(
-        Tensor.has_names,
         Tensor.is_signed,
         torch.is_signed,
         Tensor.get_device,
@@ -87,6 +86,7 @@ def _getters(*names: str) -> list[Any]:
     ),
     *(Tensor.dense_dim, Tensor.sparse_dim, Tensor.is_shared, Tensor.storage_type, Tensor._is_zerotensor),
     *(torch._is_zerotensor, Tensor.is_distributed, torch.is_distributed),
+    *(getattr(Tensor, name) for name in ("has_names",) if hasattr(Tensor, name)),  # of torch 2.11
     Tensor.__dir__,  # asked for by tracebacks, on one rank alone
     *(torch.result_type, torch.can_cast, torch._has_compatible_shallow_copy_type),
 )

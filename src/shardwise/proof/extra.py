@@ -110,9 +110,6 @@ _ALL: dict[str, Sequence[Callable[[], Any]]] = {
     "aten::_is_all_true": [lambda: aten._is_all_true(_x(5, 4) > 0), lambda: aten._is_all_true(_x(5, 4) < 99)],
     "aten::_is_any_true": [lambda: aten._is_any_true(_x(5, 4) > 0), lambda: aten._is_any_true(_x(5, 4) > 99)],
     "aten::_linalg_eigvals": [lambda: aten._linalg_eigvals(_x(3, 4, 4))],
-    "aten::_log_softmax_backward_data": [
-        lambda: aten._log_softmax_backward_data(_x(5, 4), F.log_softmax(_x(4, 5).t(), 1), 1, torch.float64)
-    ],
     "aten::_native_batch_norm_legit_no_training": [
         lambda: aten._native_batch_norm_legit_no_training(_x(5, 3, 4), _x(3), _x(3), _x(3), _x(3).abs(), 0.1, 1e-5)
     ],
@@ -156,10 +153,6 @@ _ALL: dict[str, Sequence[Callable[[], Any]]] = {
         lambda: _x(5, 4, 3)[_at(4, 0, 3), :, _at(0, 2, 1)],
     ],
     "aten::lift_fresh_copy": [lambda: aten.lift_fresh_copy(_x(5, 4))],
-    "aten::max_pool3d_with_indices_backward": [
-        lambda: _max_pool3d_gradient(_x(3, 2, 4, 4, 4)),
-        lambda: _max_pool3d_gradient(_x(2, 4, 4, 5)),
-    ],
     "aten::native_dropout": [lambda: torch.native_dropout(_x(5, 4), 0.5, True)],
     "aten::nll_loss2d_forward": [
         partial(F.nll_loss, _x(3, 4, 2, 5).log_softmax(1), _at(*range(30)).view(3, 2, 5) % 4, reduction=reduction)
@@ -191,12 +184,6 @@ _ALL: dict[str, Sequence[Callable[[], Any]]] = {
 }
 EXTRA = {name: functions for name, functions in _ALL.items() if exists(name)}
 """By op: functions that call it, whatever else they call."""
-
-
-def _max_pool3d_gradient(x: Tensor) -> Tensor:
-    out, places = aten.max_pool3d_with_indices(x, [2, 2, 2], [2, 2, 2])
-    window = ([2, 2, 2], [2, 2, 2], [0, 0, 0], [1, 1, 1], False)
-    return aten.max_pool3d_with_indices_backward(out.flip(0), x, *window, places)
 
 
 def extra_calls(name: str) -> list[Recorded]:

@@ -22,6 +22,8 @@ from shardwise.proof.bad_calls import refused as refused_by_torch
 from shardwise.proof.errors import judge
 from shardwise.proof.samples import Sample
 
+pytestmark = pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
+
 R, S = sw.Replicate(), sw.Shard
 BOOL, BYTE, LONG = torch.bool, torch.uint8, torch.int64
 HALF, BRAIN, COMPLEX = torch.float16, torch.bfloat16, torch.complex64

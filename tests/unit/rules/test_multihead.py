@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.dispatch import call as dispatching
+from shardwise.dispatch import first_call as dispatching
 from shardwise.dispatch.build import Steps, Whole
 from shardwise.rules.multihead import by_heads
 
