@@ -40,8 +40,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardwise as sw
 from overhead import FIRST_CALL_MESHES, FIRST_CALL_TARGETS, fake_world, versions
 from race import Row, Table, seconds
-from shardwise.dispatch import first_call as dispatch_call
-from shardwise.proof.samples import Sample, all_operators, operators, replaced
+from shardwise.dispatch.planning import first_call as dispatch_call
+from shardwise.proof.kit.samples import Sample, all_operators, operators, replaced
 from shardwise.redistribute import windows
 from shardwise.tensor import DTensor
 

@@ -6,7 +6,7 @@
 
 `shardwise coverage` excuses an answer in float32 that is farther off than its tolerance if rounding explains that: at
 most FACTOR times as far as the result moves in double precision when every number in the call is shaken
-(`shardwise.proof.rounding`). This measures what the factor would have to be. Reductions, products, norms, losses,
+(`shardwise.proof.kit.rounding`). This measures what the factor would have to be. Reductions, products, norms, losses,
 factorisations, convolutions and transforms are called in some layouts, on torch's samples and on data that is larger
 and worse; then again with a fault planted. Faults that change nothing even in double precision, where no rounding
 hides them, do not count.
@@ -34,16 +34,16 @@ from torch import Tensor
 from shardwise.comm.simulated import SimulatedPort
 from shardwise.dispatch import clear_cache
 from shardwise.layout import Mesh, Shard
-from shardwise.proof import judge
-from shardwise.proof.command import versions
-from shardwise.proof.coverage import Assignment, assignments, make_case, mesh_of
-from shardwise.proof.distance import allowed
-from shardwise.proof.forms import Form, Unusable
-from shardwise.proof.placing import place
-from shardwise.proof.plain import Case
-from shardwise.proof.report import Table, page, print_tables
-from shardwise.proof.rounding import DOUBLE, DROWNED, FACTOR, doubled, factor_needed
-from shardwise.proof.samples import Sample, operator
+from shardwise.proof.coverage import judge
+from shardwise.proof.coverage.command import Assignment, assignments, make_case, mesh_of
+from shardwise.proof.coverage.forms import Form, Unusable
+from shardwise.proof.coverage.plain import Case
+from shardwise.proof.kit.command import versions
+from shardwise.proof.kit.distance import allowed
+from shardwise.proof.kit.placing import place
+from shardwise.proof.kit.report import Table, page, print_tables
+from shardwise.proof.kit.rounding import DOUBLE, DROWNED, FACTOR, doubled, factor_needed
+from shardwise.proof.kit.samples import Sample, operator
 
 RESULTS = Path(__file__).parent / "results"
 

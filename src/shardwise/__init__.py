@@ -49,7 +49,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "verify":  # only those who judge rules need what it needs
-        from shardwise.proof.verify import verify
+        from shardwise.proof.verify.command import verify
 
         return verify
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from shardwise.proof import coverage, errors, verify
+from shardwise.proof.coverage import command as coverage
+from shardwise.proof.errors import command as errors
 from shardwise.proof.fuzz import command as fuzz
+from shardwise.proof.verify import command as verify
 
 COMMANDS: dict[str, ModuleType] = {
     "coverage": coverage,

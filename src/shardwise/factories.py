@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import AnyMesh, as_mesh, ranked
-from shardwise.dispatch.randomness import check_in_step
+from shardwise.dispatch.planning.randomness import check_in_step
 from shardwise.layout import Layout, Mesh, Placements, Replicate
 from shardwise.redistribute import plan_moves, run_path
 from shardwise.tensor import DTensor, spread, wrap

@@ -21,10 +21,10 @@ from torch.distributed import distributed_c10d
 from torch.optim import optimizer
 from torch.utils import checkpoint
 
-from shardwise.dispatch.functions import apply, joining_shards, keeping_shards, listening_to_shards
-from shardwise.dispatch.mixing import refusing_collectives
-from shardwise.dispatch.nodes import node_of_shard
-from shardwise.dispatch.transforms import refusing
+from shardwise.dispatch.interop.autograd_function import apply, joining_shards, keeping_shards, listening_to_shards
+from shardwise.dispatch.interop.mixing import refusing_collectives
+from shardwise.dispatch.interop.nodes import node_of_shard
+from shardwise.dispatch.interop.transforms import refusing
 from shardwise.layout.mesh import before_first
 from shardwise.parallel.optimizers import let_go_of_gradients, step_on_shards
 

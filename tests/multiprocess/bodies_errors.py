@@ -10,7 +10,7 @@ import torch
 import shardwise as sw
 from bodies import S, assert_close, body, doubles, everywhere
 from shardwise.comm import as_mesh
-from shardwise.proof.bad_data import BAD_DATA
+from shardwise.proof.errors.bad_data import BAD_DATA
 
 
 def raises_alike(mesh: Any, name: str) -> None:

@@ -16,7 +16,7 @@ from bodies import R, S, assert_close, doubles, everywhere, held
 from launch import run_ranks
 from shardwise.comm import as_mesh
 from shardwise.errors import MeshError, ReplicaError, ShardwiseError
-from shardwise.redistribute.shared import WINDOW
+from shardwise.redistribute.move_cache import WINDOW
 
 pytestmark = pytest.mark.multiprocess
 

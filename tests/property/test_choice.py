@@ -19,9 +19,9 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.dispatch.lower import Lowered, LoweredCall, lower
-from shardwise.dispatch.realise import CannotRealise, realise
-from shardwise.dispatch.trace import FORWARDS, trace_call
+from shardwise.dispatch.planning.lower import Lowered, LoweredCall, lower
+from shardwise.dispatch.planning.realise import CannotRealise, realise
+from shardwise.dispatch.planning.trace import FORWARDS, trace_call
 from shardwise.layout import Layout, Partial
 from shardwise.redistribute import Move, plan_moves
 from shardwise.rules import PENDING, AxisPlacement, Call, Strategy, replicated, rule_for

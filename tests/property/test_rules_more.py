@@ -18,10 +18,10 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.layout import Layout
-from shardwise.proof import judge as judging
-from shardwise.proof.coverage import make_case
-from shardwise.proof.forms import OUT, Form, Unusable, forms
-from shardwise.proof.samples import Operator, Sample, all_operators
+from shardwise.proof.coverage import judge as judging
+from shardwise.proof.coverage.command import make_case
+from shardwise.proof.coverage.forms import OUT, Form, Unusable, forms
+from shardwise.proof.kit.samples import Operator, Sample, all_operators
 
 MESHES = [(2,), (3,), (4,), (2, 2), (3, 2), (2, 1, 2), (2, 2, 2)]
 FORMS = ("function", "in-place", OUT)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.dispatch.call import clear_cache
-from shardwise.dispatch.choose import Chooser, NoStrategyError
+from shardwise.dispatch.planning.choose import Chooser, NoStrategyError
 from shardwise.rules import Strategy
 
 Force = tuple[dict[int, int], list[Strategy]]

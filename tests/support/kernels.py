@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import shardwise as sw
-from shardwise.proof.samples import Sample, operators, replaced, tensors_in
+from shardwise.proof.kit.samples import Sample, operators, replaced, tensors_in
 
 if find_spec("expecttest") is None:  # torch's samples of its functions stand beside tests that need it
     stand_in: Any = ModuleType("expecttest")

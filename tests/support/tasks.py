@@ -1,4 +1,4 @@
-"""Tasks for tests of `shardwise.proof.pool`; its processes import them from here."""
+"""Tasks for tests of `shardwise.proof.kit.pool`; its processes import them from here."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import shardwise as sw
 from shardwise.experimental import implicit_replication
 from shardwise.parallel import distribute_module
-from shardwise.proof.samples import all_operators
+from shardwise.proof.kit.samples import all_operators
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::shardwise.errors.FallbackWarning", "ignore::UserWarning", "ignore::FutureWarning"

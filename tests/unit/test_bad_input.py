@@ -18,13 +18,14 @@ from sweep import mesh_of, normal, place
 import shardwise as sw
 from shardwise.comm import ranked
 from shardwise.debug import CommDebugMode
-from shardwise.proof import errors, together
-from shardwise.proof.bad_calls import DATA, Bad, refused
-from shardwise.proof.bad_data import BAD_DATA
-from shardwise.proof.coverage import assignments
-from shardwise.proof.errors import Settings, excused, judge, measure, names_of
-from shardwise.proof.samples import Sample
-from shardwise.rules import refusals
+from shardwise.proof.coverage.command import assignments
+from shardwise.proof.errors import command as errors
+from shardwise.proof.errors.bad_calls import DATA, Bad, refused
+from shardwise.proof.errors.bad_data import BAD_DATA
+from shardwise.proof.errors.command import Settings, excused, judge, measure, names_of
+from shardwise.proof.kit import together
+from shardwise.proof.kit.samples import Sample
+from shardwise.rules.kit import refusals
 
 R, S = sw.Replicate(), sw.Shard
 FEW = Settings(layouts=4, spread=1)
@@ -107,7 +108,7 @@ def test_a_rank_that_raises_alone_is_seen() -> None:
 
 
 def test_a_rule_that_does_not_confer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.rules import losses
+    from shardwise.rules.nn import losses
 
     call = bad(*(lambda function, tensors: (function, *tensors))(*BAD_DATA["binary_cross_entropy"]))
     sw.dispatch.clear_cache()

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import COMMANDS, main
-from shardwise.rules import Rule, Strategy, register, registry
+from shardwise.rules import Rule, Strategy, register
+from shardwise.rules.kit import registry
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +111,7 @@ def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 def test_without_the_packages_that_samples_need(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shardwise.proof import samples
+    from shardwise.proof.kit import samples
 
     monkeypatch.setattr(samples, "all_operators", samples.all_operators.__wrapped__)
     monkeypatch.setitem(sys.modules, "torch.testing._internal.common_methods_invocations", None)

@@ -29,7 +29,7 @@ from shardwise.comm.cause import watchers
 from shardwise.comm.record import listeners
 from shardwise.debug import Comm, CommDebugMode, table
 from shardwise.errors import FallbackWarning
-from shardwise.redistribute import shared
+from shardwise.redistribute import move_cache as shared
 
 
 @pytest.fixture(params=["simulated", "process group", "recording"])

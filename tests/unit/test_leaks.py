@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.comm import as_mesh
-from shardwise.redistribute import shared
+from shardwise.redistribute import move_cache as shared
 
 
 @pytest.fixture(params=["simulated", "process group"])

@@ -1,48 +1,49 @@
-"""Dispatch: one call, from its key to its plan to its result."""
+"""Dispatch: one call, from its key to its plan to its result.
 
-from shardwise.dispatch import (
+`planning` makes the plan of a call that was never seen; `functions` answers for calls that are no computations;
+`aliasing` knows what shares memory with what; `interop` meets autograd and the rest of torch.
+"""
+
+from shardwise.dispatch import fast_entry
+from shardwise.dispatch.call import CacheInfo, cache_info, clear_cache, dispatch, make_plan
+from shardwise.dispatch.functions import (
     assignment,
-    autocasting,
-    autograd,
-    compiled,
     conjugates,
     exports,
-    functions,
-    initialising,
+    init,
+    inplace_shapes,
     lengths,
-    numbers,
+    norm_stacking,
     ragged,
-    reshaping,
-    straight,
-    transforms,
-    zeroing,
+    zero_grad,
 )
-from shardwise.dispatch.call import CacheInfo, cache_info, clear_cache, dispatch, make_plan
+from shardwise.dispatch.interop import autograd, autograd_function, compiled, transforms
 from shardwise.dispatch.modes import implicit_replication, strict
+from shardwise.dispatch.planning import autocast
 
 __all__ = [
     "CacheInfo",
     "assignment",
-    "autocasting",
+    "autocast",
     "autograd",
+    "autograd_function",
     "cache_info",
     "clear_cache",
     "compiled",
     "conjugates",
     "dispatch",
     "exports",
-    "functions",
+    "fast_entry",
     "implicit_replication",
-    "initialising",
+    "init",
+    "inplace_shapes",
     "lengths",
     "make_plan",
-    "numbers",
+    "norm_stacking",
     "ragged",
-    "reshaping",
-    "straight",
     "strict",
     "transforms",
-    "zeroing",
+    "zero_grad",
 ]
 
 compiled.mark_entry_points()

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.cause import watchers, without_plan
-from shardwise.dispatch.first_call import make_plan, misses
+from shardwise.dispatch.functions.handlers import SPECIAL
+from shardwise.dispatch.interop.mixing import mixed, takes_replicated
 from shardwise.dispatch.key import PlainTensor, Uncacheable, key_of
-from shardwise.dispatch.mixing import mixed, takes_replicated
 from shardwise.dispatch.modes import implicit_replication, unseen
-from shardwise.dispatch.names import by_position
 from shardwise.dispatch.plan import (
     Direct,
     Plan,
     wrap_fresh,
 )
-from shardwise.dispatch.special import SPECIAL
+from shardwise.dispatch.planning.first_call import make_plan, misses
+from shardwise.dispatch.planning.no_data import WithoutData, lie_on_meta
+from shardwise.dispatch.positional import by_position
 from shardwise.dispatch.watch import watched
-from shardwise.dispatch.without_data import WithoutData, lie_on_meta
 from shardwise.tensor import DTensor
 
 MAX_PLANS = 16384

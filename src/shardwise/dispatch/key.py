@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.dispatch.copies import CopiedView, StaleView, renew
+from shardwise.dispatch.aliasing.copied_views import CopiedView, StaleView, renew
 from shardwise.dispatch.modes import replicates_implicitly
 from shardwise.local import is_leaf
 from shardwise.tensor import DTensor
@@ -25,7 +25,7 @@ class Uncacheable(Exception):
 
 
 class PlainTensor(Exception):
-    """A plain tensor, of which nobody said how it lies on the mesh. Who knows the call says so (`dispatch.mixing`)."""
+    """A plain tensor, of which nobody said how it lies on the mesh. Who knows the call says so (`interop.mixing`)."""
 
 
 def key_of(value: Any) -> Any:

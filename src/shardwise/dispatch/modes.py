@@ -99,7 +99,7 @@ def implicit_replication() -> Iterator[None]:
 
 class ThinkingMode(TorchDispatchMode):
     """A dispatch mode under which a call is only thought about. To keep torch.compile out of it, torch would import all
-    of torch._dynamo, which takes seconds; torch.compile never gets here (`dispatch.compiled`)."""
+    of torch._dynamo, which takes seconds; torch.compile never gets here (`dispatch.interop.compiled`)."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.comm import Ranked, ranked, shards_of
 from shardwise.comm.cause import handed_on, is_moving, listeners
 from shardwise.comm.cause import moved as observed
-from shardwise.dispatch.trace import flat_tensors, map_tensors
+from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.layout import Layout, Mesh
 from shardwise.local import is_leaf
 from shardwise.redistribute import (
@@ -40,7 +40,7 @@ class Mover:
     """Brings one argument into the layout its call needs.
 
     The result of a differentiable move is remembered, so that several uses of a tensor share one collective, forward
-    and backward (see `redistribute.shared`).
+    and backward (see `redistribute.move_cache`).
     """
 
     __slots__ = ("direct", "is_linear", "key", "mesh", "moves", "only", "only_gradient", "reduces")

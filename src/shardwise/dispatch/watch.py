@@ -14,11 +14,11 @@ from torch import Tensor
 
 from shardwise.comm.cause import CONFLICT, INSIDE, NEEDED, NO_RULE, called, calling, name_of, reduction
 from shardwise.dispatch.limits import refuse_moves
-from shardwise.dispatch.lower import Lowered, LoweredCall
 from shardwise.dispatch.modes import limits
-from shardwise.dispatch.names import argument_names
 from shardwise.dispatch.plan import Plan
-from shardwise.dispatch.trace import flat_tensors
+from shardwise.dispatch.planning.lower import Lowered, LoweredCall
+from shardwise.dispatch.planning.trace import flat_tensors
+from shardwise.dispatch.positional import argument_names
 from shardwise.layout import Layout
 from shardwise.redistribute import Move, plan_moves
 from shardwise.rules import Value, flat_values

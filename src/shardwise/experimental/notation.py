@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.experimental.spec import RuleError
 from shardwise.layout import Partial
 from shardwise.rules import Call, Rule, Strategy, Value, flat_values
-from shardwise.rules.notation import Factor, Factors
+from shardwise.rules.kit.notation import Factor, Factors
 
 Reduction = str | None
 

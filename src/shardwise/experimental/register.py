@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.comm import Ranked
 from shardwise.dispatch import clear_cache
-from shardwise.dispatch.trace import OPAQUE, map_tensors
+from shardwise.dispatch.planning.trace import OPAQUE, map_tensors
 from shardwise.experimental.notation import Reduction, notation_rule
 from shardwise.experimental.spec import RuleError, TensorSpec
 from shardwise.layout import Partial

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from shardwise.dispatch.fallback import describe
 from shardwise.dispatch.key import Uncacheable, key_of
-from shardwise.dispatch.lower import Lowered, LoweredCall, lower
 from shardwise.dispatch.modes import implicit_replication
-from shardwise.dispatch.trace import FORWARDS, flat_tensors, map_tensors, trace_call
+from shardwise.dispatch.planning.fallback import describe
+from shardwise.dispatch.planning.lower import Lowered, LoweredCall, lower
+from shardwise.dispatch.planning.trace import FORWARDS, flat_tensors, map_tensors, trace_call
 from shardwise.errors import PlacementError
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.dispatch.copies import carry_on
+from shardwise.dispatch.aliasing.copied_views import carry_on
 from shardwise.redistribute import check_paid
 from shardwise.tensor import DTensor
 

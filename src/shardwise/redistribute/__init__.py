@@ -1,10 +1,9 @@
 """Redistribution: the transition table, its prices, the planner and the executor."""
 
-from shardwise.redistribute.anchor import alike, anchors, let_go, tied, trail
-from shardwise.redistribute.aside import alone, check_paid, drop, no_sync, owing, pay
-from shardwise.redistribute.borders import CastBackward, MoveGradient
 from shardwise.redistribute.collectives import Group
 from shardwise.redistribute.cost import LATENCY, LOCAL, transition_cost, wire_bytes
+from shardwise.redistribute.deferred_gradients import alone, check_paid, drop, no_sync, owing, pay
+from shardwise.redistribute.double_backward import alike, anchors, let_go, tied, trail
 from shardwise.redistribute.execute import (
     Gathered,
     differentiable,
@@ -15,10 +14,11 @@ from shardwise.redistribute.execute import (
     second_order,
     transition,
 )
+from shardwise.redistribute.graph_boundary import CastBackward, MoveGradient
 from shardwise.redistribute.in_flight import start_path
+from shardwise.redistribute.joint_exchange import can_join, run_together
+from shardwise.redistribute.move_cache import forget, recall, remember, windows
 from shardwise.redistribute.planner import parameter_moves, path_bytes, path_cost, plan_moves
-from shardwise.redistribute.shared import forget, recall, remember, windows
-from shardwise.redistribute.together import can_join, run_together
 from shardwise.redistribute.transitions import DUAL, TABLE, Move, Typed
 
 __all__ = [

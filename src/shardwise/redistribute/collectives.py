@@ -15,9 +15,9 @@ from shardwise.redistribute import exchange
 from shardwise.redistribute.exchange import Interval
 from shardwise.redistribute.execute import recorded, run_path
 from shardwise.redistribute.kernels import members, run_move
-from shardwise.redistribute.shared import forget
+from shardwise.redistribute.move_cache import forget
 from shardwise.redistribute.transitions import Move, Typed
-from shardwise.rules.reductions import wide
+from shardwise.rules.math.reductions import wide
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from shardwise.comm.cause import inherited, is_moving, listeners, moved, told
 from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
-from shardwise.redistribute.anchor import anchored, left_behind
-from shardwise.redistribute.aside import SECOND_ORDER, blocks, collected, owing
 from shardwise.redistribute.cost import group_size
+from shardwise.redistribute.deferred_gradients import SECOND_ORDER, blocks, collected, owing
+from shardwise.redistribute.double_backward import anchored, left_behind
 from shardwise.redistribute.kernels import KERNELS, run_move
+from shardwise.redistribute.move_cache import forget
 from shardwise.redistribute.ownership import bare_function, is_ours
-from shardwise.redistribute.shared import forget
 from shardwise.redistribute.transitions import Move, Typed
 
 _disabled = torch._C.DisableTorchFunctionSubclass

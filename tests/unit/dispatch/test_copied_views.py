@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.dispatch import copies
+from shardwise.dispatch.aliasing import copied_views as copies
 
 MESH = sw.simulate((2,), ("tp",))
 S0, S1, R = sw.Shard(0), sw.Shard(1), sw.Replicate()

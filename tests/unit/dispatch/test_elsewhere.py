@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.debug import CommDebugMode
 from shardwise.errors import FallbackWarning, StrictModeError
-from shardwise.rules import Rule, Strategy, register, registry
+from shardwise.rules import Rule, Strategy, register
+from shardwise.rules.kit import registry
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 PENDING = [[P()], [P("avg")], [P("max")], [P("min")]]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.proof.coverage import assignments, mesh_of
-from shardwise.proof.forms import Unusable, forms
-from shardwise.proof.judge import Case, judge
-from shardwise.proof.samples import Operator, Sample, all_operators, operator
+from shardwise.proof.coverage.command import assignments, mesh_of
+from shardwise.proof.coverage.forms import Unusable, forms
+from shardwise.proof.coverage.judge import Case, judge
+from shardwise.proof.kit.samples import Operator, Sample, all_operators, operator
 
 NAMES = [op.name for op in all_operators() if op.is_list]
 LENGTH = 4

@@ -17,7 +17,7 @@ from torch import Tensor, linalg
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.dispatch import fallback
+from shardwise.dispatch.planning import fallback
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial()
 

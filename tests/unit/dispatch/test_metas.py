@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.dispatch.metas import run_on_meta
-from shardwise.dispatch.trace import flat_tensors
+from shardwise.dispatch.planning.meta_results import run_on_meta
+from shardwise.dispatch.planning.trace import flat_tensors
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.dispatch import call as dispatch_call
-from shardwise.dispatch import fallback
+from shardwise.dispatch.planning import fallback
 from shardwise.experimental import implicit_replication
 
 MESH = sw.simulate((2, 2), ("dp", "tp"))

@@ -14,7 +14,7 @@ from sweep import normal, place
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.dispatch.names import by_position
+from shardwise.dispatch.positional import by_position
 
 R, S = sw.Replicate(), sw.Shard
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import shardwise as sw
-from shardwise.proof.samples import all_operators
+from shardwise.proof.kit.samples import all_operators
 
 ALONE = sw.simulate((1,), ("tp",))
 NUM_PARTS = 4

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.debug import CommDebugMode
-from shardwise.dispatch.outs import COMPUTED_AS_OUT
+from shardwise.dispatch.aliasing.out import COMPUTED_AS_OUT
 from shardwise.errors import FallbackWarning, InPlaceError
 
 MESH = sw.simulate((2, 2), ("a", "b"))

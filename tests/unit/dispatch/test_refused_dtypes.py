@@ -15,12 +15,13 @@ from sweep import mesh_of
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.dispatch import clear_cache, stand_ins
-from shardwise.dispatch.stand_ins import refused_dtypes
-from shardwise.proof.bad_calls import Bad
-from shardwise.proof.bad_calls import refused as refused_by_torch
-from shardwise.proof.errors import judge
-from shardwise.proof.samples import Sample
+from shardwise.dispatch import clear_cache
+from shardwise.dispatch.planning import ask_torch as stand_ins
+from shardwise.dispatch.planning.ask_torch import refused_dtypes
+from shardwise.proof.errors.bad_calls import Bad
+from shardwise.proof.errors.bad_calls import refused as refused_by_torch
+from shardwise.proof.errors.command import judge
+from shardwise.proof.kit.samples import Sample
 
 pytestmark = pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
 

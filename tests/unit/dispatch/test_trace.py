@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 import shardwise as sw
-from shardwise.dispatch.trace import LARGE, Trace, trace_call, written_families
+from shardwise.dispatch.planning.trace import LARGE, Trace, trace_call, written_families
 
 R, S = sw.Replicate(), sw.Shard
 CPU = torch.device("cpu")

@@ -12,7 +12,8 @@ from sweep import place
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.dispatch import memory, views
+from shardwise.dispatch.aliasing import global_strides as memory
+from shardwise.dispatch.aliasing import views
 
 R, S = sw.Replicate(), sw.Shard
 Take = Callable[[Tensor], Tensor]

@@ -12,7 +12,8 @@ from sweep import normal, place
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.dispatch import lower, whole
+from shardwise.dispatch.planning import lower
+from shardwise.dispatch.planning import replay_check as whole
 
 S = sw.Shard
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 import shardwise as sw
-from shardwise.rules import registry
+from shardwise.rules.kit import registry
 
 
 @pytest.fixture(autouse=True)

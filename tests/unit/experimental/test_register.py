@@ -14,7 +14,8 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.experimental import RuleError, register_sharding
 from shardwise.experimental.register import _ways_of
-from shardwise.rules import Call, Value, registry, rule_for
+from shardwise.rules import Call, Value, rule_for
+from shardwise.rules.kit import registry
 
 R, S0, S1, SUM = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
 

@@ -225,9 +225,8 @@ def test_clipping_by_any_norm(kind: float, foreach: bool) -> None:
     check_equal(net, plain, grads=True)
 
 
-# BUG (dispatch/build.py, `_whole_moves`): `update.view_as(p)` reads p's shape but no op of the trace uses p, so the
-# function runs whole and reads the shape of p's shard. Such a call must be lowered to its steps.
 def test_lbfgs() -> None:
+    """Its `view_as` reads the shape of a tensor that no op of the trace uses."""
     plain, net = pair()
     x = data(5, 4)
     for module, batch in ((plain, x), (net, sw.distribute_tensor(x, MESH, [S0, R]))):

@@ -10,11 +10,11 @@ import pytest
 import torch
 from sweep import normal
 
-from shardwise.proof.calls import record
-from shardwise.proof.case import Case
-from shardwise.proof.catalogue import families, render, short, ways
-from shardwise.proof.forced import concrete
-from shardwise.proof.verdicts import OpReport
+from shardwise.proof.verify.calls import record
+from shardwise.proof.verify.case import Case
+from shardwise.proof.verify.catalogue import families, render, short, ways
+from shardwise.proof.verify.forced import concrete
+from shardwise.proof.verify.verdicts import OpReport
 
 X = normal(5, 4)
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "rules.md"

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from shardwise.cli import COMMANDS, main
-from shardwise.proof import module, pool, results
-from shardwise.rules import registry
+from shardwise.proof.kit import pool, results
+from shardwise.proof.verify import module
+from shardwise.rules.kit import registry
 
 IN_THIS_PROCESS = ("--jobs", "0", "--quiet", "--samples", "1")
 
@@ -301,7 +302,7 @@ def _without_times(printed: str) -> list[str]:
 KILLED = """
 import os, signal, sys
 from shardwise.cli import main
-from shardwise.proof import results
+from shardwise.proof.kit import results
 
 results.source_digest = lambda: "this code"
 replace, left = os.replace, [None] * 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.proof.coverage import (
+from shardwise.proof.coverage.command import (
     Settings,
     assignments,
     calls,
@@ -18,9 +18,9 @@ from shardwise.proof.coverage import (
     result_of,
     show_assignment,
 )
-from shardwise.proof.pool import Outcome
-from shardwise.proof.report import plain, problem_rows, stride_rows, summary
-from shardwise.proof.samples import operator, operators
+from shardwise.proof.kit.pool import Outcome
+from shardwise.proof.kit.report import plain, problem_rows, stride_rows, summary
+from shardwise.proof.kit.samples import operator, operators
 
 FEW = Settings(samples=2, assignments=6, spread=1)
 PARTS = 40

@@ -20,7 +20,7 @@ from shardwise.proof.fuzz.judge import APART, HUNG, INVALID, RAISED, RIGHT, WRON
 from shardwise.proof.fuzz.leaves import Device
 from shardwise.proof.fuzz.program import Leaf, Line, Program
 from shardwise.proof.fuzz.shrink import shrunk
-from shardwise.proof.pool import Outcome
+from shardwise.proof.kit.pool import Outcome
 from shardwise.tensor import DTensor
 
 X = Leaf("x1", (3, 4), torch.float64, (sw.Shard(0),), 1, grad=True)

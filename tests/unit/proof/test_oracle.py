@@ -13,12 +13,13 @@ from sweep import normal
 from torch import Tensor
 
 from shardwise.layout import Partial
-from shardwise.proof.calls import excluded, made_again, record
-from shardwise.proof.case import Case
-from shardwise.proof.forced import Impossible, concrete, failure, trials
-from shardwise.proof.oracle import truths
-from shardwise.proof.parts import close, pieces, recombined, terms
-from shardwise.rules import Local, Rule, Strategy, register, registry
+from shardwise.proof.verify.calls import excluded, made_again, record
+from shardwise.proof.verify.case import Case
+from shardwise.proof.verify.forced import Impossible, concrete, failure, trials
+from shardwise.proof.verify.oracle import truths
+from shardwise.proof.verify.parts import close, pieces, recombined, terms
+from shardwise.rules import Local, Rule, Strategy, register
+from shardwise.rules.kit import registry
 
 SUM, AVG, MAX, MIN = map(Partial, ("sum", "avg", "max", "min"))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tasks import be_a_parent, misbehave
 
-from shardwise.proof.pool import run_all
+from shardwise.proof.kit.pool import run_all
 
 
 def test_in_this_process() -> None:

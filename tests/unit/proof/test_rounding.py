@@ -11,14 +11,15 @@ from sweep import normal
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.proof import rounding
-from shardwise.proof.coverage import Settings, measure, mesh_of, parse_assignment
-from shardwise.proof.forms import Form
-from shardwise.proof.judge import Verdict, judge
-from shardwise.proof.plain import Case
-from shardwise.proof.samples import Sample
+from shardwise.proof.coverage.command import Settings, measure, mesh_of, parse_assignment
+from shardwise.proof.coverage.forms import Form
+from shardwise.proof.coverage.judge import Verdict, judge
+from shardwise.proof.coverage.plain import Case
+from shardwise.proof.kit import rounding
+from shardwise.proof.kit.samples import Sample
 from shardwise.redistribute import Group
-from shardwise.rules import Local, Rule, Strategy, register, registry
+from shardwise.rules import Local, Rule, Strategy, register
+from shardwise.rules.kit import registry
 
 
 def case(function: Callable, *tensors: Tensor) -> Case:

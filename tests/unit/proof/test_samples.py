@@ -12,9 +12,18 @@ import numpy
 import pytest
 import torch
 
-from shardwise.proof import samples
-from shardwise.proof.forms import forms
-from shardwise.proof.samples import Sample, all_operators, counting_draws, operator, operators, replaced, seeded, show
+from shardwise.proof.coverage.forms import forms
+from shardwise.proof.kit import samples
+from shardwise.proof.kit.samples import (
+    Sample,
+    all_operators,
+    counting_draws,
+    operator,
+    operators,
+    replaced,
+    seeded,
+    show,
+)
 
 
 def values(given: list[Sample]) -> list[list[torch.Tensor]]:
@@ -143,7 +152,7 @@ def test_reading_samples_changes_no_settings() -> None:
     code = (
         "import hypothesis, torch; hypothesis.settings.register_profile('mine', max_examples=7);"
         "hypothesis.settings.load_profile('mine');"
-        "from shardwise.proof.samples import all_operators; all_operators();"
+        "from shardwise.proof.kit.samples import all_operators; all_operators();"
         "assert hypothesis.settings().max_examples == 7;"
         "torch.backends.cudnn.benchmark = True"
     )

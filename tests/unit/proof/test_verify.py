@@ -13,19 +13,20 @@ from sweep import normal
 
 from shardwise.cli import main
 from shardwise.layout import Partial
-from shardwise.proof import verify as command
-from shardwise.proof.calls import Recorded
-from shardwise.proof.case import Case
-from shardwise.proof.extra import EXTRA, exists, extra_calls
-from shardwise.proof.forced import Impossible, Trial
-from shardwise.proof.module import module_name
-from shardwise.proof.oracle import Truth
-from shardwise.proof.pool import Outcome
-from shardwise.proof.results import Store
-from shardwise.proof.verdicts import OpReport, page, summary, tables
-from shardwise.proof.verify import Settings, _chosen, collect, is_claimed, judge_all, verify
-from shardwise.rules import Rule, Strategy, register, registry
-from shardwise.rules.registry import homes
+from shardwise.proof.kit.pool import Outcome
+from shardwise.proof.kit.results import Store
+from shardwise.proof.verify import command
+from shardwise.proof.verify.calls import Recorded
+from shardwise.proof.verify.case import Case
+from shardwise.proof.verify.command import Settings, _chosen, collect, is_claimed, judge_all, verify
+from shardwise.proof.verify.extra import EXTRA, exists, extra_calls
+from shardwise.proof.verify.forced import Impossible, Trial
+from shardwise.proof.verify.module import module_name
+from shardwise.proof.verify.oracle import Truth
+from shardwise.proof.verify.verdicts import OpReport, page, summary, tables
+from shardwise.rules import Rule, Strategy, register
+from shardwise.rules.kit import registry
+from shardwise.rules.kit.registry import homes
 
 SUM, MAX = Partial("sum"), Partial("max")
 

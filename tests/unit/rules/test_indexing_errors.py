@@ -9,8 +9,8 @@ from sweep import mesh_of, normal, place, sweep
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.dispatch import trace
 from shardwise.dispatch.call import clear_cache
+from shardwise.dispatch.planning import trace
 
 R, S = sw.Replicate(), sw.Shard
 

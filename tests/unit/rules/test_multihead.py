@@ -13,9 +13,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.dispatch import first_call as dispatching
-from shardwise.dispatch.build import Steps, Whole
-from shardwise.rules.multihead import by_heads
+from shardwise.dispatch.planning import first_call as dispatching
+from shardwise.dispatch.planning.build import Steps, Whole
+from shardwise.rules.nn.multihead import by_heads
 
 R, S = sw.Replicate(), sw.Shard
 BATCH, HEADS, WIDTH, ROWS, COLUMNS = 2, 4, 8, 3, 5

@@ -12,7 +12,7 @@ from sweep import mesh_of, normal, place, sweep
 import shardwise as sw
 from shardwise.comm import ranked
 from shardwise.debug import CommDebugMode
-from shardwise.dispatch import fallback
+from shardwise.dispatch.planning import fallback
 
 R, S = sw.Replicate(), sw.Shard
 aten = torch.ops.aten

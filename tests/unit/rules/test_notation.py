@@ -1,8 +1,8 @@
 """Rules as data: from factors to strategies."""
 
 from shardwise.layout import Partial
-from shardwise.rules.notation import Factors, dims_of, einsum
-from shardwise.rules.types import SUM, Strategy
+from shardwise.rules.kit.notation import Factors, dims_of, einsum
+from shardwise.rules.kit.types import SUM, Strategy
 
 AVG = Partial("avg")
 

@@ -10,7 +10,7 @@ from sweep import mesh_of, normal, place, sweep
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.rules.ordering import network
+from shardwise.rules.lookup.ordering import network
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 inf, nan = math.inf, math.nan

@@ -12,7 +12,7 @@ from sweep import normal, place
 import shardwise as sw
 from shardwise.debug import CommDebugMode
 from shardwise.rules import Call, Value
-from shardwise.rules.refusals import refuse
+from shardwise.rules.kit.refusals import refuse
 
 aten = torch.ops.aten
 

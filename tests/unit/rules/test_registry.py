@@ -5,7 +5,8 @@ import torch
 from sweep import normal, place
 
 import shardwise as sw
-from shardwise.rules import Call, Rule, Strategy, Value, register, registry, replicated, rule_for
+from shardwise.rules import Call, Rule, Strategy, Value, register, replicated, rule_for
+from shardwise.rules.kit import registry
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ from sweep import mesh_of, normal, place, sweep
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.rules.reshapes import matching_dims
+from shardwise.rules.shapes.reshapes import matching_dims
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 
 from shardwise.comm import simulate
-from shardwise.proof.command import add_run_arguments, count, finish, how_to_run, may_not_begin, run_tasks, versions
 from shardwise.proof.fuzz.draw import mesh_of
 from shardwise.proof.fuzz.families import draw
 from shardwise.proof.fuzz.judge import FAILURES, HUNG, INVALID, KINDS, RAISED, RIGHT, Verdict, judge
 from shardwise.proof.fuzz.program import HEADER, Program
 from shardwise.proof.fuzz.ranks import START, Worlds
 from shardwise.proof.fuzz.shrink import shrunk
-from shardwise.proof.pool import Outcome, Task, run_all
-from shardwise.proof.report import Table, page
+from shardwise.proof.kit.command import add_run_arguments, count, finish, how_to_run, may_not_begin, run_tasks, versions
+from shardwise.proof.kit.pool import Outcome, Task, run_all
+from shardwise.proof.kit.report import Table, page
 
 CHUNK = 25
 """Programs of one task."""

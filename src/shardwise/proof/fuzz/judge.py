@@ -18,12 +18,12 @@ from torch import Tensor
 
 from shardwise.comm import as_mesh, shards_of
 from shardwise.dispatch import clear_cache
-from shardwise.dispatch.copies import StaleView
+from shardwise.dispatch.aliasing.copied_views import StaleView
 from shardwise.layout import Mesh
-from shardwise.proof.distance import distance, largest, same
 from shardwise.proof.fuzz.draw import quiet
 from shardwise.proof.fuzz.program import Part, Program, Run
-from shardwise.proof.together import RanksApart, ranks_compared
+from shardwise.proof.kit.distance import distance, largest, same
+from shardwise.proof.kit.together import RanksApart, ranks_compared
 from shardwise.tensor import DTensor
 
 RIGHT, WRONG, RAISED, APART, HUNG, INVALID = "right", "wrong", "raised", "apart", "hung", "invalid"

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise.proof.fuzz.draw import MESHES
 from shardwise.proof.fuzz.judge import HUNG, RIGHT, Verdict, judge, together
 from shardwise.proof.fuzz.program import Program
-from shardwise.proof.pool import deaf
+from shardwise.proof.kit.pool import deaf
 
 START = 300.0
 """Seconds that ranks may take to start and find each other."""

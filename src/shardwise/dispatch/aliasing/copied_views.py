@@ -1,0 +1,323 @@
+"""Copies where torch makes views, and what becomes of writes.
+
+What torch makes a view may here need data from other ranks: a reshape across a sharded dim, one row of a sharded dim.
+Such a result is a copy, and the program may tell the difference only by writing to it or to its source. So writes are
+watched: a write to a copy is carried on to its source where that is possible, and refused before it happens where not;
+after a write to the source its copies are stale, and are taken again when they are used next. Nothing is watched while
+there are no such copies.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import ranked, shards_of
+from shardwise.dispatch.planning.trace import flat_tensors
+from shardwise.errors import InPlaceError
+from shardwise.layout import Replicate
+from shardwise.local import is_leaf
+from shardwise.tensor import DTensor, localise, wrap
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_size = torch._C.TensorBase.size
+
+WayBack = Callable[[DTensor, DTensor], Any]
+
+
+class CopiedView(DTensor):
+    """A copy that torch would make a view, or a view of one."""
+
+    _strides: tuple[int, ...]  # of the whole, where that does not lie plainly
+    _source: tuple[DTensor, WayBack | None]  # what it was taken from, and how a write gets back there
+    _taking: Taking | None
+    _whole: CopiedView  # of a view of a copy: the copy
+
+
+class Part(CopiedView):
+    """A true view: a part of a sharded dim that lies within other dims. Some ranks hold all of their piece, others none
+    of it, and their strides do not show how the whole lies. Like copies, it is recognised wherever it is used."""
+
+
+class StaleView(DTensor):
+    """A copy whose source was written to after it was taken. Whoever uses it takes it again."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in flat_tensors((args, kwargs or {})):
+            if isinstance(x, StaleView):
+                renew(x)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
+        renew(self)
+        return self.redistribute(*args, **kwargs)
+
+    def to_local(self, **kwargs: Any) -> Any:
+        renew(self)
+        return self.to_local(**kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"StaleView(shape={list(self._layout.shape)})"
+
+
+def stale() -> InPlaceError:
+    return InPlaceError(
+        "this view of a DTensor had to be a copy, because its data came from other ranks, and the tensor it was taken "
+        "from has been written to since, which a view would show; take the view again"
+    )
+
+
+class Taking:
+    """How a view was taken of its source, the first argument: so it can be taken again, and written to."""
+
+    __slots__ = ("args", "function", "kwargs", "position", "recorded")
+
+    def __init__(self, function: Callable, args: tuple, kwargs: dict[str, Any], position: int) -> None:
+        self.function, self.args, self.kwargs, self.position = function, args[1:], kwargs, position
+        self.recorded = torch.is_grad_enabled()
+
+    def again(self, source: DTensor) -> Any:
+        """The view of its source as that is now."""
+        with torch.set_grad_enabled(self.recorded):
+            return self._of(source)
+
+    @property
+    def way_back(self) -> WayBack | None:
+        """Through the whole, unless the view depends on how that lies in memory."""
+        return None if self.function in (Tensor.as_strided, torch.as_strided) else self._write
+
+    def _write(self, source: DTensor, copy: DTensor) -> None:
+        """Write to a view of the whole, which needs no data of other ranks, and bring that back."""
+        whole: Any = source.redistribute(placements=[Replicate()] * source._layout.mesh.ndim).clone()
+        view = self._of(whole)
+        _once(view, view).copy_(_once(copy, view))
+        source.copy_(whole)
+
+    def _of(self, source: Tensor) -> Any:
+        return flat_tensors(self.function(source, *self.args, **self.kwargs))[self.position]
+
+
+Register = dict[int, list[weakref.ref[CopiedView]]]
+copies: Register = {}  # by their own storage
+_taken: Register = {}  # copies and views of them, by the storage of their source
+
+
+# Watching
+
+
+def watch_copy(copy: Any, source: DTensor, taking: Taking | None = None, way_back: WayBack | None = None) -> None:
+    """A copy keeps what it was taken from, and how. If that is not known, writes to it are refused, and so is its use
+    after its source was written to. A way back that is shorter than that through the whole may be given."""
+    storage = storage_of(copy)
+    copy.__class__ = CopiedView
+    copy._taking = taking
+    copy._source = source, way_back or (taking and taking.way_back)  # it lives at least as long as the copy
+    _enter(copies, storage, copy)
+    _enter(_taken, storage_of(source), copy)
+
+
+def watch_view(view: Any, copy: CopiedView) -> None:
+    """A view of a copy keeps it, and ages with it. It lies as the copy does, unless told otherwise."""
+    if "_strides" in copy.__dict__:
+        view._strides = copy._strides
+    if isinstance(copy, Part):
+        view.__class__ = Part
+        return
+    view.__class__ = CopiedView
+    view._whole = _whole(copy)
+    _enter(_taken, _source_storage(view), view)
+
+
+def outdate_with(copy: CopiedView, given: dict[int, CopiedView]) -> None:
+    """A copy of a copy is as old as that."""
+    source, way_back = copy._source
+    earlier = given.get(id(source))
+    if earlier.__class__ is CopiedView:
+        copy._source = earlier, way_back
+        _enter(_taken, _source_storage(earlier), copy)
+
+
+def _whole(copy: CopiedView) -> CopiedView:
+    return copy.__dict__.get("_whole", copy)
+
+
+def _enter(register: Register, storage: int, copy: CopiedView) -> None:
+    def gone(reference: weakref.ref[CopiedView]) -> None:
+        left = [other for other in register.pop(storage, ()) if other is not reference]
+        if left:
+            register[storage] = left
+
+    register.setdefault(storage, []).append(weakref.ref(copy, gone))
+
+
+def storage_of(x: Tensor) -> int:
+    with _disabled():
+        return x.untyped_storage()._cdata
+
+
+def _source_storage(copy: CopiedView) -> int:
+    return storage_of(_whole(copy)._source[0])
+
+
+def _copy_in(x: Tensor) -> CopiedView | None:
+    """The copy that a tensor is, or is a view of."""
+    found = copies.get(storage_of(x))
+    return None if found is None else found[0]()
+
+
+def is_copied_view(x: Tensor) -> bool:
+    """Whether a tensor is, or stands for, a copy that torch would make a view, or a part of a sharded dim."""
+    return "_strides" in x.__dict__ or _copy_in(x) is not None
+
+
+def refuse_lost_writes(written: Sequence[Tensor], name: str) -> None:
+    """Before a write: refuse it if it would go to a copy from which there is no way back, or to several tensors, one of
+    which does not show what was written to another."""
+    if any(storage_of(x) in copies for x in written) and depend(written, name):
+        raise InPlaceError(
+            f"{name} would write to several views of one DTensor, of which some had to be copies, because their data "
+            f"came from other ranks. Nothing was changed; write to one after the other"
+        )
+
+
+def depend(written: Sequence[Tensor], name: str) -> bool:
+    """Whether a write to one of several tensors is one to another, too. Refuses those to copies without a way back."""
+    first: dict[int, Tensor] = {}
+    return any(first.setdefault(root, x) is not x for root, x in zip(roots_of(written, name), written, strict=True))
+
+
+def roots_of(written: Sequence[Tensor], name: str) -> list[int]:
+    """The storages that writes to some tensors get to in the end."""
+    return [storage_of(_root(x, name)) for x in written]
+
+
+def is_view(x: Tensor) -> bool:
+    """Whether torch would take a tensor for a view of another."""
+    with _disabled():
+        return isinstance(x, CopiedView) or x._is_view()
+
+
+def _root(x: Tensor, name: str) -> Tensor:
+    """Where a write to a tensor gets in the end: there it must be possible."""
+    root, copy, recorded = x, _copy_in(x), True
+    while copy is not None:
+        if copy._source[1] is None:
+            raise InPlaceError(
+                f"{name} would write to a view of a DTensor that had to be a copy, because its data came from other "
+                f"ranks, and the write would be lost. Nothing was changed; write to the tensor itself, or redistribute "
+                f"it first so that the view needs no data of other ranks"
+            )
+        recorded = recorded and _is_recorded(root, copy)
+        root = copy._source[0]
+        if recorded and is_leaf(root) and root.requires_grad:
+            raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
+        copy = _copy_in(root)
+    return root
+
+
+def _is_recorded(x: Tensor, copy: CopiedView) -> bool:
+    """Whether a write to a copy, or to a view of it, is part of its history: not one to what was detached from it."""
+    with _disabled():
+        same = (x if x._base is None else x._base) is (copy if copy._base is None else copy._base)
+        return same and torch.is_grad_enabled() and x.requires_grad
+
+
+def take_anew(written: Iterable[Tensor]) -> None:
+    """Before a write that is part of the graph: to torch a view that is written to is what its base becomes, and what
+    was computed from it before, and hooks on it, are another matter. So a copy with hooks is taken anew."""
+    for x in written:
+        copy = _copy_in(x)
+        if copy is not None and _is_recorded(x, copy) and copy._backward_hooks and copy._taking is not None:
+            _take_again(copy)
+
+
+def of_base(x: DTensor) -> DTensor:
+    """What a view shows, past hooks on it: where a view is written to, torch reads its base."""
+    with _disabled():
+        if not (torch.is_grad_enabled() and x.requires_grad and x._is_view()):
+            return x
+        shards = [
+            shard
+            if shard._base is None
+            else shard._base.as_strided(_size(shard), shard.stride(), shard.storage_offset())
+            for shard in shards_of(x)
+        ]
+    return wrap(shards[0] if len(shards) == 1 else ranked(shards), x._layout)
+
+
+def carry_on(written: Iterable[Tensor]) -> None:
+    """After a write: what was written to a copy goes on to its source; copies of what was written to are stale."""
+    if not copies:
+        return
+    for x in written:
+        for reference in _taken.pop(storage_of(x), ()):
+            _outdate(reference())
+        copy = _copy_in(x)
+        if copy is not None:
+            source, way_back = copy._source
+            storage = storage_of(source)
+            source.__dict__["_layout"] = source._layout.unreduced  # what it came to; views to write to are not of that
+            kin = [view for reference in _taken.pop(storage, ()) if (view := reference()) is not None]
+            recorded = _is_recorded(x, copy)
+            with nullcontext() if recorded else torch.no_grad():
+                way_back(source, wrap(localise(copy), copy._layout))  # type: ignore[misc]
+            for view in kin:
+                is_shown = _whole(view) is copy or (
+                    view.__class__ is CopiedView and _source_storage(view) == storage_of(copy)
+                )
+                if is_shown and not recorded:
+                    _enter(_taken, storage, view)
+                else:
+                    _outdate(view)
+            if recorded:
+                copy._shown = source._version  # type: ignore[attr-defined]
+                with _disabled():
+                    observed = copy.retains_grad
+                if observed:
+                    renew(copy)
+
+
+def _outdate(copy: CopiedView | None) -> None:
+    """A copy is stale, and so is all that was taken from it."""
+    if copy is not None:
+        copy.__class__ = StaleView  # type: ignore[assignment]
+        for reference in _taken.pop(storage_of(copy), ()):
+            _outdate(reference())
+
+
+def renew(x: Any) -> None:
+    """A stale copy, or a view of one, shows what its source does now."""
+    copy: Any = _whole(x)
+    if copy.__class__ is StaleView:
+        _take_again(copy)
+    if x is not copy:
+        x.__class__ = CopiedView
+        _enter(_taken, _source_storage(x), x)
+
+
+def _once(x: Tensor, target: Tensor) -> Tensor:
+    """What is to be written to a target, without the repeats of one that is expanded: those cannot be written to."""
+    for dim, (step, size) in enumerate(zip(target.stride(), target.shape)):
+        if step == 0 and size > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
+def _take_again(copy: Any) -> None:
+    source, _ = copy._source
+    fresh = None if copy._taking is None else copy._taking.again(source)
+    if fresh is None or fresh._layout is not copy._layout:
+        raise stale()
+    copy.__class__ = CopiedView
+    unchanged = copy.__dict__.pop("_shown", None) == source._version
+    with _disabled(), torch.set_grad_enabled(fresh.requires_grad):  # in torch, too, it has the new history of its base
+        for mine, taken in zip(shards_of(copy), shards_of(fresh), strict=True):
+            with torch.autograd._unsafe_preserve_version_counter(mine) if unchanged else nullcontext():
+                _once(mine, mine).copy_(_once(taken, mine))
+    _enter(_taken, storage_of(source), copy)

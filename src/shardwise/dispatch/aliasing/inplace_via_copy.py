@@ -1,0 +1,182 @@
+"""Writes to tensors that cannot stay where they are while the call runs.
+
+An in-place call keeps the layout of what it writes to. Where no rule does that (`relu_` of a pending sum, whose terms
+are not terms of the result), the call runs on a copy that lies otherwise, and what it wrote is brought back: reduced,
+changed, and made pending again. That costs what the function out of place would, and nothing on the way back. A copy
+that had to be gathered is reported like every other call that gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.comm import shards_of
+from shardwise.dispatch.aliasing.copied_views import depend, of_base, storage_of, take_anew, watch_copy
+from shardwise.dispatch.aliasing.views import Writes
+from shardwise.dispatch.plan import Plan
+from shardwise.dispatch.planning.ask_torch import meta, refused
+from shardwise.dispatch.planning.fallback import report
+from shardwise.dispatch.planning.trace import Trace, flat_tensors, map_tensors, written_families
+from shardwise.errors import InPlaceError
+from shardwise.layout import Layout
+from shardwise.redistribute import Move, plan_moves
+from shardwise.rules.kit.registry import refuse_shared_memory
+from shardwise.rules.math.foreach import FUSED, is_list_op, list_name
+from shardwise.tensor import DTensor, as_layout, localise
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+# Writing a value
+
+
+def overwrite(target: Any, result: Any) -> None:
+    """`target.copy_(result)`, for a target in any layout, but for terms of products and norms."""
+    if not target._layout.has_pending:
+        target.copy_(result)
+        return
+    with _disabled():
+        dtype = target.dtype
+    Writes(_copy_shards, "copy_", [0])((target, as_layout(result.to(dtype), target._layout, "result")), None)
+
+
+def _copy_shards(args: tuple, kwargs: dict[str, Any] | None) -> None:
+    target, moved = args
+    some_hold_nothing, moved = target._layout.has_empty, localise(moved)
+    with _disabled():
+        for shard, part in zip(shards_of(target), shards_of(moved), strict=True):
+            if some_hold_nothing:
+                refuse_shared_memory(shard)
+            shard.copy_(part)
+
+
+# Calls that write to copies
+
+
+def written_elsewhere(
+    func: Callable, args: tuple, kwargs: dict[str, Any], refusal: InPlaceError, trace: Trace | None = None
+) -> Plan:
+    """The plan of a call that cannot write where its arguments lie. Raises the refusal where nothing can be done."""
+    written = _written(func, args, kwargs) if trace is None else written_arguments(trace)
+    tensors = flat_tensors((args, kwargs))
+    layouts = [x._layout for x in (tensors[at] for at in written) if isinstance(x, DTensor)]
+    if not written or len(layouts) < len(written):
+        raise refusal
+    ways = [way for way in (_settled, _whole) if any(way(layout) is not layout for layout in layouts)]
+    if isinstance(args[0] if args else None, (list, tuple)):
+        ways = [way for way in ways if way is _settled]  # lists are what optimizers step on: never gathered
+    if not ways:
+        raise refusal
+    if (torchs := refused(func, args, kwargs)) is not None:  # before anything moves
+        raise torchs
+    return _Elsewhere(func, written, ways, refusal)
+
+
+def _written(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[int]:
+    """Positions of the tensor arguments that a call writes to."""
+    metas: list[Tensor] = []
+
+    def stand_in(x: Tensor) -> Tensor:
+        metas.append(meta(x))
+        return metas[-1]
+
+    given = map_tensors(args, stand_in), map_tensors(kwargs, stand_in)
+    try:
+        with torch.no_grad():
+            func(*given[0], **given[1])
+    except Exception:  # no kernel for meta tensors
+        known = is_list_op(func) and list_name(func) not in FUSED and func.__name__.endswith("_")
+        return list(range(len(args[0]))) if known and args else []
+    return [at for at, x in enumerate(metas) if x._version]
+
+
+def written_arguments(trace: Trace) -> list[int]:
+    """Positions of the tensor arguments that a traced call writes to, or to a view of."""
+    families = written_families(trace)
+    values = [call.inputs[i].index for call in trace.calls for i in call.mutated]
+    written = {*values, *(families[index] for index in values if index in families)}
+    return [position for position, value in enumerate(trace.inputs) if value.index in written]
+
+
+def seen_arguments(trace: Trace) -> list[int]:
+    """Positions of the tensor arguments that a traced call writes to, or returns views of."""
+    shown = {trace.families.get(index) for index in trace.returned}
+    written = written_arguments(trace)
+    return [position for position, value in enumerate(trace.inputs) if position in written or value.index in shown]
+
+
+def _settled(layout: Layout) -> Layout:
+    return layout.with_(pending=[None] * layout.mesh.ndim)
+
+
+def _whole(layout: Layout) -> Layout:
+    return Layout(layout.mesh, layout.shape)
+
+
+UNRECORDED = (F.embedding, F.embedding_bag)
+"""Functions whose writes, of rows that were too long, autograd does not hear of: parameters may be written to."""
+
+
+class _Elsewhere:
+    """The call on copies of what it writes to, which are then written back."""
+
+    __slots__ = ("func", "name", "refusal", "ways", "written")
+
+    def __init__(
+        self, func: Callable, written: Sequence[int], ways: Sequence[Callable[[Layout], Layout]], refusal: InPlaceError
+    ) -> None:
+        self.func, self.written, self.ways = func, frozenset(written), tuple(ways)
+        self.name = getattr(func, "__name__", str(func))
+        self.refusal = str(refusal)
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        written = [x for at, x in enumerate(flat_tensors((args, kwargs or {}))) if at in self.written]
+        if depend(written, self.name):
+            raise InPlaceError(self.refusal)
+        take_anew(written)
+        for way in self.ways:
+            try:
+                return self._run(way, args, kwargs or {})
+            except InPlaceError:  # nothing was written
+                self.ways = tuple(other for other in self.ways if other is not way)
+        raise InPlaceError(self.refusal)
+
+    def moves_of(self, tensors: Sequence[Tensor]) -> list[tuple[Move, ...]]:
+        """How the copies will move, for those who watch."""
+        return [
+            plan_moves(x._layout, self.ways[0](x._layout)) if at in self.written and isinstance(x, DTensor) else ()
+            for at, x in enumerate(tensors)
+        ]
+
+    def _run(self, way: Callable[[Layout], Layout], args: tuple, kwargs: dict[str, Any]) -> Any:
+        given = flat_tensors((args, kwargs))
+        if way is _whole:
+            report(self.name, (self.func, *(x._layout for x in given if isinstance(x, DTensor))), args, kwargs)
+        originals: dict[int, Any] = {}
+        copies: dict[int, Any] = {}
+        written = {id(x) for at, x in enumerate(given) if at in self.written}
+
+        def elsewhere(x: Any) -> Tensor:
+            if id(x) not in written:  # where it is read, too, what was written before is seen
+                return x
+            if id(x) not in copies:  # an argument may be given twice
+                # of a copy, because gradients of extrema need what was there; and a copy, that every rank has its own
+                copies[id(x)] = copy = as_layout(of_base(x).clone(), way(x._layout), "self").clone()
+                originals[id(copy)] = x
+            return copies[id(x)]
+
+        args, kwargs = map_tensors(args, elsewhere), map_tensors(kwargs, elsewhere)
+        out = self.func(*args, **kwargs)
+        with torch.no_grad() if self.func in UNRECORDED else nullcontext():
+            for copy in copies.values():
+                overwrite(originals[id(copy)], copy)
+        by_storage = {storage_of(copy): originals[id(copy)] for copy in copies.values()}
+        for x in flat_tensors(out):
+            if id(x) not in originals and (source := by_storage.get(storage_of(x))) is not None:
+                watch_copy(x, source)
+        return map_tensors(out, lambda x: originals.get(id(x), x))

@@ -1,0 +1,395 @@
+"""Plans of views that may have to be copies, and of writes, which may go to such copies (`copied_views`).
+
+Whether torch makes a view or a copy may depend on how the whole lies in memory (`reshape`, `contiguous`). The shards
+show that (`global_strides`), except where a part was cut out of a sharded dim within others: `Part`s remember it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import shards_of
+from shardwise.dispatch.aliasing.copied_views import (
+    CopiedView,
+    Part,
+    Taking,
+    WayBack,
+    carry_on,
+    copies,
+    outdate_with,
+    refuse_lost_writes,
+    storage_of,
+    take_anew,
+    watch_copy,
+    watch_view,
+)
+from shardwise.dispatch.aliasing.global_strides import copied, fresh_strides, lies_plainly, on_one_device
+from shardwise.dispatch.modes import unseen
+from shardwise.dispatch.plan import retain_anew
+from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
+from shardwise.layout import Layout, Mesh
+from shardwise.local import spread
+from shardwise.redistribute import forget, windows
+from shardwise.tensor import DTensor, localise, wrap
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_on_shard = torch._C._disabled_torch_function_impl
+_stride = torch._C.TensorBase.stride
+_requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+class Copies:
+    """A plan of a view whose results at `positions` are copies, or parts of a sharded dim."""
+
+    __slots__ = ("function", "plan", "positions", "strides")
+
+    def __init__(self, plan: Callable, function: Callable, positions: Sequence[int]) -> None:
+        self.plan, self.function, self.positions = plan, function, positions
+        self.strides: dict[tuple, list[tuple[int, ...]]] = {}  # of parts, by those of what they are cut out of
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        source = next(x for x in flat_tensors((args, kwargs or {})) if isinstance(x, DTensor))
+        comes_first = bool(args) and source is args[0]  # not so in `einsum`, which is never asked for more than views
+        copies = not comes_first or is_view(self.function, args, kwargs or {})  # asked first, for what torch refuses
+        out = self.plan(args, kwargs)
+        results = [out] if isinstance(out, Tensor) else flat_tensors(out)
+        if copies and _share_memory(results[self.positions[0]], source):  # views after all
+            for at, strides in zip(self.positions, self._strides(source, args, kwargs or {}), strict=True):
+                _remember_strides(results[at], strides)
+        elif copies:
+            way_back = _way_back(self.function, args, kwargs or {}) if comes_first and len(results) == 1 else None
+            for at, strides in zip(self.positions, self._strides(source, args, kwargs or {}), strict=True):
+                if results[at].__class__ is DTensor:
+                    taking = Taking(self.function, args, kwargs or {}, at) if comes_first else None
+                    watch_copy(results[at], source, taking, way_back)
+                    _remember_other_strides(results[at], strides)
+        elif "_moved" in source.__dict__:  # what was moved may be used again: it is not the result's to write to
+            own: Any = copied
+            return map_tensors(out, own)
+        return out
+
+    def _strides(self, source: DTensor, args: tuple, kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
+        """How the results would lie on one device."""
+        key = _lying(source)
+        strides = self.strides.get(key)
+        if strides is None:
+            strides = _strides_of_views(self.function, args, kwargs, self.positions)
+            if len(self.strides) < MOST:
+                self.strides[key] = strides
+        return strides
+
+
+def _share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors do, on all ranks: where some only had a copy, others would write alone."""
+    found = [storage_of(a) == storage_of(b) for a, b in zip(shards_of(x), shards_of(y))]
+    assert len(set(found)) == 1, "a view on some ranks that is a copy on others"
+    return found[0]
+
+
+class OfCopies:
+    """A plan of a function that is given copies: the function as it is, and views of copies are watched too."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable) -> None:
+        self.function = function
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        given: dict[int, CopiedView] = {}
+        aliases: dict[int, Any] = {}  # one for each: a tensor may be given twice
+
+        def as_usual(x: Tensor) -> Tensor:
+            if not isinstance(x, CopiedView):
+                return x
+            made = aliases.get(id(x))
+            if made is None:
+                made = aliases[id(x)] = x if isinstance(x, Part) else _alias(x)
+                given[id(made)] = x
+            return made
+
+        args, kwargs = map_tensors(args, as_usual), map_tensors(kwargs or {}, as_usual)
+        parts = [x for x in given.values() if isinstance(x, Part)]
+        for x in parts:  # to the function they are what they are on ranks that show their strides: uses share moves
+            x.__class__ = DTensor  # type: ignore[assignment]
+        try:
+            return self._run(args, kwargs, given)
+        finally:
+            for x in parts:
+                if x.__class__ is DTensor:
+                    x.__class__ = Part
+
+    def _run(self, args: tuple, kwargs: dict[str, Any], given: dict[int, CopiedView]) -> Any:
+        if self.function in MAY_COPY and "_strides" in args[0].__dict__ and not is_view(self.function, args, kwargs):
+            return _apart(self.function(*args, **kwargs), args[0])
+        out = self.function(*args, **kwargs)
+        retain_anew(given.values())
+        by_storage = {storage_of(x): x for x in given.values()}
+        results = flat_tensors(out)
+        lying: list[int] = []  # results that lie as the whole of what they are views of does, which does not show it
+        for at, x in enumerate(results):
+            if x.__class__ is CopiedView:
+                outdate_with(x, given)
+            copy = by_storage.get(storage_of(x)) if x.__class__ in (DTensor, Part) and id(x) not in given else None
+            if copy.__class__ is DTensor:  # a part
+                if x.__class__ is DTensor:
+                    lying.append(at)
+            elif copy is not None:
+                watch_view(x, copy)
+                if "_strides" in copy.__dict__:
+                    lying.append(at)
+        if lying:
+            for at, strides in zip(lying, _strides_of_views(self.function, args, kwargs, lying), strict=True):
+                remember = _remember_strides if results[at].__class__ is DTensor else _remember_other_strides
+                remember(results[at], strides)
+        return map_tensors(out, lambda x: given.get(id(x), x))
+
+
+def _alias(x: CopiedView) -> DTensor:
+    """A copy as the usual tensor that it is to functions."""
+    made = wrap(localise(x), x._layout)
+    if "_strides" in x.__dict__:
+        made._strides = x._strides  # type: ignore[attr-defined]
+    return made
+
+
+class ViewOrCopy:
+    """A plan of a reshape of shards so thin that they may allow a view where the whole does not: a row on every rank
+    lies in one piece, however far apart the rows are. What torch copies for how the whole lies is copied here too."""
+
+    __slots__ = ("function", "known", "layout", "plan", "sizes")
+
+    def __init__(self, plan: Callable, function: Callable, layout: Layout | None) -> None:
+        """`layout` is the result's if one view of the one shard held here is all there is to do."""
+        self.plan, self.function, self.layout = plan, function, layout
+        self.sizes = layout.held_shapes[0] if layout is not None else ()
+        self.known: dict[Any, bool] = {}
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        x = args[0]
+        lying: tuple = _on_shard(_stride, (), (x,)) if "_strides" not in x.__dict__ else _lying(x)  # type: ignore[call-arg]
+        view = self.known.get(lying)
+        if view is None:
+            view = is_view(self.function, args, kwargs or {})
+            if len(self.known) < MOST:
+                self.known[lying] = view
+        if view:
+            return self.plan(args, kwargs)
+        if self.layout is None:
+            return copied(self.plan(args, kwargs))
+        out: Any = _on_shard(torch.view_copy, (), (x, self.sizes))  # type: ignore[call-arg]
+        out.__class__ = DTensor
+        out.__dict__["_layout"] = self.layout
+        return out
+
+
+def _apart(out: DTensor, x: DTensor) -> DTensor:
+    """A result in memory of its own. The result is copied, not `x` before it: uses of `x` share moves, or no rank would
+    know whether others communicate."""
+    shared = any(storage_of(a) == storage_of(b) for a, b in zip(shards_of(out), shards_of(x)))
+    return copied(out) if shared else out
+
+
+class Writes:
+    """A plan that writes to the tensor arguments at `positions`, or to a list of them."""
+
+    __slots__ = ("name", "plan", "positions")
+
+    def __init__(self, plan: Callable, name: str, positions: Sequence[int] | None) -> None:
+        self.plan, self.name, self.positions = plan, name, positions
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        if windows and not _is_recorded(args, kwargs):
+            for mesh in {x._layout.mesh for x in flat_tensors((args, kwargs or {})) if isinstance(x, DTensor)}:
+                forget(mesh)
+        if not copies:
+            return self.plan(args, kwargs)
+        tensors = flat_tensors((args, kwargs or {}))
+        written = args[0] if self.positions is None else [tensors[position] for position in self.positions]
+        refuse_lost_writes(written, self.name)
+        take_anew(written)
+        out = self.plan(args, kwargs)
+        carry_on(written)
+        return out
+
+
+class OfAllRanks:
+    """A plan of the simulator's that writes to plain tensors at `positions`. They are taken as replicated, and there is
+    only one of each for all ranks: so ranks write to replicas, and what they agree on is written to the tensor, which
+    then has the history of all of them."""
+
+    __slots__ = ("function", "mesh", "plan", "positions")
+
+    def __init__(self, plan: Callable, function: Callable, positions: Sequence[int], mesh: Mesh) -> None:
+        self.plan, self.function, self.positions, self.mesh = plan, function, positions, mesh
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        if not torch.is_grad_enabled():
+            return self.plan(args, kwargs)
+        tensors = flat_tensors((args, kwargs or {}))
+        plain = [x for x in (tensors[position] for position in self.positions) if not isinstance(x, DTensor)]
+        replicas = {id(x): self._replica(x) for x in plain}
+
+        def swapped(x: Tensor) -> Tensor:
+            return replicas.get(id(x), x)
+
+        out = self.function(*map_tensors(args, swapped), **map_tensors(kwargs or {}, swapped))
+        for x in plain:
+            x.copy_(replicas[id(x)].full_tensor())
+        return next((x for x in plain if out is replicas[id(x)]), out)
+
+    def _replica(self, x: Tensor) -> DTensor:
+        return wrap(spread(x, self.mesh).clone(), Layout(self.mesh, tuple(x.shape)))
+
+
+def _is_recorded(args: tuple, kwargs: dict[str, Any] | None) -> bool:
+    """Whether autograd takes note of a write. It does not hear of writes to `x.data`, and then whoever remembers what
+    was moved of `x` does not either."""
+    x = args[0] if args else None
+    if x.__class__ is list and x:
+        x = x[0]
+    return x.__class__ is DTensor and not (kwargs and "out" in kwargs) and _on_shard(_requires_grad, (), (x,))  # type: ignore[call-arg]
+
+
+# Views and copies on one device
+
+
+def _views_on_one_device(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor | None]:
+    """What a function gives on one device: a meta tensor for each view of an argument, None for other results."""
+    first, rest = args[:1], args[1:]
+    whole = (
+        (*map_tensors(first, on_one_device), *map_tensors(rest, _index_or_whole)),
+        map_tensors(kwargs, _index_or_whole),
+    )
+    given = {storage_of(x) for x in flat_tensors(whole)}
+    with torch.no_grad():
+        try:
+            results = flat_tensors(function(*whole[0], **whole[1]))
+        except RuntimeError as error:
+            raise _in_other_words(error, function, *whole) from None
+        return [y if storage_of(y) in given else None for y in results]
+
+
+def _index_or_whole(x: Tensor) -> Any:
+    """An argument on one device. A number that torch reads out to take an index by may be any: views lie alike."""
+    is_number = not x.dim() and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
+    return 0 if is_number else on_one_device(x)
+
+
+def _in_other_words(error: RuntimeError, function: Callable, args: tuple, kwargs: dict[str, Any]) -> RuntimeError:
+    """What torch says to tensors with data that lie so, if there are not too many."""
+    if sum(x.numel() for x in flat_tensors((args, kwargs))) > MOST:
+        return error
+
+    def real(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+
+    try:
+        function(*map_tensors(args, real), **map_tensors(kwargs, real))
+    except RuntimeError as said:
+        return said.with_traceback(None)
+    return error
+
+
+def is_view(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether torch makes a view of this tensor by this function."""
+    if function not in MAY_COPY:
+        return True
+    if kwargs or not all(arg.__class__ is int or arg.__class__ is tuple for arg in args[1:]):
+        return _is_view(function, args, kwargs)
+    key = (function, args[0]._layout, _lying(args[0]), args[1:])
+    known = _known_views.get(key)
+    if known is None:
+        known = _is_view(function, args, kwargs)
+        if len(_known_views) < MOST:
+            _known_views[key] = known
+    return known
+
+
+def _is_view(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    if lies_plainly(args[0]):
+        return True
+    return all(view is not None for view in unseen(_views_on_one_device, function, args, kwargs))
+
+
+MOST = 4096
+_known_views: dict[tuple, bool] = {}
+
+
+def _lying(x: DTensor) -> tuple:
+    """How a shard lies in memory, and what is remembered of the whole."""
+    return _on_shard(_stride, (), (x,)), x.__dict__.get("_strides")  # type: ignore[call-arg]
+
+
+def _strides_of_views(
+    function: Callable, args: tuple, kwargs: dict[str, Any], positions: Sequence[int]
+) -> list[tuple[int, ...]]:
+    views = unseen(_views_on_one_device, function, args, kwargs)
+    return [view.stride() for at in positions if (view := views[at]) is not None]
+
+
+def _remember_other_strides(copy: Any, strides: tuple[int, ...]) -> None:
+    """A copy lies plainly in memory. What it stands for may not, and then torch copies where it would not here."""
+    copy.__dict__.pop("_strides", None)
+    if any(a != b and n > 1 for a, b, n in zip(strides, fresh_strides(copy._layout.shape), copy.shape, strict=True)):
+        copy._strides = strides
+
+
+def _remember_strides(part: Any, strides: tuple[int, ...]) -> None:
+    """Where a sharded dim lies within others, strides of its parts are not to be seen from the shards."""
+    layout = part._layout
+    for axes, own in zip(layout.splits, strides, strict=True):
+        if axes and any(step > own and size != 1 for step, size in zip(strides, layout.shape, strict=True)):
+            part.__class__ = Part
+            part._strides = strides
+            return
+
+
+# The ways back that there are: of reshapes, and of parts that an assignment can name
+
+
+_RESHAPES = frozenset(
+    {
+        *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unflatten, Tensor.view_as),
+        *(Tensor.reshape_as, torch.reshape, torch.flatten, torch.unflatten),
+        *(Tensor.squeeze, Tensor.unsqueeze, torch.squeeze, torch.unsqueeze),
+    }
+)
+
+
+MAY_COPY = _RESHAPES - {Tensor.squeeze, Tensor.unsqueeze, torch.squeeze, torch.unsqueeze}
+"""What torch itself makes a copy, or refuses, where strides do not allow a view."""
+
+ONLY_VIEWS = frozenset({Tensor.view, Tensor.view_as})
+"""Those that it refuses."""
+
+
+def only_views(lowered: Any) -> None:
+    """Let the shards refuse what torch refuses: where a shard stays, its strides allow what those of the whole do.
+    (Where it is so thin that they allow more, `ViewOrCopy` looks at the whole.)"""
+    for call in lowered.calls:
+        if call.local is not None and call.local.function is Tensor.reshape and not call.moves[0]:
+            call.local = replace(call.local, function=Tensor.view)
+
+
+def _way_back(function: Callable, args: tuple, kwargs: dict[str, Any]) -> WayBack | None:
+    if any(isinstance(arg, torch.dtype) for arg in (*args[1:], *kwargs.values())):
+        return lambda source, copy: source.copy_(copy.view(source.dtype))  # of bits
+    if function in _RESHAPES:
+        return lambda source, copy: source.copy_(copy.reshape(source.shape))
+    if function is torch.view_as_real:
+        return lambda source, copy: source.copy_(torch.view_as_complex(copy.contiguous()))
+    if function in (torch.real, Tensor.real.__get__):  # type: ignore[attr-defined]
+        return lambda source, copy: source.copy_(torch.complex(copy, source.imag))
+    if function in (torch.imag, Tensor.imag.__get__):  # type: ignore[attr-defined]
+        return lambda source, copy: source.copy_(torch.complex(source.real, copy))
+    if function is Tensor.__getitem__ and not flat_tensors(args[1:]):
+        return lambda source, copy: source.__setitem__(args[1], copy)
+    if function in (Tensor.select, torch.select) and len(args) == 3:
+        _, dim, index = args
+        return lambda source, copy: source.narrow(dim, index % source.shape[dim], 1).copy_(copy.unsqueeze(dim))
+    return None

@@ -1,0 +1,463 @@
+"""`_foreach_*` and `_fused_*`: one call for many tensors. Each element is on its own; all run in the one local call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import shards_of
+from shardwise.dispatch.aliasing.copied_views import depend, is_view, roots_of
+from shardwise.dispatch.interop.autograd_function import flat_shards, joined
+from shardwise.dispatch.interop.nodes import pass_nothing_on
+from shardwise.dispatch.plan import Mover, Plan, direct_list, has_terms, mover_of, runs_in_cpp
+from shardwise.dispatch.planning.ask_torch import refused
+from shardwise.dispatch.planning.build import Whole
+from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
+from shardwise.errors import InPlaceError
+from shardwise.layout import Layout, Mesh, Partial
+from shardwise.redistribute import Group, plan_moves
+from shardwise.rules.math.foreach import FUSED, REDUCING, STATE, UNSCALE, is_list_op, list_name
+from shardwise.tensor import DTensor, localise
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+
+def plan_list_call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
+    """Bring the lists into the layouts of the first one, element by element, and run the call as it is."""
+    plan = _plan_together(func, args, kwargs)
+    return plan if list_name(func) in (*FUSED, UNSCALE) or isinstance(plan, _ByMesh) else _Recorded(plan, func)
+
+
+def _plan_together(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
+    name = list_name(func)
+    in_place = name.endswith("_")
+    lead = _lead(args, kwargs)
+    _refuse(func, args, kwargs)
+    wanted = [_target(x, in_place, name) for x in lead]
+    meshes = list(dict.fromkeys(layout.mesh for layout in wanted))
+    if len(meshes) > 1:
+        return _ByMesh(func, {mesh: [at for at, lay in enumerate(wanted) if lay.mesh is mesh] for mesh in meshes})
+    _check_state(func, args, kwargs, wanted)
+    if name == UNSCALE:
+        return _Unscale(func, wanted[0].mesh)
+    try:
+        movers = _movers(args, kwargs, wanted)
+    except _NotAlike:
+        return _each(func)
+    if name == "_foreach_mm":
+        return _each(func)
+    if name in REDUCING:
+        return _Reduced(func, movers, wanted)
+    mesh = wanted[0].mesh
+    plan: Plan
+    if not any(movers) and runs_in_cpp(mesh):
+        plan = _direct_in_place(func) if in_place else direct_list(func, wanted)
+    elif in_place:
+        plan = _InPlace(func, movers, mesh)
+    else:
+        plan = Whole(func, movers, wanted, [None] * len(wanted), mesh)
+    shared = any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values()))
+    return _UnlessShared(plan, func) if shared and name not in FUSED else plan
+
+
+def _refuse(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Where lists do not match in length, shapes or dtypes, let torch look at such tensors before anything moves."""
+    lists = [arg for arg in (*args, *kwargs.values()) if _is_tensors(arg)]
+    kinds = [[(tuple(x.shape), x.dtype) for x in items] for items in lists]
+    mixed = any(dtype.is_complex != kinds[0][0][1].is_complex for _, dtype in kinds[0])
+    if (all(found == kinds[0] for found in kinds) and not mixed) or list_name(func) in FUSED:
+        return
+    if (refusal := refused(func, args, kwargs)) is not None:
+        raise refusal
+
+
+def _lead(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The list that the others follow: the first one of tensors."""
+    return next(list(arg) for arg in (*args, *kwargs.values()) if _is_tensors(arg))
+
+
+def _is_tensors(argument: Any) -> bool:
+    return isinstance(argument, (list, tuple)) and bool(argument) and isinstance(argument[0], Tensor)
+
+
+def _target(x: Tensor, in_place: bool, name: str) -> Layout:
+    layout = x._layout if isinstance(x, DTensor) else None
+    if layout is None:
+        raise InPlaceError(f"{name} mixes plain tensors and DTensors in one list; distribute the plain ones first")
+    settled = layout.with_(pending=[None] * layout.mesh.ndim)
+    if in_place and settled is not layout and name not in ("_foreach_zero_",):
+        raise InPlaceError(f"{name} cannot write to a tensor that lies as {layout}; redistribute it first")
+    return layout if name == "_foreach_zero_" else settled
+
+
+def _check_state(func: Callable, args: tuple, kwargs: dict[str, Any], wanted: Sequence[Layout]) -> None:
+    """A fused step writes to several lists. All must lie like the parameters: a moved copy would be written in vain."""
+    if list_name(func) not in FUSED:
+        return
+    names = [argument.name for argument in getattr(torch.ops.aten, list_name(func)).default._schema.arguments]
+    for name, tensors in (*zip(names, args), *kwargs.items()):
+        for x, target in zip(tensors, wanted) if name in STATE else ():
+            if isinstance(x, DTensor) and x._layout is not target:
+                raise InPlaceError(
+                    f"{list_name(func)} cannot write to {name} that lies as {x._layout}, while its parameter lies as "
+                    f"{target}. Nothing was changed; redistribute it first"
+                )
+
+
+# How the elements of other lists come to lie like those of the first
+
+
+class _NotAlike(Exception):
+    """An element has a partner of another shape: they broadcast, or multiply, and how depends on their shapes."""
+
+
+def _movers(args: tuple, kwargs: dict[str, Any], wanted: Sequence[Layout]) -> list[Mover | None]:
+    movers: list[Mover | None] = []
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, (list, tuple)):
+            tensors = flat_tensors(argument)
+            if len(tensors) == len(wanted):
+                movers += [_mover(x, target) for x, target in zip(tensors, wanted, strict=True)]
+            elif tensors:
+                raise _NotAlike
+        elif isinstance(argument, Tensor):
+            movers.append(_whole(argument))
+    return movers
+
+
+def _mover(x: Tensor, target: Layout) -> Mover | None:
+    """How an element comes to lie like its partner. A single number is whole on all ranks, which use it differently."""
+    layout = x._layout if isinstance(x, DTensor) else Layout(target.mesh, tuple(x.shape))
+    if layout.shape == target.shape:
+        return mover_of(plan_moves(layout, target))
+    if layout.shape:
+        raise _NotAlike
+    return mover_of(plan_moves(layout, Layout(target.mesh, ()), frozenset(_split_axes(target))))
+
+
+def _whole(x: Tensor) -> Mover | None:
+    if not isinstance(x, DTensor):
+        return None
+    return mover_of(plan_moves(x._layout, Layout(x._layout.mesh, x._layout.shape)))
+
+
+def _split_axes(layout: Layout) -> set[int]:
+    return {axis for axes in layout.splits for axis in axes}
+
+
+# Plans
+
+
+class _Recorded:
+    """A plan that holds for what autograd does not record. In its graph torch makes one node of the call, which runs
+    for all elements, whichever of them a loss depends on: what came before the others is given no gradient. In place
+    each element has a node of its own, so each gets a call of its own."""
+
+    __slots__ = ("func", "plan")
+
+    def __init__(self, plan: Plan, func: Callable) -> None:
+        self.plan, self.func = plan, func
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        if not _is_recorded(args, kwargs):
+            return self.plan(args, kwargs)
+        lead = _lead(args, kwargs or {})
+        name = list_name(self.func)
+        if len(lead) == 1 or (name.endswith("_") and _is_torchs_own(lead, name)):
+            return self.plan(args, kwargs)
+        if name.endswith("_"):
+            return _one_by_one(self.func, args, kwargs)
+        out = self.plan(args, kwargs)
+        pass_nothing_on(out)
+        return out
+
+
+def _is_recorded(args: tuple, kwargs: dict[str, Any] | None) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in flat_tensors((args, kwargs or {})))
+
+
+def _one_by_one(func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+    """A call in place for one element after the other, which is how torch runs it too."""
+    for at in range(len(_lead(args, kwargs or {}))):
+        func(*(_element(x, at) for x in args), **{name: _element(x, at) for name, x in (kwargs or {}).items()})
+    return _returned(func, args, kwargs, ())
+
+
+def in_turn(plan: Plan, func: Callable) -> Plan:
+    """A plan that writes to copies, of elements or of what is pending on them. Where a write to one element is one to
+    another, which does not show it, the elements are written to one after the other."""
+    if not is_list_op(func) or not list_name(func).endswith("_") or list_name(func) in (*FUSED, UNSCALE):
+        return plan
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        lead, name = _lead(args, kwargs or {}), list_name(func)
+        if not depend(lead, name) or (_is_recorded(args, kwargs) and _is_torchs_own(lead, name)):
+            return plan(args, kwargs)  # which refuses those that depend on each other
+        return _one_by_one(func, args, kwargs)
+
+    return run
+
+
+def written_terms(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[int]:
+    """Positions of tensors that a call writes to and that consist of the terms of products or norms."""
+    if not list_name(func).endswith("_") or list_name(func) in (*FUSED, UNSCALE, "_foreach_zero_"):
+        return []
+    return [at for at, x in enumerate(_lead(args, kwargs)) if isinstance(x, DTensor) and has_terms(x._layout)]
+
+
+def _is_torchs_own(written: Sequence[Tensor], name: str) -> bool:
+    """Whether a list is left to torch as a whole, because it refuses one of its tensors, before it writes to any; or
+    because one that is no view is written to several times, of which the graph knows only once."""
+    if any(x.requires_grad and x.is_leaf for x in written):
+        return True
+    roots = roots_of(written, name)
+    several = {root for root in roots if roots.count(root) > 1}
+    return any(root in several and not is_view(x) for root, x in zip(roots, written, strict=True))
+
+
+def _element(argument: Any, at: int) -> Any:
+    """A list of one element; what all elements share, as it is."""
+    return argument[at : at + 1] if isinstance(argument, (list, tuple)) else argument
+
+
+class _UnlessShared:
+    """A plan that holds unless a tensor that all elements share needs a gradient: then each takes it on its own."""
+
+    __slots__ = ("each", "plan")
+
+    def __init__(self, plan: Plan, func: Callable) -> None:
+        self.plan, self.each = plan, _each(func)
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        shared = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)]
+        if shared and torch.is_grad_enabled() and any(x.requires_grad for x in shared):
+            return self.each(args, kwargs)
+        return self.plan(args, kwargs)
+
+
+class _ByMesh:
+    """A call whose elements live on several meshes: one call for each."""
+
+    __slots__ = ("func", "places")
+
+    def __init__(self, func: Callable, places: dict[Mesh, list[int]]) -> None:
+        self.func, self.places = func, places
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        length = sum(map(len, self.places.values()))
+        results: list[Any] = [None] * length
+        for mesh, group in self.places.items():
+            part = tuple(_part(arg, group, length, mesh) for arg in args)
+            named = {name: _part(arg, group, length, mesh) for name, arg in (kwargs or {}).items()}
+            out = self.func(*part, **named)
+            for at, result in zip(group, out or ()):
+                results[at] = result
+        return _returned(self.func, args, kwargs, results)
+
+
+def _part(argument: Any, group: Sequence[int], length: int, mesh: Mesh) -> Any:
+    """The elements of a list that are on one mesh; a number that is on another mesh comes over to this one."""
+    if isinstance(argument, (list, tuple)) and len(argument) == length:
+        return [argument[at] for at in group]
+    if isinstance(argument, DTensor) and argument._layout.mesh is not mesh:
+        return DTensor.from_local(argument.full_tensor(), mesh)
+    return argument
+
+
+class _Reduced:
+    """A list call that reduces each element to a number. What is then pending depends on the order of a norm, which is
+    a float: there is a plan for each."""
+
+    __slots__ = ("func", "movers", "plans", "wanted")
+
+    def __init__(self, func: Callable, movers: list[Mover | None], wanted: list[Layout]) -> None:
+        self.func, self.movers, self.wanted = func, movers, wanted
+        self.plans: dict[tuple[float | None, bool], Plan] = {}
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        kind = REDUCING[list_name(self.func)]
+        needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in args[0])
+        order = float((kwargs or {}).get("ord", args[1] if len(args) > 1 else 2)) if kind == "norm" else None
+        plan = self.plans.get((order, needs_gradients))
+        if plan is None:
+            while len(self.plans) >= 8:
+                del self.plans[next(iter(self.plans))]
+            plan = self.plans[order, needs_gradients] = self._plan(kind, order, needs_gradients)
+        return plan(args, kwargs)
+
+    def _plan(self, kind: str, order: float | None, needs_gradients: bool) -> Plan:
+        extremum = kind == "max" or (order is not None and (math.isinf(order) or order < 0))
+        empty = any(0 in layout.pieces(dim) for layout in self.wanted for dim in range(len(layout.shape)))
+        if (extremum and empty) or (needs_gradients and kind != "sum"):
+            return _each(self.func)  # an empty shard has no extremum; only terms of a sum have gradients of their own
+        pending = Partial("norm", order) if order is not None else Partial(kind)
+        layouts = [_reduced(layout, pending) for layout in self.wanted]
+        if order is None or order <= 0:
+            return Whole(self.func, self.movers, layouts, [None] * len(layouts), self.wanted[0].mesh)
+        return self._alike(order, layouts)
+
+    def _alike(self, order: float, layouts: list[Layout]) -> Plan:
+        """All norms pending along the same axes, so that the norm of them all, which is what they are for, takes one
+        reduction: what is whole along an axis becomes as many equal terms."""
+        mesh = self.wanted[0].mesh
+        axes = [axis for axis in range(mesh.ndim) if any(layout.pending[axis] for layout in layouts)]
+        pending = [Partial("norm", order) if axis in axes else None for axis in range(mesh.ndim)]
+        shares = [
+            1.0
+            if math.isinf(order)
+            else math.prod(mesh.shape[axis] for axis in axes if not layout.pending[axis]) ** (1 / order)
+            for layout in layouts
+        ]
+        plan = Whole(
+            self.func, self.movers, [Layout(mesh, (), (), pending)] * len(layouts), [None] * len(layouts), mesh
+        )
+
+        def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
+            norms = plan(args, kwargs)
+            with _disabled():
+                for norm, share in zip(norms, shares, strict=True):
+                    if share != 1:
+                        for shard in (norm, *norm.__dict__.get("_peers", ())):
+                            shard.div_(share)
+            return norms
+
+        return run
+
+
+def _reduced(layout: Layout, pending: Partial) -> Layout:
+    split = _split_axes(layout)
+    return Layout(layout.mesh, (), (), [pending if axis in split else None for axis in range(layout.mesh.ndim)])
+
+
+class _InPlace:
+    """An in-place list call: the results are the arguments. Every rank's shards are written to themselves: the graph of
+    a write to aliases is another where a tensor is in the list twice."""
+
+    __slots__ = ("func", "mesh", "movers")
+
+    def __init__(self, func: Callable, movers: list[Mover | None], mesh: Mesh) -> None:
+        self.func, self.movers, self.mesh = func, movers, mesh
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        written = {id(x) for x in _lead(args, kwargs or {})}
+        movers = iter(self.movers)
+
+        def shards(x: Tensor) -> Tensor:
+            mover = next(movers)
+            y = mover(x) if mover is not None else x
+            itself = id(y) in written and self.mesh.device_type != "meta"
+            return y if itself or y.__class__ is not DTensor else localise(y)
+
+        with _disabled():
+            local = map_tensors(args, shards), map_tensors(kwargs or {}, shards)
+            for rank in range(len(self.mesh.held)):
+                mine = [map_tensors(tree, partial(_of_rank, rank)) for tree in local]
+                self.func(*mine[0], **mine[1])
+        return _returned(self.func, args, kwargs, ())
+
+
+def _of_rank(rank: int, x: Tensor) -> Tensor:
+    held = shards_of(x)
+    return held[rank] if len(held) > 1 else x
+
+
+def _direct_in_place(func: Callable) -> Plan:
+    """The function itself on the shards: what it returns is the list that it was given, or nothing."""
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        with _disabled():
+            return func(*args, **kwargs) if kwargs else func(*args)
+
+    return run
+
+
+def _returned(func: Callable, args: tuple, kwargs: dict[str, Any] | None, results: Sequence[Any]) -> Any:
+    """What torch's function returns: the results in a tuple or, in place, the list that it was given; fused steps
+    return nothing. An aten op returns the results in a list and, in place, nothing."""
+    is_op, name = isinstance(func, torch._ops.OpOverload), list_name(func)
+    if not name.endswith("_"):
+        return list(results) if is_op else tuple(results)
+    return None if is_op or name in FUSED else args[0] if args else (kwargs or {})["self"]
+
+
+class _Unscale:
+    """Gradients divided by a loss scale, in place. Infinities found on any rank are found on all."""
+
+    __slots__ = ("func", "group")
+
+    def __init__(self, func: Callable, mesh: Mesh) -> None:
+        self.func, self.group = func, Group(mesh, tuple(range(mesh.ndim)), ())
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> None:
+        grads, found, scale = (*args, *(kwargs or {}).values())
+        grads, scale = [localise(x) for x in grads], _local(scale)
+        here = _local(found) * grads[0].new_ones((), dtype=torch.float32)  # one for each rank
+        self.func(grads, here, scale)
+        anywhere = self.group.reduce(here, "max")
+        with _disabled():
+            targets = (found, *found.__dict__.get("_peers", ()))
+            for target, value in zip(targets, shards_of(anywhere)):
+                target.copy_(value)
+
+
+def _local(x: Tensor) -> Tensor:
+    return localise(x) if isinstance(x, DTensor) else x
+
+
+# One by one
+
+
+def _each(func: Callable) -> Plan:
+    """The base op for each element on its own."""
+    base = _base(list_name(func).removeprefix("_foreach_"))
+
+    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        length = len(_lead(args, kwargs or {}))
+        results = []
+        for at in range(length):
+            mine = [arg[at] if isinstance(arg, (list, tuple)) else arg for arg in args]
+            named = {k: arg[at] if isinstance(arg, (list, tuple)) else arg for k, arg in (kwargs or {}).items()}
+            results.append(base(*mine, **named))
+        if any(x.requires_grad for x in results) and not list_name(func).endswith("_"):
+            results = _of_one_node(results)
+        return _returned(func, args, kwargs, results)
+
+    return run
+
+
+def _of_one_node(results: list[Any]) -> list[Any]:
+    with _disabled():
+        return joined(_OneNode.apply(*flat_shards(results)), [x._layout for x in results], [None] * len(results))
+
+
+class _OneNode(torch.autograd.Function):
+    """Results as torch's one node would give them: what is there of their gradients is passed on."""
+
+    @staticmethod
+    def forward(ctx: Any, *shards: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in shards)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return grads
+
+
+def _base(name: str) -> Callable[..., Tensor]:
+    match name:
+        case "addcmul" | "addcdiv" | "addcmul_" | "addcdiv_":
+            return lambda x, a, b, value=1, scalars=None: getattr(x, name)(
+                a, b, value=value if scalars is None else scalars
+            )
+        case "norm":
+            return lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype)
+        case "powsum":
+            return lambda x, ord=2, dtype=None: x.abs().pow(ord).sum(dtype=dtype)
+        case "max" | "pow" | "mm":
+            return getattr(torch, name)
+    return getattr(Tensor, name)

@@ -1,0 +1,385 @@
+"""Calls that are not computations: metadata, values leaving for Python, writes to parts. One handler per function.
+
+Those of autograd are in `dispatch.interop.autograd`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import ranked
+from shardwise.dispatch.aliasing.copied_views import CopiedView, watch_view
+from shardwise.dispatch.aliasing.global_strides import copied, lies_plainly, on_one_device
+from shardwise.dispatch.aliasing.views import OfCopies
+from shardwise.dispatch.plan import reduce_terms
+from shardwise.dispatch.planning.build import Whole
+from shardwise.dispatch.planning.no_data import WithoutData, lie_on_meta, needs_data
+from shardwise.dispatch.planning.trace import map_tensors
+from shardwise.errors import MixedTensorError
+from shardwise.tensor import DTensor, as_layout, distribute_tensor, observe, wrap
+
+Handler = Callable[[Callable, tuple, dict[str, Any]], Any]
+_disabled = torch._C.DisableTorchFunctionSubclass
+SPECIAL: dict[Any, Handler] = {}
+
+
+def handles(*functions: Any) -> Callable[[Handler], Handler]:
+    def add(handler: Handler) -> Handler:
+        for function in functions:
+            SPECIAL[function] = handler
+        return handler
+
+    return add
+
+
+def shards_of(x: DTensor) -> tuple[Tensor, ...]:
+    """The tensors of all ranks held here; the first is `x` itself."""
+    return (x, *x.__dict__.get("_peers", ()))
+
+
+# Facts that are the same for the shard and the whole
+
+
+def _getters(*names: str) -> list[Any]:
+    return [getattr(Tensor, name).__get__ for name in names if hasattr(getattr(Tensor, name, None), "__get__")]
+
+
+@handles(
+    *_getters(
+        *("dtype", "device", "layout", "requires_grad", "is_leaf", "_version", "output_nr", "names", "name"),
+        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_nested"),
+        *(
+            "is_mps",
+            "is_xpu",
+            "is_xla",
+            "is_ipu",
+            "is_vulkan",
+            "is_maia",
+            "is_mtia",
+            "itemsize",
+            "retains_grad",
+            "_cdata",
+        ),
+        *("_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad_fn", "grad_dtype", "volatile"),
+    ),
+    Tensor._backward_hooks.__set__,  # type: ignore[union-attr]  # autograd sets it, with the tensor's lock held
+    *(Tensor.element_size, Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
+    *(
+        Tensor.is_signed,
+        torch.is_signed,
+        Tensor.get_device,
+        Tensor.is_inference,
+        torch.is_inference,
+        Tensor._is_view,
+    ),
+    *(
+        Tensor.is_conj,
+        torch.is_conj,
+        Tensor.is_neg,
+        torch.is_neg,
+        Tensor.is_pinned,
+        Tensor.is_coalesced,
+    ),
+    *(Tensor.dense_dim, Tensor.sparse_dim, Tensor.is_shared, Tensor.storage_type, Tensor._is_zerotensor),
+    *(torch._is_zerotensor, Tensor.is_distributed, torch.is_distributed),
+    *(getattr(Tensor, name) for name in ("has_names",) if hasattr(Tensor, name)),  # of torch 2.11
+    Tensor.__dir__,  # asked for by tracebacks, on one rank alone
+    *(torch.result_type, torch.can_cast, torch._has_compatible_shallow_copy_type),
+)
+def _of_the_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return torch._C._disabled_torch_function_impl(func, (), args, kwargs)
+
+
+@handles(Tensor.type)
+def _type(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """`type()` names a type; given one it converts, and a plain tensor of the kind says to what."""
+    x, *how = args
+    told = func(torch.empty(0, dtype=x.dtype, device=x.device), *how, **kwargs)
+    return told if isinstance(told, str) else x.to(told.device, told.dtype)
+
+
+@handles(Tensor.contiguous)
+def _contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
+    """The tensor itself if every shard lies plainly in memory, strides of single rows included: which dims come first
+    is a matter of the whole tensor. Otherwise a copy, on every rank."""
+    x = args[0]
+    if isinstance(x, CopiedView):
+        return OfCopies(func)(args, kwargs)
+    if (len(args) == 1 and not kwargs and lies_plainly(x)) or on_one_device(x).is_contiguous(*args[1:], **kwargs):
+        return x
+    return copied(x, *args[1:], **kwargs)
+
+
+@handles(Tensor.ravel, torch.ravel)
+def _ravel(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Unlike `reshape(-1)`, torch's copies every tensor that does not lie in one piece."""
+    return args[0].contiguous().view(-1)
+
+
+@handles(Tensor.stride, Tensor.dim_order)
+def _stride(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The strides of the tensor on one device, or their order."""
+    return func(on_one_device(args[0]), *args[1:], **kwargs)
+
+
+@handles(Tensor.is_contiguous)
+def _is_contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    x = args[0]
+    return (len(args) == 1 and not kwargs and lies_plainly(x)) or func(on_one_device(x), *args[1:], **kwargs)
+
+
+@handles(
+    *_getters("shape", "ndim", "nbytes"),
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    torch.numel,
+    Tensor.nelement,
+    Tensor.__len__,
+)
+def _of_the_whole(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    if func == Tensor.shape.__get__:  # type: ignore[attr-defined]
+        return x.shape
+    if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]
+        return x.numel() * x.element_size()
+    if func == Tensor.ndim.__get__ or func is Tensor.dim:  # type: ignore[attr-defined]
+        return x.ndim
+    if func is Tensor.size:
+        return x.size(*args[1:], **kwargs)
+    return len(x) if func is Tensor.__len__ else x.numel()
+
+
+@handles(Tensor.is_same_size, torch.is_same_size)
+def _is_same_size(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    return args[0].shape == args[1].shape
+
+
+# Values that leave for Python
+
+
+def whole_of(x: Any) -> Any:
+    """The values of a DTensor, plain and outside the graph."""
+    if not isinstance(x, DTensor):
+        return x
+    with torch.no_grad():
+        return x.detach().full_tensor()
+
+
+def of_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a function makes of whole tensors that Python is to see."""
+    if lie_on_meta(args, kwargs):
+        raise needs_data(func, args, kwargs)
+    return func(*map(whole_of, args), **kwargs)
+
+
+@handles(
+    *(Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__complex__),
+    *(Tensor.is_nonzero, torch.is_nonzero),
+)
+def _to_number(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    if x._layout.numel != 1:  # torch refuses, in its own words
+        return func(torch.zeros((), dtype=x.dtype).expand(x.shape))
+    return of_data(func, args, kwargs)
+
+
+@handles(Tensor.tolist, Tensor.__contains__)
+def _to_python(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return of_data(func, args, kwargs)
+
+
+@handles(Tensor.__format__)
+def _format(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str:
+    x, spec = args
+    return format(x.item(), spec) if not x.ndim and not x.is_meta else object.__format__(x, spec)
+
+
+@handles(Tensor.equal, torch.equal)
+def _equal(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Compare shard by shard; only the verdict travels."""
+    a, b = args
+    if a.shape != b.shape:
+        return False
+    with torch.no_grad():
+        return bool((a == b).all().item())
+
+
+@handles(torch._nested_tensor_from_mask_left_aligned)
+def _left_aligned(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether the marked places of every row come first: a question about the mask alone."""
+    mask = args[1]
+    return bool((mask[:, 1:] <= mask[:, :-1]).all())
+
+
+@handles(Tensor.allclose, torch.allclose)
+def _allclose(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    with torch.no_grad():
+        return bool(torch.isclose(*args, **kwargs).all().item())
+
+
+@handles(Tensor.__iter__)
+def _iterate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if not args[0].ndim:
+        raise TypeError("iteration over a 0-d tensor")
+    return iter(args[0].unbind(0))
+
+
+@handles(Tensor.__rdiv__, Tensor.__rtruediv__)
+def _divide_number(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Two calls, as in torch: each plan holds for all numbers, where one for both would hold for this one."""
+    return args[0].reciprocal() * args[1]
+
+
+# Changes of dtype and device: the shards change, the layout stays
+
+
+@handles(
+    *(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type_as, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
+    *(Tensor.int, Tensor.long, Tensor.short, Tensor.char, Tensor.byte, Tensor.bool, Tensor.pin_memory),
+)
+def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    if not isinstance(x, DTensor):  # `plain.type_as(x)`: of x only the dtype and the device are asked for
+        return func(*map_tensors(args, kind_of), **map_tensors(kwargs, kind_of))
+    if isinstance(x, CopiedView):
+        return OfCopies(func)(args, kwargs)
+    if "_peers" in x.__dict__ and _changes_nothing(func, x._peers[-1], args, kwargs):
+        return x
+    if x._layout.has_pending:
+        with _disabled():
+            changed = func(torch.empty((0,) * max(x.ndim, 1), dtype=x.dtype, device=x.device), *args[1:], **kwargs)
+            if changed.dtype.itemsize > x.dtype.itemsize and changed.device == x.device:
+                return NotImplemented  # planned like any other call: it may be reduced before it grows
+            linear = x.dtype == changed.dtype or (x.dtype.is_floating_point and changed.dtype.is_floating_point)
+        if not linear:
+            x = as_layout(x, x._layout.with_(pending=[None] * x._layout.mesh.ndim), "self")
+    rest = [arg for arg in args[1:] if isinstance(arg, Tensor)]
+    plan: Any = Whole(func, [None] * (1 + len(rest)), [x._layout], [None], x._layout.mesh)
+    if x._layout.mesh.device_type == "meta":
+        plan = WithoutData(plan, func)
+    out = plan((x, *args[1:]), kwargs)
+    with _disabled():
+        is_alias = torch._C._is_alias_of(out, x)  # type: ignore[attr-defined]
+    return x if is_alias else out  # nothing to change
+
+
+def _changes_nothing(func: Callable, shard: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a conversion gives the tensor itself. In the simulator, functions are given aliases of the shards."""
+    with _disabled():
+        alias = shard.detach()
+        return func(alias, *args[1:], **kwargs) is alias
+
+
+def kind_of(x: Tensor) -> Tensor:
+    """In place of a DTensor, a plain tensor of its dtype, where it is."""
+    if not isinstance(x, DTensor):
+        return x
+    with _disabled():
+        return torch.empty(0, dtype=x.dtype, device=x.device)
+
+
+# State that every shard has
+
+
+@handles(Tensor.requires_grad_)
+def _requires_grad_(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
+    if all((*args[1:], *kwargs.values())):
+        reduce_terms(args[0])
+    with _disabled():
+        for shard in shards_of(args[0]):
+            func(shard, *args[1:], **kwargs)
+    return args[0]
+
+
+@handles(
+    *(Tensor.requires_grad.__set__, Tensor.retain_grad, Tensor.detach_, Tensor.record_stream, Tensor.share_memory_),  # type: ignore[attr-defined]
+    *([Tensor.grad_dtype.__set__] if hasattr(Tensor, "grad_dtype") else []),  # type: ignore[union-attr]
+)
+def _on_every_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
+        if args[1]:
+            reduce_terms(args[0])
+    if func is Tensor.retain_grad:
+        observe(args[0])
+    with _disabled():
+        for shard in shards_of(args[0]):
+            func(shard, *args[1:], **kwargs)
+    return args[0] if func in (Tensor.detach_, Tensor.share_memory_) else None
+
+
+@handles(Tensor.data.__get__, Tensor.detach, torch.detach)  # type: ignore[attr-defined]
+def _data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
+    """The same shards outside the graph, whatever is pending on them but for terms of products and norms."""
+    if args[0]._layout.has_pending and not args[0].requires_grad:
+        reduce_terms(args[0])
+    with _disabled():
+        shards = [func(shard) for shard in shards_of(args[0])]
+    out = wrap(shards[0] if len(shards) == 1 else ranked(shards), args[0]._layout.unreduced)
+    if isinstance(args[0], CopiedView):
+        watch_view(out, args[0])
+    if func == _GET_DATA and not (args[0].requires_grad and args[0].is_leaf):
+        args[0]._moved, args[0]._layout = _Unshared(), args[0]._layout.unreduced
+    return out
+
+
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class _Unshared(dict[Any, Any]):
+    """What was moved of a tensor whose `data` were handed out: nothing is kept, as nobody would hear of a write. (What
+    was moved of a leaf of the graph is forgotten with every such write.)"""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+@handles(Tensor.data.__set__)  # type: ignore[attr-defined]
+def _set_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    x, value = args
+    if not isinstance(x, DTensor) or not isinstance(value, DTensor):
+        raise MixedTensorError("data of a DTensor must be set to a DTensor, and of a plain tensor to a plain one")
+    reduce_terms(value)
+    gradient = x.grad if x._layout is not value._layout else None
+    with _disabled():
+        for shard, new in zip(shards_of(x), shards_of(value), strict=True):
+            if shard.requires_grad and x._layout is not value._layout:
+                func(shard, new.new_empty(0, dtype=_another(new.dtype)))  # lets go of what accumulates old shards
+            func(shard, new)
+    x._layout = value._layout
+    x.__dict__.pop("_moved", None)
+    if gradient is not None:
+        x.grad = gradient if gradient.shape == x.shape else None
+
+
+def _another(dtype: torch.dtype) -> torch.dtype:
+    kinds = (torch.complex64, torch.complex128) if dtype.is_complex else (torch.float32, torch.float64)
+    return kinds[dtype == kinds[0]]
+
+
+# Methods that make tensors from nothing but numbers
+
+
+@handles(Tensor.new, torch._C.TensorBase.new)
+def _new(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Numbers are sizes, and so is a `torch.Size`; other sequences are data. A tensor is itself, outside the graph."""
+    x, *given = args
+    if "size" in kwargs:
+        given = [torch.Size(kwargs["size"])]
+    if not given or isinstance(given[0], (int, torch.Size)):
+        return x.new_empty(given[0] if given and isinstance(given[0], torch.Size) else given or (0,))
+    return given[0].detach() if isinstance(given[0], DTensor) else x.new_tensor(given[0])
+
+
+@handles(Tensor.new_tensor, torch._C.TensorBase.new_tensor)
+def _new_tensor(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Of the tensor only its dtype and device matter, none of its numbers."""
+    if len(args) != 2 or not isinstance(args[0], DTensor) or isinstance(args[1], Tensor):
+        return NotImplemented
+    with _disabled():
+        made = args[0].new_tensor(args[1], **kwargs)
+    return distribute_tensor(made, args[0]._layout.mesh, src_data_rank=None)

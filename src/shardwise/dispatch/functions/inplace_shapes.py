@@ -1,0 +1,79 @@
+"""Changes of shape in place: the shards change theirs, and the layout with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.dispatch.aliasing.copied_views import CopiedView
+from shardwise.dispatch.functions.handlers import handles, shards_of
+from shardwise.dispatch.planning.fallback import describe
+from shardwise.errors import InPlaceError
+from shardwise.tensor import DTensor
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+
+@handles(Tensor.t_, Tensor.transpose_, Tensor.swapaxes_, Tensor.swapdims_, Tensor.unsqueeze_)
+def _reshape_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
+    x = args[0]
+    _refuse_copies(x, func.__name__)
+    with torch.no_grad():
+        layout = getattr(x.detach(), func.__name__[:-1])(*args[1:], **kwargs)._layout  # a view: nothing moves
+    with _disabled():
+        for shard in shards_of(x):
+            func(shard, *args[1:], **kwargs)
+    _change_strides(x, lambda whole: func(whole, *args[1:], **kwargs))
+    x._layout = layout
+    return x
+
+
+def _refuse_copies(x: DTensor, name: str) -> None:
+    if isinstance(x, CopiedView) and "_source" in x.__dict__:  # writes to it find their way there by its shape
+        raise InPlaceError(
+            f"{name} cannot change the shape of a view of a DTensor that had to be a copy, because its data came from "
+            f"other ranks. Nothing was changed; use {name[:-1]}, which gives another view"
+        )
+
+
+def _change_strides(x: DTensor, change: Callable[[Tensor], Any]) -> None:
+    """What is remembered of how the whole lies changes as the whole does."""
+    if (strides := x.__dict__.get("_strides")) is not None:
+        with _disabled():
+            whole = torch.empty_strided(x._layout.shape, strides, device="meta")
+            change(whole)
+        x.__dict__["_strides"] = whole.stride()
+
+
+@handles(Tensor.resize_, Tensor.resize_as_, torch.resize_as_)
+def _resize_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """To the size that it has: nothing happens, however it lies in memory."""
+    x, *sizes = args
+    wanted = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    wanted = wanted.shape if isinstance(wanted, Tensor) else wanted
+    if kwargs or not isinstance(x, DTensor) or x.requires_grad or tuple(wanted) != x.shape:
+        return NotImplemented
+    return x
+
+
+@handles(Tensor.squeeze_)
+def _squeeze_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
+    x = args[0]
+    _refuse_copies(x, "squeeze_")
+    dims = args[1] if len(args) > 1 else kwargs.get("dim", range(x.ndim))
+    wanted = {dim % max(x.ndim, 1) for dim in ([dims] if isinstance(dims, int) else dims)}
+    gone = [dim for dim in sorted(wanted, reverse=True) if x.ndim and x.shape[dim] == 1]
+    if any(x._layout.splits[dim] for dim in gone):
+        raise InPlaceError(f"{describe('squeeze_', args, kwargs)}: a dim that is sharded cannot be removed in place")
+    with torch.no_grad():
+        layout = x.detach().squeeze(tuple(gone))._layout if gone else x._layout
+    with _disabled():
+        for shard in shards_of(x):
+            for dim in gone:
+                func(shard, dim)
+    _change_strides(x, lambda whole: [func(whole, dim) for dim in gone])
+    x._layout = layout
+    return x

@@ -1,0 +1,37 @@
+"""`torch.compile` around DTensors: what touches them runs as it is, which gives the right results.
+
+It does not trace tensors whose class has a `__torch_dispatch__` of its own, as DTensor does. The functions through
+which its programs come to us are marked as `torch.compiler.disable` marks functions: they are not looked into, and
+neither is what they call. Only our own functions are marked, and without the seconds that an import of torch._dynamo
+takes.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from shardwise.comm.ranked import Ranked
+from shardwise.dispatch.aliasing.copied_views import CopiedView, Part, StaleView
+from shardwise.dispatch.call import dispatch
+from shardwise.tensor import DTensor, distribute_tensor
+
+_eval_frame = torch._C._dynamo.eval_frame
+_SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+
+
+def mark_entry_points() -> None:
+    """Mark the functions through which programs come to us, when DTensor has all of its own."""
+    for cls in (DTensor, CopiedView, Part, StaleView, Ranked):
+        for member in vars(cls).values():
+            _mark(getattr(member, "__func__", getattr(member, "fget", member)))
+    _mark(dispatch)
+    _mark(distribute_tensor)
+
+
+def _mark(function: Any) -> None:
+    if isinstance(function, FunctionType):
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)

@@ -1,0 +1,116 @@
+"""Plain tensors among DTensors, and DTensors where only plain tensors belong: what is said about them, the call and the
+argument by their names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import resolve_name
+
+from shardwise.dispatch.interop.transforms import refusal
+from shardwise.dispatch.modes import replicates_implicitly
+from shardwise.dispatch.planning.fallback import shown
+from shardwise.dispatch.planning.trace import flat_tensors
+from shardwise.dispatch.positional import argument_names
+from shardwise.errors import MixedTensorError, ShardwiseError
+from shardwise.tensor import DTensor
+
+TAKES_REPLICATED = frozenset(
+    {
+        *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+        *(torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell),
+        *(torch._pack_padded_sequence, torch._pad_packed_sequence),
+    }
+)
+"""Functions whose plain arguments are taken as replicated: torch's modules make the states that recurrent layers start
+from, and the lengths of packed sequences, themselves, alike on all ranks."""
+
+
+def takes_replicated(func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> bool:
+    """Whether the plain tensors of a call may be taken as replicated, unasked; a plain parameter is a mistake."""
+    if func not in TAKES_REPLICATED or replicates_implicitly():
+        return False
+    return not any(x.requires_grad for x in flat_tensors((args, kwargs)) if not isinstance(x, DTensor))
+
+
+def mixed(func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> ShardwiseError:
+    """Names the first plain tensor of a call, and the two ways to make it a DTensor."""
+    for x in flat_tensors((args, kwargs)):
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+            return refusal("vmap" if torch._C._functorch.is_batchedtensor(x) else "grad")
+    named = [*zip(argument_names(func, args), args, strict=True), *_given(func, kwargs or {})]
+    call = f"{_name(func)}({', '.join(f'{name}: {shown(value, kinds=True)}' for name, value in named)})"
+    plain = next((path for name, value in named for path in _plain(name, value)), "?")
+    return MixedTensorError(
+        f"{call}: argument '{plain}' is a plain torch.Tensor, and how it lies on the mesh is unknown. Make it a "
+        f"DTensor with shardwise.distribute_tensor(tensor, mesh, placements), or, if every rank holds the same values, "
+        f"run the call inside shardwise.experimental.implicit_replication()"
+    )
+
+
+def _given(func: Callable, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What the user is likely to have written: torch's functions in Python pass their defaults on as well."""
+    inner = inspect.unwrap(func)
+    known = inspect.signature(inner).parameters if inspect.isfunction(inner) else {}
+    return [(name, x) for name, x in kwargs.items() if name not in known or not _same(x, known[name].default)]
+
+
+def _same(x: Any, default: Any) -> bool:
+    return type(x) is type(default) and x == default
+
+
+def _name(func: Callable) -> str:
+    return resolve_name(func) or getattr(func, "__name__", str(func))
+
+
+def _plain(path: str, value: Any) -> Iterator[str]:
+    """Where in an argument there are plain tensors that have dims."""
+    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim():
+        yield path
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _plain(f"{path}[{i}]", item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _plain(f"{path}[{key!r}]", item)
+
+
+# torch.distributed
+
+
+def refuse_collective(*_: Any, **__: Any) -> Any:
+    raise MixedTensorError(
+        "torch.distributed knows nothing of layouts, and would change or send this rank's shard of a DTensor; use "
+        "redistribute() or full_tensor(), or to_local() where the shard is what you mean. A mesh axis over which "
+        "parameters are replicated and the batch is sharded takes the place of DistributedDataParallel"
+    )
+
+
+def is_collective(func: Any) -> bool:
+    """Whether a call is one of torch.distributed's own."""
+    return getattr(func, "__module__", None) in _COLLECTIVES
+
+
+_COLLECTIVES = {
+    "torch.distributed.distributed_c10d",
+    *(f"torch._ops.{name}" for name in ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")),
+}
+
+
+def refusing_collectives(original: Callable) -> Callable:
+    """A function of torch.distributed that asks nobody, and refuses DTensors, in lists too."""
+
+    @functools.wraps(original)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        for arg in args:
+            given = arg if isinstance(arg, (list, tuple)) else (arg,)
+            if any(isinstance(x, DTensor) for x in given) and torch._C._is_torch_function_enabled():
+                refuse_collective()
+        return original(*args, **kwargs)
+
+    return guarded

@@ -1,0 +1,157 @@
+"""Nodes of the graph, as users see them.
+
+Each rank has a graph of its own, of its shards: so it is under torchrun, and so it must look in the simulator, where
+one process holds the graphs of all ranks. There `grad_fn` stands for the nodes of all of them, and a hook on it runs on
+each, with that rank's shards.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from shardwise.dispatch.functions.handlers import handles, shards_of
+from shardwise.redistribute import tied
+from shardwise.tensor import DTensor
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_get_grad_fn = Tensor.grad_fn.__get__  # type: ignore[union-attr]
+
+
+@handles(_get_grad_fn)
+def _grad_fn(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Node | None:
+    return _as_one(nodes_of(shards_of(args[0])))
+
+
+def nodes_of(shards: Sequence[Tensor]) -> list[Node]:
+    """The nodes that some shards come from."""
+    with _disabled():
+        return [node for shard in shards if (node := _get_grad_fn(shard)) is not None]
+
+
+def _as_one(nodes: Iterable[Node | None]) -> Node | None:
+    found = list(dict.fromkeys(_behind_aliases(node) for node in nodes if node is not None))
+    return Nodes(found) if len(found) > 1 else next(iter(found), None)
+
+
+def _behind_aliases(node: Node) -> Node:
+    """The simulator hands on some shards by an alias, which is nothing to users."""
+    while node.name() == "AliasBackward0" and (following := node.next_functions[0][0]) is not None:
+        node = following
+    return node
+
+
+class Nodes(Node):
+    """The nodes of several ranks as one: what it is asked, the first of them says."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes = tuple(nodes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._nodes[0], name)
+
+    def __repr__(self) -> str:
+        return repr(self._nodes[0])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Nodes) and self._nodes == other._nodes
+
+    def __hash__(self) -> int:
+        return hash(self._nodes)
+
+    def name(self) -> str:
+        return self._nodes[0].name()
+
+    @property
+    def metadata(self) -> dict:  # type: ignore[override]
+        return self._nodes[0].metadata  # type: ignore[return-value]
+
+    @property
+    def next_functions(self) -> tuple[tuple[Node | None, int], ...]:
+        following = zip(*(node.next_functions for node in self._nodes), strict=False)
+        return tuple((_as_one(node for node, _ in edges), edges[0][1]) for edges in following)
+
+    def _sequence_nr(self) -> int:
+        return self._nodes[0]._sequence_nr()
+
+    @property
+    def _input_metadata(self) -> list[Any]:
+        return self._nodes[0]._input_metadata
+
+    def _register_hook_dict(self, tensor: Tensor) -> None:
+        raise NotImplementedError("hooks of tensors are kept on tensors; use register_hook")
+
+    def register_hook(self, fn: Callable[..., Any]) -> Any:
+        return Handles([node.register_hook(fn) for node in self._nodes])
+
+    def register_prehook(self, fn: Callable[..., Any]) -> Any:
+        return Handles([node.register_prehook(fn) for node in self._nodes])
+
+
+class Handles:
+    """Several hook handles as one."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self.handles = handles
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def __enter__(self) -> Handles:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.remove()
+
+
+# Gradients that are not there. A node of several results, or a function of the user's, may give no gradient at all to
+# what it was computed from. Torch's own nodes pass that on, and a leaf's gradient stays None; a function in Python
+# takes it for zeros, which ours must not turn into gradients. Ranks agree in this: they all run the same program.
+
+
+NOTHING = "shardwise.nothing"
+"""Under this name a node knows that it passes on what is not there, as do those before it."""
+
+
+def pass_nothing_on(tensors: Iterable[DTensor]) -> None:
+    """Let the graph that some tensors come from pass on gradients that are not there."""
+    todo: list[Any] = [*nodes_of([shard for x in tensors for shard in shards_of(x)])]
+    while todo:
+        node = todo.pop()
+        if NOTHING not in node.metadata:
+            node.metadata[NOTHING] = True
+            if _is_ours(node):
+                node.register_hook(_nothing_of_nothing)
+            todo += [following for following, _ in node.next_functions if following is not None]
+
+
+def _is_ours(node: Any) -> bool:
+    module = getattr(getattr(node, "_forward_cls", None), "__module__", "")
+    return module.startswith("shardwise.") and module != tied.__module__  # which is there to give zeros
+
+
+def _nothing_of_nothing(gave: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> Any:
+    return None if any(grad is not None for grad in got) else (None,) * len(gave)
+
+
+# Hooks on several tensors
+
+
+def node_of_shard(node_of: Callable) -> Callable:
+    """`_get_grad_fn_or_grad_acc`, where the gradient of a tensor arrives: a hook on several tensors counts the arrivals
+    of their first shards."""
+
+    @functools.wraps(node_of)
+    def node(t: Tensor | GradientEdge) -> Node:
+        if not isinstance(t, DTensor):
+            return node_of(t)
+        with _disabled():
+            return node_of(t)
+
+    return node

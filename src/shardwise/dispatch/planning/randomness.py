@@ -1,0 +1,201 @@
+"""Random ops on shards, by two policies.
+
+*Exact*: bit for bit what one device draws from the same generator state. *Parallel*: distinct streams for distinct
+shards, equal ones for replicas. Either way the generators of all ranks advance alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.ranked import join, pick, ranked, shards_of
+from shardwise.comm.record import off_the_record
+from shardwise.dispatch.planning.lower import EachRank
+from shardwise.dispatch.planning.realise import Realised
+from shardwise.dispatch.planning.trace import flat_tensors
+from shardwise.errors import ReplicaError
+from shardwise.layout import Layout, Mesh
+from shardwise.rules import Call
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+
+def is_random(call: Call) -> bool:
+    """Whether a call draws random numbers."""
+    if call.name == "scaled_dot_product_attention":
+        return bool(call["dropout_p"])
+    return torch.Tag.nondeterministic_seeded in call.op.tags
+
+
+def stream_of(layout: Layout, coordinate: tuple[int, ...]) -> int:
+    """The number of the shard at a coordinate among the distinct shards of a layout: equal for replicas."""
+    number = 0
+    for dim, axes in enumerate(layout.splits):
+        pieces = math.prod(layout.mesh.shape[axis] for axis in axes)
+        number = number * pieces + layout.piece_index(dim, coordinate)
+    for axis, pending in enumerate(layout.pending):
+        if pending is not None:
+            number = number * layout.mesh.shape[axis] + coordinate[axis]
+    return number
+
+
+@contextmanager
+def seeded(seed: int, generator: torch.Generator | None) -> Iterator[None]:
+    """Inside, a generator runs from `seed`; outside it goes on as if nothing had happened."""
+    if generator is None:  # meta tensors: nothing is drawn
+        yield
+        return
+    state = generator.get_state()
+    try:
+        generator.manual_seed(seed)
+        yield
+    finally:
+        generator.set_state(state)
+
+
+_in_step: WeakSet[Mesh] = WeakSet()
+
+
+def check_in_step(mesh: Mesh) -> None:
+    """The first time numbers are drawn on a mesh, make sure that its ranks were seeded alike. All ranks find out."""
+    if mesh in _in_step:
+        return
+    if len(mesh.held) < mesh.size() and mesh.device_type != "meta":
+        generators = (torch.default_generator, _default_generator(torch.device(mesh.device_type)))
+        seeds = [_signed(generator.initial_seed()) for generator in generators if generator is not None]
+        # The largest of `~seed` is that of the smallest seed: one reduction finds both ends.
+        ends = torch.tensor([seeds, [~seed for seed in seeds]], dtype=torch.int64, device=mesh.device_type)
+        with _disabled(), off_the_record():
+            largest, inverted = mesh.port.all_reduce([ends], mesh, tuple(range(mesh.ndim)), "max")[0].tolist()
+        for high, low in zip(largest, inverted, strict=True):
+            if high != ~low:
+                raise ReplicaError(
+                    f"random numbers on {mesh} need its ranks in step, but their generators were seeded differently, "
+                    f"from {~low} to {high}; call torch.manual_seed with the same seed on every rank"
+                )
+    _in_step.add(mesh)
+
+
+def _signed(seed: int) -> int:
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """One number from a generator (by default the CPU's), which all ranks keep in step."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.empty((), dtype=torch.int64, device=device).random_(2**62, generator=generator))
+
+
+def _given_generator(args: tuple, kwargs: dict[str, Any]) -> torch.Generator | None:
+    return next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Generator)), None)
+
+
+def _default_generator(device: torch.device) -> torch.Generator | None:
+    if device.type == "meta":
+        return None
+    if device.type == "cpu":
+        return torch.default_generator
+    module = getattr(torch, device.type)
+    return module.default_generators[module.current_device() if device.index is None else device.index]
+
+
+def random_call(function: Callable, call: Call, layouts: Realised, arguments: Container[int]) -> RandomCall | ExactCall:
+    """How a call that draws runs on the shards, exact or parallel; `arguments` are the user's own tensors.
+
+    Writing to a tensor of the user's and making one like it are initialisation: exact. Anything else, dropout say, is
+    drawn in parallel.
+    """
+    if isinstance(function, EachRank):
+        function = function.function  # each rank has a stream of its own: one at a time
+    layout = drawn(call, layouts)
+    if is_exact(call, layouts, arguments):
+        return ExactCall(function, layout, in_place=bool(call.mutated))
+    return RandomCall(function, layout)
+
+
+def is_exact(call: Call, layouts: Realised, arguments: Container[int]) -> bool:
+    """Whether a call that draws initialises a tensor."""
+    writes_argument = any(call.inputs[position].index in arguments for position in call.mutated)
+    initialises = writes_argument or call.name.endswith("_like")
+    return len(call.inputs) == 1 and initialises and not drawn(call, layouts).has_pending
+
+
+def streams(layout: Layout) -> list[int]:
+    """The streams that the ranks held here draw from, to fill a tensor of a layout."""
+    return [stream_of(layout, coordinate) for coordinate in layout.mesh.held]
+
+
+def drawn(call: Call, layouts: Realised) -> Layout:
+    """The layout of what is drawn: a number for each element of the result, as a rule. Attention draws one for each
+    query and key, whatever columns of the values it is for."""
+    layout = layouts.outs[0] if call.outputs else layouts.ins[0]
+    if call.name == "scaled_dot_product_attention":
+        return layout.with_(splits=(*layout.splits[:-1], ()), sizes=(*layout.sizes[:-1], None))
+    return layout
+
+
+class RandomCall:
+    """A local function that draws random numbers, run with the stream of the shard it makes."""
+
+    __slots__ = ("function", "mesh", "streams")
+
+    def __init__(self, function: Callable, layout: Layout) -> None:
+        self.function = function
+        self.mesh = layout.mesh
+        self.streams = streams(layout)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _disabled():
+            given = _given_generator(args, kwargs)
+            if given is None:
+                check_in_step(self.mesh)
+            seed = draw_seed(given)
+            tensors = flat_tensors(args)
+            generator = given or _default_generator(tensors[0].device if tensors else torch.device("cpu"))
+            results = []
+            for rank, stream in enumerate(self.streams):
+                with seeded(seed + stream, generator):
+                    results.append(self.function(*pick(args, rank), **pick(kwargs, rank)))
+            return join(results) if len(results) > 1 else results[0]
+
+
+class ExactCall:
+    """A function that fills a tensor, run once for the whole tensor, as one device would run it (in the order of a
+    contiguous tensor); every shard takes its part."""
+
+    __slots__ = ("boxes", "function", "in_place", "mesh", "shape")
+
+    def __init__(self, function: Callable, layout: Layout, *, in_place: bool) -> None:
+        self.function = function
+        self.in_place = in_place
+        self.mesh = layout.mesh
+        self.shape = layout.shape
+        self.boxes = [layout.box(coordinate) for coordinate in layout.mesh.held]
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with _disabled():
+            if _given_generator(args, kwargs) is None:
+                check_in_step(self.mesh)
+            shards = shards_of(x)
+            with torch.no_grad():
+                whole = self.function(torch.empty(self.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
+            parts = [_part(whole, *box) for box in self.boxes]
+            if self.in_place:
+                for shard, part in zip(shards, parts, strict=True):
+                    shard.copy_(part)
+                return x
+            made = [part.clone() for part in parts]
+            return ranked(made) if len(made) > 1 else made[0]
+
+
+def _part(whole: Tensor, starts: Sequence[int], extents: Sequence[int]) -> Tensor:
+    for dim, (start, extent) in enumerate(zip(starts, extents, strict=True)):
+        whole = whole.narrow(dim, start, extent)
+    return whole

@@ -1,0 +1,178 @@
+"""Whether a function may run whole: on the shards it must make the very calls that were planned for them.
+
+A function may read sizes off its arguments, or be given some, and on shards those are other sizes. So where it could
+have, it is traced once more, on meta tensors of the shards' shapes, and the two traces are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.dispatch.modes import ThinkingMode
+from shardwise.dispatch.planning.lower import Lowered, LoweredCall, has_composites
+from shardwise.dispatch.planning.trace import OPAQUE, Trace, map_tensors, trace_call
+from shardwise.rules import Call, HeldValues, Value, flat_values
+
+
+def runs_alike(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a function on the shards makes the calls of the lowered trace, with these arguments."""
+    wanted = [_needed_layout(lowered, position) for position in range(len(lowered.trace.inputs))]
+    if not any(any(layout.splits) for layout in wanted) or function in OPAQUE:
+        return True
+    if _is_plain(lowered, args, kwargs) or _is_binding(function, lowered, args, kwargs):
+        return True
+    same = _rehearsed if len(lowered.calls) == 1 else _same_on
+    ranks = {tuple(layout.held_shapes[rank] for layout in wanted): rank for rank in range(len(lowered.mesh.held))}
+    return all(same(function, lowered, args, kwargs, shapes, rank) for shapes, rank in ranks.items())
+
+
+def _needed_layout(lowered: Lowered, position: int) -> Any:
+    """The layout in which the function gets an argument: as the calls that use it want it, or as it is."""
+    value = lowered.trace.inputs[position]
+    for call in lowered.calls:
+        for used, layout in zip(call.call.inputs, call.layouts.ins, strict=True):
+            if used is value:
+                return layout
+    return lowered.layouts[value.index]
+
+
+def _is_plain(lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """One op that uses every tensor, in a call without any number that could be a size: nothing to read sizes from."""
+    if len(lowered.calls) != 1 or len(lowered.calls[0].call.inputs) != len(lowered.trace.inputs):
+        return False
+    call = lowered.calls[0].call
+    return not _has_int((args, *kwargs.values(), call.args, *call.kwargs.values()))
+
+
+def _is_binding(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a function is an op itself, and gives it the very arguments it has: whatever their sizes, it will."""
+    if len(lowered.calls) != 1:
+        return False
+    call = lowered.calls[0].call
+    name = function._schema.name.split("::")[1] if isinstance(function, torch._ops.OpOverload) else function.__name__
+    if call.name != name or has_composites(call.op) or len(args) > len(call.op._schema.arguments):
+        return False
+    left = iter(lowered.trace.inputs)
+    given_args, given_kwargs = map_tensors((args, kwargs), lambda _: next(left))
+    given = Call(call.op, given_args, given_kwargs, (), ())
+    if not call.bound.keys() >= kwargs.keys():
+        return False
+    got = [_plain(argument) for argument in call.bound.values()]
+    return all(x == y or [x] == y for x, y in zip(map(_plain, given.bound.values()), got, strict=True))
+
+
+def _has_int(tree: Any) -> bool:
+    if isinstance(tree, (list, tuple)):
+        return any(_has_int(item) for item in tree)
+    return isinstance(tree, int) and not isinstance(tree, bool)
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def _metas(lowered: Lowered, args: tuple, kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, Any, list[Tensor]]:
+    """The arguments with meta tensors of the shards' shapes, and these."""
+    metas: list[Tensor] = []
+    left = iter(zip(shapes, lowered.trace.inputs, strict=True))
+
+    def meta(_: Tensor) -> Tensor:
+        shape, value = next(left)
+        metas.append(torch.empty(shape, dtype=value.dtype, device="meta"))
+        return metas[-1]
+
+    return map_tensors(args, meta), map_tensors(kwargs, meta), metas
+
+
+def _same_on(
+    function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any], shapes: Shapes, rank: int
+) -> bool:
+    try:
+        with torch.no_grad():
+            local_args, local_kwargs, metas = _metas(lowered, args, kwargs, shapes)
+            trace = trace_call(function, local_args, local_kwargs, metas, torch.device("cpu"))
+    except Exception:  # whatever it is, the function does not do on shards what it does on the whole
+        return False
+    return _same_calls(trace, lowered, rank)
+
+
+def _rehearsed(
+    function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any], shapes: Shapes, rank: int
+) -> bool:
+    """The same for a function that makes one call: it need not run, for what it gives on the shards is known."""
+    (call,) = lowered.calls
+    kinds = {str(returned.type) for returned in call.call.op._schema.returns}
+    if call.call.mutated or call.call.is_view or not kinds <= {"Tensor", "List[Tensor]"}:
+        return _same_on(function, lowered, args, kwargs, shapes, rank)
+    local_args, local_kwargs, metas = _metas(lowered, args, kwargs, shapes)
+    known = {id(meta): value for meta, value in zip(metas, lowered.trace.inputs, strict=True)}
+    results = [layout.held_shapes[rank] for layout in call.layouts.outs]
+    rehearsal = _Rehearsal(call.call, known, results)
+    try:
+        with torch.no_grad(), rehearsal:
+            function(*local_args, **local_kwargs)
+    except Exception:  # as above
+        return False
+    return rehearsal.num_calls == 1
+
+
+class _Rehearsal(ThinkingMode):
+    """Expects one call, and gives its results without computing anything."""
+
+    def __init__(self, call: Call, known: dict[int, Value], results: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.call, self.known, self.results = call, known, results
+        self.num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        given = map_tensors((tuple(args), kwargs or {}), lambda x: self.known[id(x)])
+        if func is not self.call.op or _plain(given) != _plain((self.call.args, self.call.kwargs)):
+            raise _AnotherCall
+        made = iter(
+            torch.empty(shape, dtype=value.dtype, device="meta")
+            for shape, value in zip(self.results, self.call.outputs, strict=True)
+        )
+        returns = [next(made) if _is_one(returned) else list(made) for returned in func._schema.returns]
+        return returns[0] if len(returns) == 1 else tuple(returns)
+
+
+def _is_one(returned: Any) -> bool:
+    return str(returned.type) == "Tensor"
+
+
+class _AnotherCall(Exception):
+    """Not the call that was expected."""
+
+
+def _same_calls(trace: Trace, lowered: Lowered, rank: int) -> bool:
+    """Whether a trace on the shards of one rank makes the calls that are planned for it."""
+    if len(trace.calls) != len(lowered.calls):
+        return False
+    if len(flat_values(trace.output)) != len(flat_values(lowered.trace.output)):
+        return False
+    pairs = zip(trace.calls, lowered.calls, strict=True)
+    return all(x.op is y.call.op and _plain((x.args, x.kwargs)) == _planned(y, rank) for x, y in pairs)
+
+
+def _planned(lowered: LoweredCall, rank: int) -> Any:
+    """The arguments that a call is to have on one rank."""
+    if lowered.local is None:
+        return _plain((lowered.call.args, lowered.call.kwargs))
+    return _plain((tuple(lowered.local.args), dict(lowered.local.kwargs)), rank)
+
+
+def _plain(tree: Any, rank: int = 0) -> Any:
+    """Arguments with each value as its number: shapes differ, everything else must not."""
+    if isinstance(tree, Value):
+        return ("value", tree.index)
+    if isinstance(tree, HeldValues):
+        return _plain(tree.values[rank])
+    if isinstance(tree, (list, tuple)):
+        return [_plain(item, rank) for item in tree]
+    if isinstance(tree, dict):
+        return {name: _plain(item, rank) for name, item in tree.items() if name != "device"}
+    return tree

@@ -1,0 +1,303 @@
+"""Tracing: run a call on meta tensors of global shape and write down the aten ops it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardwise.dispatch.modes import ThinkingMode
+from shardwise.dispatch.planning.fuse import fused
+from shardwise.dispatch.planning.meta_results import run_on_meta
+from shardwise.errors import InPlaceError
+from shardwise.rules import Call, Value, flat_values
+from shardwise.rules.kit.registry import APART, FUNCTIONS, PARTS
+
+aten = torch.ops.aten
+
+OPAQUE: dict[Any, Any] = {
+    torch._C._nn.linear: aten.linear.default,
+    torch.rms_norm: aten.rms_norm.default,
+    torch.matmul: aten.matmul.default,
+    Tensor.matmul: aten.matmul.default,
+    Tensor.__matmul__: aten.matmul.default,
+    torch._C._nn.scaled_dot_product_attention: aten.scaled_dot_product_attention.default,
+    torch._C._nn.one_hot: aten.one_hot.default,
+    Tensor.fill_diagonal_: aten.fill_diagonal_.default,
+}
+"""Composite functions with a rule of their own: one op, not traced further."""
+
+FORWARDS: dict[Any, Any] = {
+    torch.nn.functional.layer_norm: torch.layer_norm,
+    torch.nn.functional.rms_norm: torch.rms_norm,
+    **FUNCTIONS,
+    **APART,
+}
+"""Python functions that do nothing but call a binding with the same arguments: the binding can run whole. And those
+that have a rule of their own: one op, not traced further; or another form that is traced in their place."""
+
+_FORMS = frozenset(APART.values())
+
+SILENT_IN_EVALUATION = frozenset(
+    {
+        aten.native_batch_norm.default,
+        aten._native_batch_norm_legit.default,
+        aten._native_batch_norm_legit_no_training.default,
+    }
+)
+"""Ops that return empty statistics when they do not train, whatever their kernels for meta tensors say."""
+
+LARGE = 1 << 16
+"""Numbers of a function's own that a plan does not keep but makes again for every call."""
+
+
+class Trace:
+    """A call as a straight line of aten ops over values. `inputs[i]` is the value of the i-th tensor argument; `output`
+    is what the call returned, with values for tensors; `constants` are tensors the function brought along itself."""
+
+    def __init__(self, *, needs_grad: bool = False) -> None:
+        self.needs_grad = needs_grad
+        self.calls: list[Call] = []
+        self.values: list[Value] = []
+        self.inputs: list[Value] = []
+        self.constants: list[tuple[Value, Tensor]] = []
+        self.output: Any = None
+        self.lying: list[tuple[tuple[int, ...], bool]] = []  # of each result: its strides, and whether it is a view
+        self.dtypes: tuple[torch.dtype, ...] = ()
+        self.need_grad: set[int] = set()  # inputs that need a gradient
+        self.parameters: set[int] = set()  # inputs that are parameters, or other leaves that need a gradient
+        self.reduced: set[int] = set()  # inputs that are pending, and keep what that has come to
+
+    def new_value(self, tensor: Tensor) -> Value:
+        value = Value(len(self.values), tuple(tensor.shape), tensor.dtype)
+        value.may_need_grad = self.needs_grad
+        self.values.append(value)
+        return value
+
+    def value_like(self, shape: tuple[int, ...], other: Value) -> Value:
+        """A new value of a shape, otherwise like another."""
+        value = Value(len(self.values), shape, other.dtype)
+        value.may_need_grad = other.may_need_grad
+        self.values.append(value)
+        return value
+
+    # What follows from a finished trace
+
+    @cached_property
+    def returned(self) -> dict[int, int]:
+        """How often each value is among the results."""
+        found: dict[int, int] = {}
+        for value in flat_values(self.output):
+            found[value.index] = found.get(value.index, 0) + 1
+        return found
+
+    @cached_property
+    def last_uses(self) -> dict[int, frozenset[int]]:
+        """The values that no call after some call uses."""
+        last: dict[int, int] = {}
+        for position, call in enumerate(self.calls):
+            for value in (*call.inputs, *call.outputs):
+                last[value.index] = position
+        uses: dict[int, list[int]] = {}
+        for index, position in last.items():
+            uses.setdefault(position, []).append(index)
+        return {position: frozenset(indices) for position, indices in uses.items()}
+
+    @cached_property
+    def pinned(self) -> set[int]:
+        """Values that a write must reach where they are: arguments, and whatever has views or is one."""
+        found = {value.index for value in self.inputs} | {value.index for value, _ in self.constants}
+        for call in self.calls:
+            if call.is_view:
+                found.update(value.index for value in (*call.inputs, *call.outputs))
+        return found
+
+    @cached_property
+    def families(self) -> dict[int, int]:
+        """Values that share storage with others, each with its family: the value all of them are views of, or views of
+        views of."""
+        base: dict[int, int] = {}
+        for call in self.calls:
+            if call.is_view and call.inputs:
+                root = base.setdefault(call.inputs[0].index, call.inputs[0].index)
+                for value in call.outputs:
+                    base.setdefault(value.index, root)
+        return base
+
+    @cached_property
+    def written_families(self) -> dict[int, int]:
+        """Values that share storage with one that is written to, each with its family."""
+        written = {self.families.get(call.inputs[i].index) for call in self.calls for i in call.mutated}
+        return {index: root for index, root in self.families.items() if root in written}
+
+
+class _Recorder(ThinkingMode):
+    def __init__(self, trace: Trace, known: dict[int, Value], device: torch.device) -> None:
+        super().__init__()
+        self.trace = trace
+        self.device = device
+        self.known = known
+        self.arguments = set(known)
+        self.alive: list[Tensor] = []  # ids stay unique while the tensors live
+
+    def value_of(self, tensor: Tensor) -> Value:
+        found = self.known.get(id(tensor))
+        if found is None:  # a tensor the function had up its sleeve: a constant
+            found = self.known[id(tensor)] = self.trace.new_value(tensor)
+            self.alive.append(tensor)
+            self.trace.constants.append((found, tensor.detach().clone()))
+        return found
+
+    def result(self, tensor: Tensor) -> Value:
+        found = self.known.get(id(tensor))
+        if found is not None and found.shape != tuple(tensor.shape):
+            raise InPlaceError("an op that changes the shape of a DTensor in place is not available; use its result")
+        if found is None:
+            found = self.known[id(tensor)] = self.trace.new_value(tensor)
+            self.alive.append(tensor)
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.inplace_view in func.tags and id(args[0]) not in self.arguments:
+            return self.reshape_in_place(func, args, kwargs)
+        out = run_on_meta(func, args, kwargs)
+        if func in PARTS:
+            with self:
+                parts = PARTS[func](out, *args, **kwargs)
+            if parts is not None:
+                return parts
+        if func in SILENT_IN_EVALUATION and not Call(func, args, kwargs, (), ()).bound.get("training"):
+            out = (out[0], *(stat.new_empty(0) for stat in out[1:3]), *out[3:])
+        made = flat_tensors(out)
+        if made and self.is_constant(func, made, flat_tensors((args, kwargs))):
+            self.alive += made
+            for tensor in made:
+                self.known.pop(id(tensor), None)  # written to: what it was before is another constant
+        else:
+            self.record(func, args, kwargs, out)
+        return out
+
+    def is_constant(self, func: Any, made: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+        """Whether an op only makes numbers of the function's own, on a real device. They are written down when they are
+        used: until then the function may still fill them, unseen by us."""
+        if torch.Tag.nondeterministic_seeded in func.tags or any(tensor.is_meta for tensor in (*made, *given)):
+            return False
+        constants = {value.index for value, _ in self.trace.constants}
+        if any(id(x) in self.known and self.known[id(x)].index not in constants for x in given):
+            return False
+        return func is aten.empty.memory_format or sum(tensor.numel() for tensor in made) < LARGE
+
+    def reshape_in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor of the function's own that changes its shape in place (`unsqueeze_`) is a new value from then on."""
+        with self:
+            view = getattr(aten, func._schema.name.split("::")[1][:-1])(*args, **kwargs)
+        self.known[id(args[0])] = self.known[id(view)]
+        return func(*args, **kwargs)
+
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        inputs: list[Value] = []
+
+        def note(tensor: Tensor) -> Value:
+            value = self.value_of(tensor)
+            inputs.append(value)
+            return value
+
+        bound_args = tuple(map_tensors(arg, note) for arg in args)
+        bound_kwargs = {name: map_tensors(arg, note) for name, arg in kwargs.items()}
+        if isinstance(device := bound_kwargs.get("device"), torch.device) and device.type == "meta":
+            bound_kwargs["device"] = self.device  # new tensors are made where the shards are
+        outputs = [self.result(tensor) for tensor in flat_tensors(out)]
+        self.trace.calls.append(Call(func, bound_args, bound_kwargs, tuple(inputs), tuple(outputs)))
+
+
+class _InOnePiece(TorchFunctionMode):
+    """Records the composite functions that have a rule as one op each, also where another function calls them. For
+    functions of ours only: a mode does not see what torch's Python functions call, once it has seen those."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op, kwargs = OPAQUE.get(func), kwargs or {}
+        if op is None:
+            return func(*args, **kwargs)
+        with _disable_current_modes():
+            out = func(*args, **kwargs)
+        self.recorder.record(op, tuple(args), kwargs, out)
+        return out
+
+
+def trace_call(
+    function: Callable, args: Sequence[Any], kwargs: dict[str, Any], metas: Sequence[Tensor], device: torch.device
+) -> Trace:
+    """Trace `function(*args, **kwargs)`, where the tensors in the arguments are already the meta tensors `metas`, which
+    stand for tensors on `device`."""
+    trace = Trace(needs_grad=torch.is_grad_enabled() and any(meta.requires_grad for meta in metas))
+    known: dict[int, Value] = {}
+    for meta in metas:
+        if id(meta) not in known:
+            known[id(meta)] = trace.new_value(meta)
+        trace.inputs.append(known[id(meta)])
+        if trace.needs_grad and meta.requires_grad:
+            trace.need_grad.add(known[id(meta)].index)
+    trace.dtypes = tuple(meta.dtype for meta in metas)
+    recorder = _Recorder(trace, known, device)
+    with_gradients = torch.is_grad_enabled()
+    # Whoever listens for saved tensors (a checkpoint) must not hear of ours.
+    unheard = saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.inference_mode(False), torch.set_grad_enabled(with_gradients), unheard:
+        op = OPAQUE.get(function)
+        if op is not None:
+            out = function(*args, **kwargs)
+            recorder.record(op, tuple(args), kwargs, out)
+        else:
+            with recorder, _InOnePiece(recorder) if function in _FORMS else nullcontext():
+                out = function(*args, **kwargs)
+    given = {meta.untyped_storage()._cdata for meta in metas}
+    trace.lying = [(x.stride(), x.untyped_storage()._cdata in given) for x in flat_tensors(out)]
+    trace.output = map_tensors(out, recorder.value_of)
+    trace.calls = fused(trace.calls, trace.output, trace.value_like)
+    return trace
+
+
+def written_families(trace: Trace) -> dict[int, int]:
+    """Values that share storage with one that is written to, each with its family."""
+    return trace.written_families
+
+
+def flat_tensors(tree: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and dicts, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [tensor for item in tree for tensor in flat_tensors(item)]
+    if isinstance(tree, dict):
+        return [tensor for item in tree.values() for tensor in flat_tensors(item)]
+    return []
+
+
+def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Replace the tensors in nested lists, tuples and dicts. Named tuples keep their type."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, list):
+        return [map_tensors(item, function) for item in tree]
+    if isinstance(tree, tuple):
+        items = [map_tensors(item, function) for item in tree]
+        return tuple(items) if type(tree) is tuple else _rebuild(tree, items)
+    if isinstance(tree, dict):
+        return {name: map_tensors(item, function) for name, item in tree.items()}
+    return tree
+
+
+def _rebuild(like: tuple, items: list[Any]) -> tuple:
+    return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)  # a namedtuple, or torch's own kind

@@ -1,0 +1,1 @@
+"""Every operator of torch on DTensors, in all layouts, against plain torch."""

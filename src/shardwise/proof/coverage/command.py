@@ -1,0 +1,344 @@
+"""Run every operator of torch on DTensors, in all layouts, and compare with plain torch.
+
+Each sample of each operator of torch's `op_db`, and of those on lists of tensors, is called through real DTensors on
+the simulator: as a function, as a method, in place and with `out=`; with every combination of placements on an axis of
+two ranks, or a seeded choice where there are too many, and some on a 2×2 mesh; forward and backward. Each call is
+right, or refused (a write that needs another layout raises before it has changed anything), or raised, or wrong; and it
+ran sharded or gathered its inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import simulate
+from shardwise.dispatch import clear_cache
+from shardwise.layout import Mesh, Partial, Placement, Replicate, Shard
+from shardwise.proof.coverage.forms import OUT, Form, Unusable, forms
+from shardwise.proof.coverage.judge import Verdict, judge
+from shardwise.proof.coverage.plain import Case
+from shardwise.proof.kit.command import (
+    add_run_arguments,
+    count,
+    finish,
+    how_to_run,
+    may_not_begin,
+    pattern,
+    run_tasks,
+    some,
+    versions,
+)
+from shardwise.proof.kit.distance import TOLERANCE
+from shardwise.proof.kit.pool import Outcome
+from shardwise.proof.kit.report import page, tables
+from shardwise.proof.kit.results import Result
+from shardwise.proof.kit.rounding import FACTOR
+from shardwise.proof.kit.samples import (
+    NO_DTYPE,
+    NO_SAMPLES,
+    NO_TENSOR,
+    VALUELESS,
+    Operator,
+    Sample,
+    operator,
+    operators,
+    seeded,
+)
+
+ONE_AXIS, TWO_AXES = (2,), (2, 2)
+LARGE = 100_000
+"""Samples with more elements are tried in a few layouts only."""
+
+JUDGED = {
+    "float64": f"Answers are right within {TOLERANCE[torch.float64]:g} of their size.",
+    "float32": (
+        f"Answers are right within {TOLERANCE[torch.float32]:g} of their size; or if they, and torch's, are as near to "
+        f"the answer in double precision as rounding brings this call: at most {FACTOR:g} times as far as its results "
+        f"move there when every number in it is off by up to 2⁻²⁴. What that moves by a jump is not excused."
+    ),
+}
+"""How answers in a dtype are judged, in words."""
+
+EXAMPLES = 3
+"""Examples kept of each problem."""
+
+Assignment = tuple[tuple[Placement, ...], ...]
+"""For each tensor of a call, its placements."""
+
+Way = tuple[tuple[Placement, ...] | None, ...]
+"""The same; None for a tensor for `out=` that is to lie as the result without it does."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is tried of each operator. The same settings try the same calls."""
+
+    samples: int | None = None
+    assignments: int = 24
+    spread: int = 4
+    seed: int = 0
+    dtype: str = "float32"
+
+
+# The calls
+
+
+def mesh_of(shape: Sequence[int]) -> Mesh:
+    return simulate(tuple(shape), ("a", "b")[: len(shape)])
+
+
+def options(x: Tensor) -> list[Placement]:
+    """The placements of a tensor along one axis."""
+    found: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(x.dim()))]
+    return [*found, Partial()] if x.is_floating_point() or x.is_complex() else found
+
+
+def assignments(tensors: Sequence[Tensor], num_axes: int, most: int, chance: random.Random) -> list[Assignment]:
+    """Ways to lay tensors out: all, if there are at most so many; else those with one tensor sharded and a choice."""
+    each = [list(itertools.product(options(x), repeat=num_axes)) for x in tensors]
+    if math.prod(map(len, each)) <= most:
+        return list(itertools.product(*each))
+    alone = [
+        (*(row[0] for row in each[:i]), way, *(row[0] for row in each[i + 1 :]))
+        for i in range(len(each))
+        for way in each[i][1:]
+    ]
+    chance.shuffle(alone)
+    chosen = dict.fromkeys(alone[: most // 2])
+    while len(chosen) < most:
+        chosen[tuple(chance.choice(row) for row in each)] = None
+    return list(chosen)
+
+
+def calls(op: Operator, sample: Sample, settings: Settings) -> Iterator[tuple[Form, Sequence[int], Way]]:
+    """The calls to try of one sample."""
+    large = 8 if sum(x.numel() for x in sample.tensors) > LARGE else 1
+    with seeded(f"{op.name}/{sample.index}", settings.seed) as chance:
+        for form, fewer in forms(op):
+            for shape, most in ((ONE_AXIS, settings.assignments), (TWO_AXES, settings.spread)):
+                limit = math.ceil(most / (fewer * large))
+                for way in ways(form, sample, len(shape), limit, chance):
+                    yield form, shape, way
+
+
+def ways(form: Form, sample: Sample, num_axes: int, most: int, chance: random.Random) -> Sequence[Way]:
+    """Ways to lay out the tensors of a sample written in some form. With `out=`, every other one has its tensors where
+    the results would be anyhow."""
+    if not form.has_out:
+        return assignments(sample.tensors, num_axes, most, chance)
+    try:
+        tensors = form.sample(sample).tensors
+    except Unusable:
+        return []
+    num_outs = len(tensors) - len(sample.tensors)
+    found: list[Way] = list(assignments(tensors, num_axes, most, chance))
+    chance.shuffle(found)
+    found = found[:most]
+    if form.name == OUT:
+        found[::2] = [(*way[:-num_outs], *(None,) * num_outs) for way in found[::2]]
+    return list(dict.fromkeys(found))
+
+
+def cover(name: str, settings: Settings) -> Iterator[dict[str, Any]]:
+    """Try one operator; yields, for each sample, what became of it."""
+    op = operator(name, settings.dtype)
+    clear_cache()
+    for sample in op.samples(settings.samples, settings.seed):
+        yield cover_sample(op, sample, settings)
+
+
+def cover_sample(op: Operator, sample: Sample, settings: Settings) -> dict[str, Any]:
+    if not sample.tensors:
+        return {"note": NO_TENSOR}
+    cases: dict[str, Case | str] = {}
+    found: dict[str, Any] = {"verdicts": Counter(), "ways": Counter(), "forms": Counter(), "gradients": Counter()}
+    found.update(rounding=Counter(), avoidable=0, strides=[], problems=[])
+    for form, shape, way in calls(op, sample, settings):
+        if form.name not in cases:
+            cases[form.name] = _case(op, form, sample, settings)
+        case = cases[form.name]
+        if isinstance(case, str):
+            continue
+        verdict = judge(case, mesh_of(shape), way)
+        found["verdicts"][verdict.kind] += 1
+        found["ways"][verdict.way] += 1
+        if verdict.kind == "right":
+            found["forms"][form.name] += 1
+            found["gradients"][case.has_gradients] += 1
+            found["rounding"].update([verdict.detail] if verdict.detail else [])
+        found["avoidable"] += verdict.avoidable
+        if verdict.strides:
+            found["strides"].append(f"{form.name} {sample} {show_assignment(way)}: {verdict.strides}")
+        if verdict.kind in ("raised", "wrong"):
+            found["problems"].append(_problem(form, sample, shape, way, verdict))
+    usable = [case for case in cases.values() if not isinstance(case, str)]
+    if not usable:
+        return {"note": cases["function"]}
+    return {**found, "random": usable[0].random}
+
+
+def _case(op: Operator, form: Form, sample: Sample, settings: Settings) -> Case | str:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return make_case(op, form, sample, settings.seed)
+    except Unusable as reason:
+        return str(reason)
+
+
+def make_case(op: Operator, form: Form, sample: Sample, seed: int) -> Case:
+    return Case(form, sample, valueless=op.name in VALUELESS, may_write=op.may_write(sample), seed=seed)
+
+
+def _problem(form: Form, sample: Sample, shape: Sequence[int], way: Way, verdict: Verdict) -> dict[str, Any]:
+    return {
+        "kind": verdict.kind,
+        "detail": verdict.detail,
+        "form": form.name,
+        "sample": sample.index,
+        "call": str(sample),
+        "mesh": list(shape),
+        "placements": show_assignment(way),
+    }
+
+
+def show_assignment(way: Way) -> str:
+    """`S0,R P,R =`: for each tensor its placements; `=` for those of the result."""
+    letters = {Replicate: "R", Partial: "P"}
+
+    def show(each: Sequence[Placement] | None) -> str:
+        if each is None:
+            return "="
+        return ",".join(f"S{p.dim}" if isinstance(p, Shard) else letters[type(p)] for p in each)
+
+    return " ".join(map(show, way))
+
+
+def parse_assignment(text: str) -> Way:
+    """The inverse of `show_assignment`."""
+    letters: dict[str, Placement] = {"R": Replicate(), "P": Partial()}
+    return tuple(
+        None if each == "=" else tuple(letters.get(p) or Shard(int(p[1:])) for p in each.split(","))
+        for each in text.split()
+    )
+
+
+def replay(
+    name: str, sample: int, placements: str, *, form: str = "function", seed: int = 0, dtype: str = "float32"
+) -> Any:
+    """Make one call again, as `coverage` made it, and let its error out; returns the verdict otherwise.
+
+    >>> replay("mm", 0, "S0 R").kind
+    'right'
+    """
+    op, way = operator(name, dtype), parse_assignment(placements)
+    chosen = next(given for given in op.samples(seed=seed) if given.index == sample)
+    written = next(written for written, _ in forms(op) if written.name == form)
+    mesh = mesh_of(ONE_AXIS if way[0] is None or len(way[0]) == 1 else TWO_AXES)
+    return judge(make_case(op, written, chosen, seed), mesh, way, let_out=True)
+
+
+# The results
+
+
+def result_of(outcome: Outcome, settings: Settings) -> Result:
+    """One operator's parts, summed up."""
+    op = operator(outcome.name, settings.dtype)
+    result = Result(op.name, str(op.dtype).removeprefix("torch."), seconds=round(outcome.seconds, 2))
+    if op.dtype is None:
+        result.note = NO_DTYPE
+    counts: Counter[str] = Counter()
+    ways: Counter[str] = Counter()
+    forms: Counter[str] = Counter()
+    gradients: Counter[str] = Counter()
+    rounding: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
+    kinds: dict[tuple, dict[str, Any]] = {}
+    for part in outcome.parts:
+        if "note" in part:
+            notes[part["note"]] += 1
+            continue
+        result.samples += 1
+        result.random += part["random"]
+        result.avoidable += part["avoidable"]
+        if part["strides"]:
+            result.strides.setdefault("first", part["strides"][0])
+            result.strides["count"] = result.strides.get("count", 0) + len(part["strides"])
+        counts.update(part["verdicts"])
+        ways.update(part["ways"])
+        forms.update(part["forms"])
+        gradients.update(part["gradients"])
+        rounding.update(part["rounding"])
+        for problem in part["problems"]:
+            _file(kinds, problem)
+    if outcome.failure is not None:
+        counts["raised"] += 1
+        _file(kinds, {"kind": "raised", "form": "function", "detail": outcome.failure, "sample": len(outcome.parts)})
+    if not result.samples and not counts and not result.note:
+        result.note = notes.most_common(1)[0][0] if notes else NO_SAMPLES
+    result.refused_by_torch = sum(notes.values())
+    result.counts, result.ways = dict(counts), dict(ways)
+    result.forms, result.gradients = dict(forms), dict(gradients)
+    result.rounding = dict(rounding)
+    result.problems = sorted(kinds.values(), key=lambda kind: (kind["kind"] != "wrong", -kind["count"]))
+    return result
+
+
+def _file(kinds: dict[tuple, dict[str, Any]], problem: dict[str, Any]) -> None:
+    """Problems that differ in numbers only are one."""
+    key = (problem["kind"], problem["form"], re.sub(r"[\d.]+(e[-+]\d+)?", "#", problem["detail"].split(" as [")[0]))
+    kind = kinds.setdefault(
+        key, {**{name: problem[name] for name in ("kind", "form", "detail")}, "count": 0, "examples": []}
+    )
+    kind["count"] += 1
+    if len(kind["examples"]) < EXAMPLES:
+        kind["examples"].append({name: problem[name] for name in problem if name not in ("kind", "form")})
+
+
+# The command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ops", type=pattern, metavar="PATTERN", help="only operators whose whole name matches this expression"
+    )
+    parser.add_argument("--samples", type=count, metavar="N", help="at most N samples of each operator (all)")
+    parser.add_argument("--assignments", type=count, default=24, metavar="N", help="layouts per sample, one axis (24)")
+    parser.add_argument("--spread", type=count, default=4, metavar="N", help="layouts per sample on a 2×2 mesh (4)")
+    parser.add_argument("--seed", type=int, default=0, help="another choice of data and layouts (0)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float64"), help="of operators that take it")
+    add_run_arguments(parser, timed="a sample")
+
+
+@may_not_begin
+def run(given: argparse.Namespace) -> int:
+    """Run the command; 0 if nothing was wrong and nothing raised."""
+    settings = Settings(given.samples, given.assignments, given.spread, given.seed, given.dtype)
+    names = some([op.name for op in operators(given.ops, given.stratum)], given)
+    results = measure(names, settings, **how_to_run(given, asdict(settings), Result))
+    about = (
+        f"{versions()} Every operator of op_db, and those on lists, {settings.samples or 'all'} samples of each, in "
+        f"{settings.dtype} where it is taken, forward and backward, as function, method, in place and with out=; of "
+        f"each, up to {settings.assignments} layouts on two ranks and {settings.spread} on 2×2. "
+        f"{JUDGED[settings.dtype]}"
+    )
+    made = tables(results)
+    finish(given, made, "Every operator against plain torch", lambda title: page(made, title, about))
+    return 1 if any(result.problems for result in results) else 0
+
+
+def measure(names: Sequence[str], settings: Settings, **how: Any) -> list[Result]:
+    """Try the named operators; the results are in their order. `how`: as `run_tasks` takes it."""
+    return run_tasks("coverage", cover, names, settings, lambda outcome: result_of(outcome, settings), **how)

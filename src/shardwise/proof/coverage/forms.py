@@ -1,0 +1,91 @@
+"""The ways to write an operator: as a function, as a method, in place, and with `out=`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from shardwise.proof.kit.samples import Operator, Sample, flatten, replaced
+
+OUT = "out="
+RESIZED_OUT = "out= of another shape"
+
+
+RESHAPING = {
+    **dict.fromkeys(
+        ("as_strided", "as_strided.partial_views", "resize_"), "it writes another shape in place, which DTensors refuse"
+    ),
+}
+"""Operators that may refuse to write wherever their arguments lie, with the reason."""
+
+
+class Unusable(Exception):
+    """Plain torch does not give a sample an answer to compare with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A way to write an operator."""
+
+    name: str
+    function: Callable
+    in_place: bool = False
+    base: Callable | None = None  # what an in-place form writes, as a function
+    reshapes: bool = False  # and may therefore be refused wherever its arguments lie
+    checks_sizes: bool = True  # it can be tried on arguments whose sizes may not fit
+
+    @property
+    def has_out(self) -> bool:
+        return self.name in (OUT, RESIZED_OUT)
+
+    def sample(self, given: Sample) -> Sample:
+        """The call of a sample, written so."""
+        return _with_out(self, given) if self.has_out else given
+
+
+def forms(op: Operator) -> Iterator[tuple[Form, int]]:
+    """The ways to write an operator, and by how much fewer layouts suffice for each."""
+    checks, reshapes = op.checks_sizes, op.name in RESHAPING
+    yield Form("function", op.function, reshapes=reshapes, checks_sizes=checks), 1
+    if op.method is not None and op.method is not op.function:
+        yield Form("method", op.method, reshapes=reshapes), 6
+    if op.in_place is not None:
+        yield Form("in-place", op.in_place, in_place=True, base=op.function, reshapes=reshapes), 3
+    if op.takes_out:
+        yield Form(OUT, op.function, reshapes=reshapes, checks_sizes=checks), 3
+        yield Form(RESIZED_OUT, op.function, checks_sizes=checks), 24
+
+
+def _with_out(form: Form, given: Sample) -> Sample:
+    """The sample without gradients, which `out=` does not have, and with tensors that torch's results fit into, or do
+    not: then torch resizes them."""
+    images = {id(x): x.detach() for x in given.tensors}
+    args, kwargs = replaced(given.args, images), replaced(given.kwargs, images)
+    try:
+        results = form.function(*replaced(args, _copies(images)), **replaced(kwargs, _copies(images)))
+    except Exception as error:
+        raise Unusable("torch refuses it") from error
+    leaves = flatten(results)
+    if not leaves or not all(isinstance(x, Tensor) and x.layout is torch.strided for x in leaves):
+        raise Unusable("has no tensors to write to")
+    shapes = [_other_shape(x, given.index) if form.name == RESIZED_OUT else x.shape for x in leaves]
+    outs = [_filling(x, shape) for x, shape in zip(leaves, shapes, strict=True)]
+    out = outs[0] if isinstance(results, Tensor) else type(results)(outs) if type(results) is list else tuple(outs)
+    return replace(given, args=args, kwargs={**kwargs, "out": out})
+
+
+def _filling(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """What a result is written over: nowhere the result itself, so that it shows what was not written."""
+    return (x.detach() != 1).to(x.dtype) if x.shape == tuple(shape) else torch.ones(shape, dtype=x.dtype)
+
+
+def _copies(images: dict[int, Tensor]) -> dict[int, Tensor]:
+    return {id(x): x.clone() for x in images.values()}
+
+
+def _other_shape(x: Tensor, index: int) -> Sequence[int]:
+    """Nothing yet, as it is often written, or something else."""
+    return (0,) if index % 2 else (*x.shape, 2)

@@ -1,0 +1,309 @@
+"""One call on DTensors against the same call on plain tensors: right, refused, raised or wrong; sharded or gathered.
+
+Compared are what it returns (nesting, shapes, dtypes, values, whether gradients flow, and which arguments it is), what
+it writes to, that it writes to nothing else, gradients, and that replicas agree. Strides of what it returns are
+compared too, but other strides do not make an answer wrong: they are counted.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import shards_of
+from shardwise.debug import CommDebugMode
+from shardwise.dispatch.planning import fallback
+from shardwise.errors import FallbackWarning, InPlaceError
+from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
+from shardwise.proof.coverage.forms import RESIZED_OUT
+from shardwise.proof.coverage.plain import Case, Wrong, structure, whole
+from shardwise.proof.kit.distance import allowed, distance, equal, largest, same
+from shardwise.proof.kit.placing import place
+from shardwise.proof.kit.rounding import DOUBLE, DROWNED, EXCUSED, FACTOR, factor_needed
+from shardwise.proof.kit.samples import flatten, replaced, seeded, tensors_in
+from shardwise.tensor import DTensor, distribute_tensor
+
+Placements = Sequence[Placement]
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one call. `way` is how it ran: "sharded", "gathered", or "whole" where no input was sharded."""
+
+    kind: str  # "right", "refused", "raised" or "wrong"
+    way: str = "whole"
+    detail: str = ""
+    avoidable: bool = False  # it gathered, though the shards as they lie would have given shards of the answer
+    strides: str = ""  # of a right answer that would lie otherwise in memory than torch's, in words
+
+
+def judge(
+    case: Case, mesh: Mesh | Sequence[Mesh], placements: Sequence[Placements | None], *, let_out: bool = False
+) -> Verdict:
+    """Run a case with its inputs laid out so, on one mesh or each on its own, and compare. Tensors for `out=` without
+    placements lie as the results without it do. `let_out`: an error is raised, not described."""
+    tensors = case.sample.tensors
+    meshes = [mesh] * len(tensors) if isinstance(mesh, Mesh) else mesh
+    placements = _with_those_of_results(case, meshes, placements)
+    inputs = [place(x, on, where, case.seed + i) for i, (x, on, where) in enumerate(zip(tensors, meshes, placements))]
+    fallback._told.clear()  # so that each call says that it gathers
+    with warnings.catch_warnings(record=True) as told, CommDebugMode() as comms:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", category=FallbackWarning)
+        way, stage, case.excused = "whole", "", ""
+        try:
+            with seeded("call", case.seed):
+                returned = case.run(inputs)
+            outputs = flatten(returned)
+            way = _way(told, comms, inputs, outputs)
+            _compare_structure(case, returned)
+            _compare_outputs(case, inputs, outputs)
+            _compare_arguments(case, inputs, len(outputs))
+            stage = "backward: "
+            _compare_gradients(case, inputs, outputs)
+        except Wrong as wrong:
+            return Verdict("wrong", way, str(wrong))
+        except Exception as error:
+            if isinstance(error, InPlaceError) and not stage:
+                return _refused(case, inputs, error)
+            if let_out:
+                raise
+            return Verdict("raised", way, f"{stage}{_describe(error)}")
+        asked = case.form.has_out  # where `out=` lies is the user's wish
+        avoidable = way == "gathered" and not asked and shards_give_shards(case, inputs)
+        return Verdict("right", way, case.excused, avoidable, strides=_other_strides(case, outputs))
+
+
+def _with_those_of_results(
+    case: Case, meshes: Sequence[Mesh], placements: Sequence[Placements | None]
+) -> Sequence[Placements]:
+    """Placements for all tensors of a call with `out=`."""
+    known = [where for where in placements if where is not None]
+    if len(known) == len(placements):
+        return known
+    first = case.sample.tensors[: len(known)]
+    images: dict[int, Any] = {
+        id(x): place(x, on, where, case.seed) for x, on, where in zip(first, meshes, known, strict=False)
+    }
+    kwargs = {name: arg for name, arg in case.sample.kwargs.items() if name != "out"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            results = flatten(case.form.function(*replaced(case.sample.args, images), **replaced(kwargs, images)))
+        except Exception:  # then it does so as a function as well, and that is told
+            results = []
+    anywhere = [(Replicate(),) * on.ndim for on in meshes[len(known) :]]
+    laid = [_without_pending(x.placements) for x in results]
+    return [*known, *(laid if len(laid) == len(anywhere) else anywhere)]
+
+
+def _without_pending(placements: Placements) -> Placements:
+    return [Replicate() if isinstance(p, Partial) else p for p in placements]
+
+
+def _refused(case: Case, inputs: Sequence[DTensor], error: InPlaceError) -> Verdict:
+    """A write may be refused where it needs another layout, if nothing was written before."""
+    if not case.may_refuse or not _needs_another_layout(case, inputs):
+        return Verdict("raised", detail=_describe(error))
+    for x, d in zip(case.sample.tensors, inputs, strict=True):
+        if not same(whole(d), x.detach()):
+            return Verdict("wrong", detail="refused after having written")
+    return Verdict("refused", detail=_describe(error))
+
+
+def _needs_another_layout(case: Case, inputs: Sequence[DTensor]) -> bool:
+    """What is written keeps its layout, whichever that is, but for another shape there may be none: of a tensor that
+    changes its own, and of `out=` whose placements do not fit the result."""
+    first = len(inputs) - case.num_outs
+    unfit = not all(_fits(d, x) for d, x in zip(inputs[first:], case.leaves[first:], strict=True))
+    return case.form.reshapes or unfit or (case.form.in_place and case.reshapes)
+
+
+def _fits(target: DTensor, resized: Tensor) -> bool:
+    return all(p.dim < resized.dim() for p in target.placements if isinstance(p, Shard))
+
+
+def _way(told: Sequence[Any], comms: CommDebugMode, inputs: Sequence[DTensor], outputs: Sequence[Any]) -> str:
+    """How a call ran. It gathered if it said so, or gathered all of a sharded input and left nothing sharded."""
+    if not any(any(x._layout.splits) for x in inputs):
+        return "whole"
+    if told:
+        return "gathered"
+    if any(any(x._layout.splits) or x._layout.has_pending for x in outputs if isinstance(x, DTensor)):
+        return "sharded"
+    with _disabled():
+        shards = [x.numel() * x.element_size() for x in inputs if any(x._layout.splits)]
+    largest = max((comm.bytes for comm in comms.comms if comm.kind == "all_gather"), default=0)
+    return "gathered" if largest > 0 and largest >= min(shards) else "sharded"
+
+
+# Comparing
+
+
+def _compare_structure(case: Case, returned: Any) -> None:
+    if structure(returned) != case.structure:
+        raise Wrong(f"returns {structure(returned)}, not {case.structure}"[:200])
+
+
+def _compare_outputs(case: Case, inputs: Sequence[DTensor], outputs: Sequence[Any]) -> None:
+    for i, (mine, expected) in enumerate(zip(outputs, case.outputs, strict=True)):
+        name = "value" if len(outputs) == 1 else f"value of output {i}"
+        if not isinstance(expected, Tensor):
+            if type(mine) is not type(expected) or not (case.random or equal(mine, expected)):
+                raise Wrong(f"{name}: {mine!r}, not {expected!r}"[:120])
+            continue
+        for j in case.written:
+            if expected is case.leaves[j] and mine is not inputs[j]:
+                raise Wrong(f"{name}: is not argument {j}, which it writes to")
+        _compare(case, name, mine, expected, i)
+        if mine.requires_grad != expected.requires_grad:
+            raise Wrong(f"requires_grad of output {i} is {mine.requires_grad}")
+
+
+def _compare_arguments(case: Case, inputs: Sequence[DTensor], num_outputs: int) -> None:
+    """What torch writes to has the same new value, and nothing else was written to."""
+    for i, (mine, expected) in enumerate(zip(inputs, case.leaves, strict=True)):
+        if i in case.written:
+            _compare(case, f"argument {i}, which it writes to", mine, expected, num_outputs + i)
+        elif not same(whole(mine), expected.detach()):
+            raise Wrong(f"argument {i}: was written to, which torch does not do")
+        if mine.requires_grad != expected.requires_grad:
+            raise Wrong(f"requires_grad of argument {i} is {mine.requires_grad}")
+
+
+def _compare_gradients(case: Case, inputs: Sequence[DTensor], outputs: Sequence[Any]) -> None:
+    if case.gradients is None:
+        return
+    pairs = [(x, w) for x, w in zip(outputs, case.weights, strict=True) if w is not None]
+    torch.autograd.backward([x for x, _ in pairs], [distribute_tensor(w, x.device_mesh).to(x.device) for x, w in pairs])
+    for i, (x, expected) in enumerate(zip(inputs, case.gradients, strict=True)):
+        if expected is None:
+            if x.grad is not None and whole(x.grad).any():
+                raise Wrong(f"gradient of input {i}: should be none")
+        elif x.grad is None:
+            raise Wrong(f"gradient of input {i}: none")
+        else:
+            _compare(case, f"gradient of input {i}", x.grad, expected, len(outputs) + len(inputs) + i)
+
+
+def _compare(case: Case, name: str, mine: Any, expected: Tensor, position: int) -> None:
+    """Compare one tensor, which stands at `position` in the whole answer of the case."""
+    if not isinstance(mine, DTensor):
+        raise Wrong(f"{name}: a {type(mine).__name__}, not a DTensor")
+    if mine.shape != expected.shape:
+        raise Wrong(f"{name}: shape {list(mine.shape)}, not {list(expected.shape)}")
+    if mine.dtype != expected.dtype:
+        raise Wrong(f"{name}: dtype {mine.dtype}, not {expected.dtype}")
+    _check_shards(name, mine, with_values=not case.valueless)
+    if case.random:
+        return
+    value, expected = whole(mine), expected.detach()
+    if same(value, expected) or (off := distance(value, expected)) is None:
+        return
+    if not _is_rounding(case, position, value, expected):
+        raise Wrong(f"{name}: off by {off:.2g} (largest: {largest(expected):.2g}) as {mine._layout}")
+
+
+def _other_strides(case: Case, outputs: Sequence[Any]) -> str:
+    """How the first result that lies otherwise in memory than torch's does, if there is one. What torch resizes it lays
+    out as the op likes."""
+    if case.form.name == RESIZED_OUT:
+        return ""
+    for mine, expected in zip(outputs, case.outputs, strict=True):
+        if isinstance(mine, DTensor) and not same_strides(expected.shape, mine.stride(), expected.stride()):
+            return f"{list(mine.stride())}, not {list(expected.stride())}, as {mine._layout}"
+    return ""
+
+
+def same_strides(shape: Sequence[int], mine: Sequence[int], expected: Sequence[int]) -> bool:
+    """Of no elements, and of dims with one index, strides say nothing."""
+    return 0 in shape or all(a == b for size, a, b in zip(shape, mine, expected, strict=True) if size > 1)
+
+
+def _check_shards(name: str, x: DTensor, *, with_values: bool) -> None:
+    """Every shard has the shape its layout says, and ranks that must agree do."""
+    layout, shards = x._layout, shards_of(x)
+    with _disabled():
+        shapes = [tuple(torch._C.TensorBase.size(shard)) for shard in shards]
+        if shapes != list(layout.held_shapes):
+            raise Wrong(f"{name}: shards of shapes {shapes} do not fit {layout}")
+        if not with_values:
+            return
+        seen: dict[Any, Tensor] = {}
+        for coordinate, shard in zip(layout.mesh.held, shards, strict=True):
+            shard = shard.detach().as_subclass(Tensor)
+            key = (layout.box(coordinate), tuple(c for c, p in zip(coordinate, layout.pending, strict=True) if p))
+            other = seen.setdefault(key, shard)
+            if not same(other, shard) and distance(other, shard) is not None:
+                raise Wrong(f"{name}: replicas differ as {layout}")
+
+
+def _is_rounding(case: Case, position: int, mine: Tensor, expected: Tensor) -> bool:
+    """Whether two answers that differ, of a call with single precision in it, are both as near to the one in double
+    precision as rounding brings this call."""
+    if not any(x.dtype in DOUBLE for x in (expected, *case.sample.tensors)) or case.spread is None:
+        return False
+    needed = [factor_needed(x, position, case.spread, allowed(expected)) for x in (mine, expected)]
+    if max(needed) > FACTOR:
+        return False
+    case.excused = DROWNED if DROWNED in (case.excused, case.spread.says(position)) else EXCUSED
+    return True
+
+
+def _describe(error: BaseException) -> str:
+    """An error in one line, with the place in this package that it came through last."""
+    package = Path(__file__).resolve().parents[1]
+    places = [
+        f"{file.parent.name}/{file.name}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if package in (file := Path(frame.filename)).parents and file.parent.name != "proof"
+    ]
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:160]}" + (f" [{places[-1]}]" if places else "")
+
+
+# Would the shards do?
+
+
+def shards_give_shards(case: Case, inputs: Sequence[DTensor]) -> bool:
+    """Whether the call on each rank's shards, as they lie, gives shards of the whole answer: the sharded dims are of
+    the nature of a batch, and gathering them was not needed. Known for one axis without pending sums only."""
+    layouts: list[Layout] = [x._layout for x in inputs]
+    if not case.form.checks_sizes or layouts[0].mesh.ndim > 1 or any(layout.has_pending for layout in layouts):
+        return False
+    if not all(all(shape) for layout in layouts for shape in layout.held_shapes):
+        return False  # a rank without elements proves nothing
+    try:
+        parts = []
+        for rank in range(len(layouts[0].mesh.held)):
+            with _disabled():
+                shards = [shards_of(x)[rank].detach().as_subclass(Tensor).clone() for x in inputs]
+            with seeded("call", case.seed), torch.no_grad():
+                parts.append(flatten(case.run(shards)))
+    except Exception:  # it takes sizes, or cannot run on such shards
+        return False
+    return all(_joins(expected, list(column)) for expected, *column in zip(case.outputs, *parts, strict=True))
+
+
+def _joins(expected: Any, parts: Sequence[Any]) -> bool:
+    """Whether parts make up the whole along some dim."""
+    if not isinstance(expected, Tensor) or not tensors_in(list(parts)):
+        return False
+    for dim in range(expected.dim()):
+        try:
+            joined = torch.cat(list(parts), dim)
+        except (RuntimeError, IndexError):
+            continue
+        if joined.shape == expected.shape and joined.dtype == expected.dtype:
+            if distance(joined, expected.detach()) is None:
+                return True
+    return False

@@ -1,0 +1,1 @@
+"""Bad calls: what they raise, against plain torch."""

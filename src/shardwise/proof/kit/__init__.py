@@ -1,0 +1,1 @@
+"""What all proofs share: torch's samples, when two tensors are the same, tasks on processes, reports."""

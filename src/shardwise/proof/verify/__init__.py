@@ -1,0 +1,1 @@
+"""Every sharding rule, judged by brute force."""

@@ -1,0 +1,335 @@
+"""Judge every sharding rule by brute force: sound, if all it claims is true; complete, if all that is true is claimed.
+
+*Sound*: every strategy that a rule lists gives the right value and gradient when it is forced. *Complete*: every way to
+run the op itself on shards that gives the truth is among the strategies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import pickle
+import random
+import re
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.proof.kit.command import (
+    CannotRun,
+    add_run_arguments,
+    count,
+    finish,
+    how_to_run,
+    in_part,
+    may_not_begin,
+    pattern,
+    run_tasks,
+    some,
+    versions,
+)
+from shardwise.proof.kit.pool import Outcome
+from shardwise.proof.kit.progress import Progress
+from shardwise.proof.kit.samples import Operator, operators
+from shardwise.proof.verify import catalogue
+from shardwise.proof.verify.calls import DRAWN, UNWRITTEN, Recorded, excluded, key_of, made_again, record
+from shardwise.proof.verify.case import Case
+from shardwise.proof.verify.extra import EXTRA, extra_calls
+from shardwise.proof.verify.forced import Impossible, Trial, concrete, failure, has_terms, misfit, show_ins, trials
+from shardwise.proof.verify.gaps import reason_for
+from shardwise.proof.verify.module import arguments_of, load_module, source_of, user_calls
+from shardwise.proof.verify.oracle import Truth, truths, worth
+from shardwise.proof.verify.verdicts import OpReport, page, tables
+from shardwise.rules import AxisPlacement, Strategy, rule_for
+
+# Judging
+
+
+def verify(op: Any, samples: Iterable[Any]) -> OpReport:
+    """Judge the rule of an op, of one's own for instance, by some samples: each a tuple of arguments, or a pair of such
+    a tuple and a dict of keyword arguments.
+
+    >>> import torch
+    >>> verify(torch.mm, [(torch.randn(5, 4), torch.randn(4, 3))]).status
+    'verified'
+    """
+    report = OpReport("")
+    for args, kwargs in map(arguments_of, samples):
+        for recorded in record(op, args, kwargs):
+            report.name = report.name or recorded.op
+            if recorded.op == report.name:
+                report.add(judge_call(recorded))
+    return report
+
+
+def judge_call(recorded: Recorded) -> OpReport:
+    """Judge a rule by one call."""
+    report = OpReport(recorded.op, has_rule=rule_for(recorded.call.op) is not None)
+    case = Case(recorded)
+    reason = excluded(recorded.call) or _unrepeatable(case)
+    if reason is not None:
+        report.excluded[reason] = 1
+        if reason in (DRAWN, UNWRITTEN) and report.has_rule:
+            report.shapes = 1
+            _judge(case, report, partial(misfit, replicas=reason == DRAWN))
+            report.ways = catalogue.ways(recorded.call, concrete(case))
+        return report
+    report.calls = 1
+    _judge(case, report, failure)
+    _judge_completeness(case, report)
+    report.ways = catalogue.ways(recorded.call, concrete(case))
+    return report
+
+
+def _unrepeatable(case: Case) -> str | None:
+    try:
+        case.expected  # noqa: B018
+    except Exception as error:
+        return _not_again(error)
+    return None
+
+
+def _not_again(error: Exception) -> str:
+    return f"cannot be called again on its own: {type(error).__name__}"
+
+
+def _judge(case: Case, report: OpReport, failing: Callable[[Case, Trial], str | None]) -> None:
+    tried: set[Strategy] = set()
+
+    def note(strategy: str, problem: str) -> None:
+        found = {"call": str(case.recorded), "strategy": strategy, "problem": problem}
+        report.unsound.append({**found, "from": case.recorded.origin})
+
+    for trial in trials(case):
+        try:
+            problem = failing(case, trial)
+        except Impossible:
+            continue
+        report.trials += 1
+        tried.update(trial.chosen)
+        if problem is not None:
+            note(str(trial), problem)
+    for way in concrete(case):
+        if way not in tried and has_terms(case, way):
+            note(f"{show_ins(way.ins)} -> {show_ins(way.outs)}", "could not be tried in any way")
+
+
+def _judge_completeness(case: Case, report: OpReport) -> None:
+    if not case.is_answered:
+        return
+    claims = concrete(case)
+    for truth in truths(case):
+        report.true += 1
+        if is_claimed(truth, claims):
+            report.claimed += 1
+        else:
+            true = f"{show_ins(truth.ins)} -> {show_ins(truth.outs)}"
+            found = {"call": str(case.recorded), "true": true, "reason": reason_for(case.call, truth)}
+            report.gaps.append({**found, "from": case.recorded.origin})
+
+
+def is_claimed(truth: Truth, claims: Sequence[Strategy]) -> bool:
+    """Whether a strategy has these inputs, and outputs that are as good: whole beats sharded beats pending."""
+    return any(
+        way.ins == truth.ins and all(_as_good(a, b) for a, b in zip(way.outs, truth.outs, strict=False))
+        for way in claims
+    )
+
+
+def _as_good(claimed: AxisPlacement, true: AxisPlacement) -> bool:
+    return claimed == true or worth(claimed) > worth(true) or (worth(claimed) == worth(true) == 0)
+
+
+# Collecting calls
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is judged. The same settings judge the same calls."""
+
+    ops: str | None = None
+    names: tuple[str, ...] = ()
+    samples: int | None = 12
+    calls: int = 16
+    stratum: tuple[int, int] = (0, 1)
+    module: str | None = None
+    seed: int | None = None
+
+
+def calls_of(operator: Operator, limit: int | None) -> list[Recorded]:
+    """The aten calls that an operator's samples make."""
+    found: list[Recorded] = []
+    for sample in operator.samples(limit):
+        for enabled in (True, False):  # functions may do otherwise where no gradient is wanted
+            try:
+                with torch.set_grad_enabled(enabled):
+                    found += record(operator.function, sample.args, sample.kwargs, f"{operator.name}{sample}")
+            except Exception:  # a sample that this build of torch cannot run
+                continue
+    return found
+
+
+def collect(settings: Settings, *, quiet: bool = True) -> dict[str, list[Recorded]]:
+    """The distinct aten calls to judge, by op name: some of every op that the settings name."""
+    found: dict[str, dict[tuple, Recorded]] = {}
+
+    def keep(calls: Iterable[Recorded]) -> None:
+        for recorded in calls:
+            if not settings.names or any(_is_called(recorded.op, name) for name in settings.names):
+                found.setdefault(recorded.op, {}).setdefault(key_of(recorded), recorded)
+
+    if settings.module is not None:
+        keep(user_calls(settings.module))
+    unknown = _missing(settings.names, {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()})
+    if unknown:
+        raise CannotRun(f"no op is called {', '.join(unknown)}")
+    if settings.ops is None:
+        for name in sorted(EXTRA)[settings.stratum[0] :: settings.stratum[1]]:
+            if not settings.names or any(_is_called(name, wanted) for wanted in settings.names):
+                keep(extra_calls(name))
+    if not settings.names or _missing(settings.names, found):
+        sources = _sources(settings)
+        with Progress("recording", len(sources), quiet=quiet) as progress:
+            for operator in sources:
+                keep(calls_of(operator, settings.samples))
+                progress.advance(operator.name)
+    uncalled = _missing(settings.names, found)
+    if uncalled or not found:
+        ops = ", ".join(uncalled) or "any op that has rules"
+        raise CannotRun(f"no sample{in_part(settings.stratum)} makes a call of {ops}")
+    return {op: _chosen(list(calls.values()), settings) for op, calls in found.items()}
+
+
+def _chosen(calls: list[Recorded], settings: Settings) -> list[Recorded]:
+    """The calls by which an op is judged: evenly spread over all, or drawn, each by itself, whatever the rest is."""
+    if settings.seed is None:
+        return spread(calls, settings.calls)
+    drawn = sorted(calls, key=lambda call: random.Random(f"{settings.seed} {key_of(call)}").random())
+    return drawn[: settings.calls]
+
+
+def _sources(settings: Settings) -> list[Operator]:
+    """The operators to record: for named ops those of the same name, if torch has samples of all of them."""
+    chosen = [op for op in operators(settings.ops, settings.stratum) if not op.is_list]  # those have no rules
+    bare = [name.split("::")[-1].strip("_") for name in settings.names]
+    like = [op for op in chosen if any(_plain_name(op.name).endswith(name) for name in bare)]
+    known = {_plain_name(op.name) for op in like}
+    return like if bare and all(any(n.endswith(name) for n in known) for name in bare) else chosen
+
+
+def _is_called(op: str, name: str) -> bool:
+    """Whether a user means this op: by its whole name, or by what it is called in torch (softmax: aten::_softmax)."""
+    return op == name if "::" in name else op.split("::")[1].strip("_") == name.strip("_")
+
+
+def _missing(names: Iterable[str], ops: Iterable[str]) -> list[str]:
+    """The names that a user has given and that none of the ops is called."""
+    return [name for name in names if not any(_is_called(op, name) for op in ops)]
+
+
+def _plain_name(name: str) -> str:
+    return re.sub(r"^(nn\.functional|linalg|special|fft)\.", "", name).strip("_")
+
+
+def spread(items: list[Any], count: int) -> list[Any]:
+    """`count` items, evenly spread over all."""
+    if len(items) <= count:
+        return items
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)] if count > 1 else items[:1]
+
+
+# The command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="OP", help="only these ops: add, aten::add, mylib::op (all)")
+    parser.add_argument(
+        "--ops", type=pattern, metavar="PATTERN", help="only calls by operators of op_db whose name matches"
+    )
+    parser.add_argument("--samples", type=count, default=12, metavar="N", help="samples per operator of op_db (12)")
+    parser.add_argument("--calls", type=count, default=16, metavar="N", help="calls judged per op (16)")
+    parser.add_argument("--seed", type=int, metavar="N", help="choose these calls at random (evenly spread over all)")
+    parser.add_argument("--module", metavar="FILE", help="a Python file with ops and rules, and SAMPLES = {op: [args]}")
+    parser.add_argument("--write-docs", type=Path, metavar="FILE", help="write the catalogue of rules to FILE")
+    add_run_arguments(parser, timed="a call")
+
+
+@may_not_begin
+def run(given: argparse.Namespace) -> int:
+    """Run the command; 0 if every rule is sound."""
+    began = time.monotonic()
+    settings = Settings(
+        given.ops, tuple(given.names), given.samples, given.calls, given.stratum, given.module, given.seed
+    )
+    judged = {**json.loads(json.dumps(asdict(settings))), "source of module": source_of(settings.module)}
+    how = how_to_run(given, judged, OpReport)
+    if given.ops is not None and given.module is None:
+        some([op.name for op in operators(given.ops, given.stratum)], given)
+    reports = measure(settings, **how)
+    if given.write_docs is not None:
+        given.write_docs.write_text(catalogue.render({report.name: report for report in reports}))
+    about = (
+        f"{versions()} Calls from up to {settings.samples} samples of each operator of op_db, and of ops that these do "
+        f"not call, but at most {settings.calls} calls of each op. "
+        f"{time.monotonic() - began:.0f} s with {given.jobs} processes."
+    )
+    finish(given, tables(reports), "Sharding rules, judged by brute force", lambda title: page(reports, title, about))
+    return 0 if all(report.sound for report in reports) else 1
+
+
+def measure(settings: Settings, *, quiet: bool = True, **how: Any) -> list[OpReport]:
+    """Judge the ops that the settings name, in the order of their names. `how`: as `run_tasks` takes it."""
+    return judge_all(collect(settings, quiet=quiet), module=settings.module, quiet=quiet, **how)
+
+
+def judge_all(calls: Mapping[str, Sequence[Recorded]], *, module: str | None = None, **how: Any) -> list[OpReport]:
+    """Judge ops by some calls of each, in the order of their names. `how`: as `run_tasks` takes it."""
+    names = sorted(calls)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            _save(calls[name], _file(folder, name))
+        return run_tasks("verify", judge_saved, names, (folder, module), report_of, **how)
+
+
+def _save(calls: Sequence[Recorded], file: Path) -> None:
+    """Save what can be saved of some calls: a few take objects that live in one process only."""
+    saved = []
+    for recorded in calls:
+        with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):
+            saved.append(pickle.dumps(recorded.portable()))
+    file.write_bytes(pickle.dumps(saved))
+
+
+def judge_saved(name: str, where: tuple[str, str | None]) -> Iterator[dict[str, Any]]:
+    """Judge one op by its saved calls; yields what each of them gave."""
+    folder, module = where
+    if module is not None:
+        load_module(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for portable in pickle.loads(_file(folder, name).read_bytes()):
+            try:
+                recorded = made_again(pickle.loads(portable))
+            except Exception as error:  # it looks at strides that a copy does not have, or lives in one process only
+                yield asdict(OpReport(name, excluded={_not_again(error): 1}))
+            else:
+                yield asdict(judge_call(recorded))
+
+
+def _file(folder: str, name: str) -> Path:
+    return Path(folder) / f"{name.replace('::', '.')}.pickle"
+
+
+def report_of(outcome: Outcome) -> OpReport:
+    report = OpReport(outcome.name, failure=(outcome.failure or "").split("\n")[0][:200])
+    for part in outcome.parts:
+        report.add(OpReport(**part))
+    return report

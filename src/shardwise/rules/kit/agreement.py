@@ -1,0 +1,29 @@
+"""Data that torch refuses, where some ranks see the fault and others do not: they agree about it, and all raise.
+
+On the CPU only, where torch looks at the data itself. Elsewhere its checks come later, or there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardwise.rules.kit.types import Collectives
+
+
+def agreed(group: Collectives, bad: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Whether any of a tensor is bad, on any rank of the group: one reduction of a number."""
+    if x.is_meta:
+        unknown(group, x, torch.int32)
+    return x.device.type == "cpu" and bool(group.reduce(group.map(_as_number, bad, x), "max"))
+
+
+def unknown(group: Collectives, x: Tensor, dtype: torch.dtype = torch.int64) -> None:
+    """Where there is no data the ranks confer about nothing, so that as much is recorded as on the CPU."""
+    group.reduce(x.new_empty((), dtype=dtype), "max")
+
+
+def _as_number(bad: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return bad(x.detach()).any().to(torch.int32)

@@ -1,0 +1,83 @@
+"""Rules as data: which dims of inputs and outputs correspond, in the manner of einsum.
+
+Each dim of each tensor carries a factor or None (a dim that must be whole). Sharding a factor shards every dim that
+carries it; an output without it is then a pending reduction. Everything else is derived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardwise.layout import Partial
+from shardwise.rules.kit.types import SUM, AxisPlacement, Call, Rule, Strategy
+
+Factor = str | int | None
+LINEAR = (SUM, Partial("avg"))
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The correspondence of dims in one call.
+
+    `reduce` names the reduction of factors that the outputs lack (sum unless told; a factor that must not be sharded
+    maps to None). `linear` lists sets of inputs in which the outputs are jointly linear: these may be pending
+    together, and the outputs then are. `addends` are inputs added to a contraction: where the contraction is split into
+    terms, they must be split too, so that they count once.
+    """
+
+    ins: Sequence[Sequence[Factor]]
+    outs: Sequence[Sequence[Factor]]
+    reduce: Mapping[Factor, Partial | None] = field(default_factory=dict)
+    linear: Sequence[frozenset[int]] = ()
+    pass_through: Sequence[Partial] = LINEAR
+    addends: frozenset[int] = frozenset()
+
+    def strategies(self) -> list[Strategy]:
+        found = [Strategy((None,) * len(self.ins), (None,) * len(self.outs))]
+        for factor in dict.fromkeys(f for dims in (*self.ins, *self.outs) for f in dims if f is not None):
+            reduction = self.reduce.get(factor, SUM)
+            ins: list[AxisPlacement] = [_dim_of(factor, dims) for dims in self.ins]
+            outs: list[AxisPlacement] = [_dim_of(factor, dims) for dims in self.outs]
+            if None in outs:
+                if reduction is None:
+                    continue
+                outs = [reduction if dim is None else dim for dim in outs]
+                ins = [SUM if i in self.addends else dim for i, dim in enumerate(ins)]
+            found.append(Strategy(tuple(ins), tuple(outs)))
+        for together in self.linear:
+            for pending in self.pass_through:
+                terms = tuple(pending if i in together else None for i in range(len(self.ins)))
+                found.append(Strategy(terms, (pending,) * len(self.outs)))
+        return found
+
+
+def _dim_of(factor: Factor, dims: Sequence[Factor]) -> int | None:
+    for dim, carried in enumerate(dims):
+        if carried == factor:
+            return dim
+    return None
+
+
+def einsum(notation: str, *, linear: Sequence[set[int]] = ()) -> Rule:
+    """A rule in einsum's notation: `einsum("ik,kj->ij", linear=[{0}, {1}])`. Capital letters must be whole."""
+    left, right = notation.replace(" ", "").split("->")
+    ins = [_letters(term) for term in left.split(",")]
+    outs = [_letters(term) for term in right.split(",")]
+    factors = Factors(ins, outs, linear=[frozenset(group) for group in linear])
+    strategies = factors.strategies()
+    return Rule(lambda call: strategies)
+
+
+def _letters(term: str) -> tuple[Factor, ...]:
+    return tuple(None if letter.isupper() else letter for letter in term)
+
+
+def factor_rule(factors: Callable[[Call], Factors], local: Callable | None = None) -> Rule:
+    """A rule whose correspondence depends on the call."""
+    return Rule(lambda call: factors(call).strategies(), local)
+
+
+def dims_of(ndim: int, prefix: str = "") -> tuple[str, ...]:
+    """Factors for all dims of a tensor, by position."""
+    return tuple(f"{prefix}{dim}" for dim in range(ndim))

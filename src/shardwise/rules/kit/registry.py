@@ -1,0 +1,246 @@
+"""The one registry: from op to rule."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.layout import Layout
+from shardwise.rules.kit.refusals import PYTHON
+from shardwise.rules.kit.types import Call, Local, Rule, Strategy
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_size = torch._C.TensorBase.size
+_rules: dict[str, Rule] = {}
+_homes: dict[str, str] = {}
+_found: dict[Any, Rule | None] = {}
+_library = torch.library.Library("shardwise", "FRAGMENT")
+
+FUNCTIONS: dict[Any, Any] = {}
+"""Python functions that are traced as one op of ours."""
+
+APART: dict[Any, Callable[..., Any]] = {}
+"""Functions that merge dims which may be sharded apart, and the same function in a form that keeps them apart. That is
+what is traced. Where the shards can run it as it is, they run the function itself."""
+
+PARTS: dict[Any, Callable[..., Any]] = {}
+"""Ops that are traced as several, each of which may run where its data lie best. These functions are given a result of
+the op, on meta tensors, and its arguments, and give the same in parts, or None where the op is to stay one. Where all
+parts run on the same shards, whatever called the op runs whole."""
+
+
+def register(*names: str, rule: Rule) -> Rule:
+    """Give ops of the aten namespace (or `namespace::name`) a rule; in-place variants follow."""
+    for name in names:
+        full = name if "::" in name else f"aten::{name}"
+        _rules[full], _homes[full] = rule, _calling_module()
+    _found.clear()
+    return rule
+
+
+def homes() -> dict[str, str]:
+    """Every op with a rule of its own, and the module that gave it."""
+    return dict(_homes)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Afterwards the rules, and where they come from, are what they were before: to try rules out."""
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(known, dict(known)) for known in (_rules, _homes)]
+    _found.clear()
+    try:
+        yield
+    finally:
+        for known, kept in before:
+            known.clear()
+            known.update(kept)
+        _found.clear()
+
+
+def _calling_module() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"] == __name__:
+        frame = frame.f_back
+    return frame.f_globals["__name__"]
+
+
+def register_function(
+    function: Callable,
+    schema: str,
+    *,
+    rule: Rule,
+    before: Callable | None = None,
+    returns: str = "Tensor",
+    meta: Callable | None = None,
+    traced_if: Callable[..., bool] | None = None,
+    otherwise: Callable | None = None,
+) -> Rule:
+    """Give a Python function a rule: in traces it is the op `shardwise::{its name}`, whose schema lists the function's
+    own parameters. The op exists on meta tensors only, so the rule's `local` must always say what runs instead.
+
+    `before` may do some of the function's work, in ops that are traced, and gives the arguments for the rest. `meta` is
+    another function that gives the same results on meta tensors; `traced_if` says which calls are that op, and
+    `otherwise` stands for the function in those that are not.
+    """
+    name = function.__name__
+    _library.define(f"{name}({schema}) -> {returns}")
+    _library.impl(name, meta or function, "Meta")
+    op = getattr(torch.ops.shardwise, name).default
+    PYTHON[op] = function
+
+    @wraps(function)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(arg, Tensor) and arg.is_meta for arg in (*args, *kwargs.values())):
+            return function(*args, **kwargs)  # gathered after all
+        if traced_if is not None and not traced_if(*args, **kwargs):
+            return (otherwise or function)(*args, **kwargs)
+        if before is not None:
+            args, kwargs = before(*args, **kwargs)
+        return op(*args, **kwargs)
+
+    FUNCTIONS[function] = traced
+    return register(f"shardwise::{name}", rule=rule)
+
+
+def register_pointwise(rule: Rule) -> None:
+    """Give every op that torch tags as element-wise, and that has no rule of its own, this one."""
+    _rules["pointwise"] = rule
+
+
+def rule_named(name: str) -> Rule | None:
+    """The rule registered for `namespace::name` itself."""
+    return _rules.get(name)
+
+
+def rule_for(op: Any) -> Rule | None:
+    """The rule of an op, of the op it is the in-place form of, or of its kind (element-wise); None if there is none."""
+    try:
+        return _found[op]
+    except KeyError:
+        rule = _found[op] = _look_up(op)
+        return rule
+
+
+def _look_up(op: Any) -> Rule | None:
+    name = op._schema.name
+    rule = _rules.get(name)
+    if rule is None and name.endswith("_") and not name.endswith("__"):
+        rule = _rules.get(name[:-1])
+        if rule is not None and torch.Tag.inplace_view not in op.tags:
+            rule = _in_place(rule)
+    if rule is None and _is_pointwise(op):
+        rule = _rules["pointwise"]
+    if rule is not None and any(argument.is_out for argument in op._schema.arguments):
+        return _with_out(rule)
+    return rule
+
+
+def _is_pointwise(op: Any) -> bool:
+    """Whether torch tags an op, or the one it is the in-place form of, as element-wise: some in-place forms are not."""
+    if torch.Tag.pointwise in op.tags:
+        return True
+    namespace, name = op._schema.name.split("::")
+    base = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
+    packet = getattr(getattr(torch.ops, namespace), base, None) if base != name else None
+    return packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+
+
+# In place: the base rule. Where its `local` runs something else than the op, the result is still to be written
+
+
+def _in_place(rule: Rule) -> Rule:
+    if rule.local is None:
+        return rule
+    base = rule.local
+
+    def local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+        found = base(call, ins, outs)
+        if found is None or found.function is call.op or len(call.outputs) != 1:
+            return found
+        write = _Overwrite(found.function, outs[0].has_empty)
+        return replace(found, function=write, args=[*found.args, call.outputs[0]])
+
+    return Rule(rule.strategies, local)
+
+
+class _Overwrite:
+    """A function whose result is written to its last argument, of which it may need the old values for gradients."""
+
+    __slots__ = ("function", "some_hold_nothing")
+
+    def __init__(self, function: Callable, some_hold_nothing: bool) -> None:
+        self.function, self.some_hold_nothing = function, some_hold_nothing
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        *rest, target = args
+        if torch.is_grad_enabled() and target.requires_grad:
+            rest = [target.clone() if arg is target else arg for arg in rest]
+        result = self.function(*rest, **kwargs)
+        if result is target:
+            return target
+        if self.some_hold_nothing:
+            refuse_shared_memory(target)
+        return target.copy_(result)
+
+
+def refuse_shared_memory(x: Tensor) -> None:
+    """Refuse to write to a shard with nothing in it if torch refuses that to ranks that hold something, as their
+    elements share memory."""
+    if is_empty_expanded(x):
+        torch.zeros(()).expand(2).copy_(torch.zeros(2))
+
+
+def is_empty_expanded(x: Tensor) -> bool:
+    """Whether a shard has nothing in it, and its elements would share memory if it had (those of `expand`). Of what is
+    not a view, the strides of nothing mean nothing; nor do they if it already had such."""
+    with _disabled():
+        return 0 in _size(x) and x._is_view() and repeats(x) and not repeats(x._base)  # type: ignore[arg-type]
+
+
+def repeats(x: Tensor) -> bool:
+    """Whether elements of a shard share memory, as those of `expand` do."""
+    return any(n > 1 and not step for n, step in zip(_size(x), x.stride(), strict=True))
+
+
+# `out=`: the base rule, and the results written to tensors that lie as they do
+
+
+def _with_out(rule: Rule) -> Rule:
+    def strategies(call: Call) -> list[Strategy]:
+        return [replace(way, ins=(*way.ins, *way.outs)) for way in rule.strategies(_without_out(call))]
+
+    def local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+        base = _without_out(call)
+        found = rule.local(base, ins[: len(base.inputs)], outs) if rule.local is not None else None
+        if found is None:
+            return None
+        return replace(found, function=_Into(found.function, len(outs)), args=[*found.args, *call.outputs])
+
+    return Rule(strategies, local)
+
+
+def _without_out(call: Call) -> Call:
+    outs = {argument.name for argument in call.op._schema.arguments if argument.is_out}
+    kwargs = {name: value for name, value in call.kwargs.items() if name not in outs}
+    return Call(call.op, call.args, kwargs, call.inputs[: len(call.inputs) - len(outs)], call.outputs)
+
+
+class _Into:
+    """A function whose results are written to its last arguments."""
+
+    __slots__ = ("function", "num_outs")
+
+    def __init__(self, function: Callable, num_outs: int) -> None:
+        self.function, self.num_outs = function, num_outs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        results = self.function(*args[: -self.num_outs], **kwargs)
+        written = (results,) if isinstance(results, Tensor) else results
+        return tuple(out.copy_(new) for out, new in zip(args[-self.num_outs :], written, strict=True))

@@ -1,0 +1,384 @@
+"""Reductions. A reduced dim that is sharded leaves a pending reduction where the operator allows it exactly, gradient
+included; elsewhere a small distributed program finishes the job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.layout import Layout, Partial
+from shardwise.rules.kit.notation import Factor, Factors, dims_of
+from shardwise.rules.kit.registry import register
+from shardwise.rules.kit.types import SUM, Call, Collectives, HeldValues, Local, Rule, Strategy
+
+PROGRAM_COST = 10_000.0
+"""What one small reduction inside a program counts for: so little that a few of them, as in a cross entropy, are less
+than any move of the input. What can be computed where it lies is not gathered, whatever its size."""
+
+
+def reduced_dims(call: Call) -> tuple[int, ...]:
+    """The dims that are gone, or of size one, afterwards. No dims mean every dim, but to `all` and `any` none."""
+    ndim = call.inputs[0].ndim
+    if call.bound.get("dim") == [] and call.name in ("all", "any") and call.outputs[0].ndim == ndim:
+        return ()
+    return call.dims() if "dim" in call.bound and ndim else tuple(range(ndim))
+
+
+def _count(call: Call) -> int:
+    """How many elements each result is made of."""
+    return math.prod(call.inputs[0].shape[d] for d in reduced_dims(call))
+
+
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Whether numbers are rounded. Kernels for meta tensors let others pass that torch refuses."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def wide(x: Tensor) -> Tensor:
+    """Half precision as torch's own kernels accumulate it."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def kept(call: Call, names: Sequence[Factor]) -> list[Factor]:
+    """The factors of the output: reduced dims vanish, or stay as dims of size one that carry none."""
+    gone = reduced_dims(call)
+    if call.bound.get("keepdim"):
+        return [None if d in gone else name for d, name in enumerate(names)]
+    return [name for d, name in enumerate(names) if d not in gone]
+
+
+def is_split(call: Call, layout: Layout) -> bool:
+    """Whether a reduced dim is sharded."""
+    return any(layout.splits[dim] for dim in reduced_dims(call))
+
+
+def split_axes(call: Call, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """The one group of axes that split the reduced dims."""
+    return (tuple(axis for dim in sorted(reduced_dims(call)) for axis in layout.splits[dim]),)
+
+
+def is_linear(call: Call, op: str) -> bool:
+    """Whether a sum, or an average, that is pending on the input passes through the op: not if the op first converts to
+    a dtype that cuts digits off, nor where the terms themselves do not add up in full."""
+    source, target = call.inputs[0].dtype, call.outputs[0].dtype
+    if source.is_floating_point or source.is_complex:
+        return target.is_floating_point or target.is_complex
+    return op == "sum" and source != torch.bool
+
+
+def reduction_ways(call: Call, reduction: Partial | None, *, linear: bool = False) -> list[Strategy]:
+    """Dims that stay are free; a dim that is reduced may be sharded if that leaves `reduction` pending."""
+    names = dims_of(call.inputs[0].ndim)
+    out = kept(call, names)
+    reduce: dict[Factor, Partial | None] = {names[d]: reduction for d in reduced_dims(call)}
+    found = Factors([names], [out] * len(call.outputs), reduce=reduce).strategies()
+    pending = [Partial(op) for op in ("sum", "avg") if linear and is_linear(call, op)]
+    return [*found, *(Strategy((p,), (p,) * len(call.outputs)) for p in pending)]
+
+
+def program_ways(call: Call, cost: float = PROGRAM_COST) -> list[Strategy]:
+    """Reduced dims may be sharded too; the program makes the outputs whole. What to say of nothing is left to torch."""
+    if not _count(call):
+        return reduction_ways(call, None)
+    outs = (None,) * len(call.outputs)
+    return [*reduction_ways(call, None), *(Strategy((dim,), outs, cost) for dim in reduced_dims(call))]
+
+
+# Sums, means, products
+
+
+def converted(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    """Whether a pending input passes through a conversion depends on its dtype. A call of something else than the op
+    itself is planned for each dtype anew."""
+    if call.bound.get("dtype") is None or not ins[0].has_pending:
+        return None
+    return Local(_call, [call.op, *call.args], call.kwargs)
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _mean_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    """Shards may differ in size: the mean of each counts as much as it has elements."""
+    if not is_split(call, ins[0]):
+        return converted(call, ins, outs)
+    keepdim = bool(call.bound.get("keepdim"))
+    return Local(_share_of_mean, [call.inputs[0], reduced_dims(call), keepdim, call["dtype"], _count(call)])
+
+
+def _share_of_mean(x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None, count: int) -> Tensor:
+    """By a mean, whose gradient, unlike that of a sum, has memory for each of its elements: it may be written to."""
+    x = x if dtype is None else x.to(dtype)
+    own = math.prod(x.shape[dim] for dim in dims)
+    return (wide(x).mean(dims, keepdim) * (own / count) if own else wide(x).sum(dims, keepdim) / count).to(x.dtype)
+
+
+register("sum", rule=Rule(lambda call: reduction_ways(call, SUM, linear=True), converted))
+register("nansum", rule=Rule(lambda call: reduction_ways(call, SUM)))
+register("mean", rule=Rule(lambda call: reduction_ways(call, SUM, linear=True), _mean_local))
+
+
+def _product_ways(call: Call) -> list[Strategy]:
+    """A pending product has no gradient with a layout: what its factors get does not add up to that of the whole."""
+    return program_ways(call) if call.inputs[0].may_need_grad else reduction_ways(call, Partial("product"))
+
+
+def _product_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    if not call.inputs[0].may_need_grad or not is_split(call, ins[0]):
+        return None
+    args = [call.inputs[0], reduced_dims(call), bool(call.bound.get("keepdim")), call.outputs[0].dtype]
+    return Local(_product, args, groups=split_axes(call, ins[0]))
+
+
+def _product(group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    """Everybody gets everybody's factor, of which the gradient is torch's own, of any order."""
+    factors = group.psum(group.map(_factor_at, group.index(), group.size, x, dims, dtype))
+    out = factors.prod(0)
+    return out if keepdim else out.squeeze(dims)
+
+
+def _factor_at(place: int, count: int, x: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Our factor, in our place among as many."""
+    factor = x.to(dtype)
+    for dim in dims:
+        factor = factor.prod(dim, keepdim=True)
+    return torch.cat([factor[None] if i == place else torch.zeros_like(factor)[None] for i in range(count)])
+
+
+register("prod", rule=Rule(_product_ways, _product_local))
+register("count_nonzero", rule=Rule(lambda call: reduction_ways(call, SUM)))
+register("hash_tensor", rule=Rule(lambda call: reduction_ways(call, None)))
+
+
+# All and any are minimum and maximum of booleans; an empty shard's answer is the neutral one.
+
+register("all", "_is_all_true", rule=Rule(lambda call: reduction_ways(call, Partial("min"))))
+register("any", "_is_any_true", rule=Rule(lambda call: reduction_ways(call, Partial("max"))))
+
+
+# Extrema: values, indices, or both
+
+
+def _extremum_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    if not is_split(call, ins[0]):
+        return None
+    args = [call.inputs[0], reduced_dims(call), bool(call.bound.get("keepdim")), call.name]
+    return Local(extremum, args, groups=split_axes(call, ins[0]))
+
+
+def extremum(group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool, name: str) -> Any:
+    """The global extremum, or both of them, the minimum first."""
+    found = []
+    for op in ("min", "max"):
+        if op in name:
+            best = group.reduce(group.map(extremum_or_neutral, x.detach(), dims, op == "max"), op)
+            if x.requires_grad:
+                best = shared_gradient(group, x, best, dims, of_nan=name in ("max", "min"))
+            found.append(best if keepdim else best.squeeze(dims))
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def shared_gradient(
+    group: Collectives, x: Tensor, value: Tensor, dims: tuple[int, ...], *, of_nan: bool = True
+) -> Tensor:
+    """A value without gradient, with one that all elements equal to it share, on whatever rank. To torch a NaN has such
+    equals for `max`, but none for `amax`: then every gradient is NaN."""
+    same = x.detach() == value
+    hit = wide((same | (x.detach().isnan() & value.isnan()) if of_nan else same).to(x.dtype))
+    ties = group.reduce(hit.sum(dims, keepdim=True), "sum")
+    return group.attach(value, group.psum((x * (hit / ties).to(x.dtype)).sum(dims, keepdim=True)))
+
+
+def extremum_or_neutral(x: Tensor, dims: tuple[int, ...], largest: bool) -> Tensor:
+    """The extremum with its dims kept; of an empty shard, the value that never wins."""
+    if all(x.shape[d] for d in dims):
+        return x.amax(dims, keepdim=True) if largest else x.amin(dims, keepdim=True)
+    shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
+    return x.new_full(shape, neutral(x.dtype, largest))
+
+
+def neutral(dtype: torch.dtype, largest: bool) -> Any:
+    """The value that never is the largest (the smallest), unless all are."""
+    if dtype == torch.bool:
+        return not largest
+    if dtype.is_floating_point:
+        return -math.inf if largest else math.inf
+    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
+
+
+def _extremum_dim_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    if len(call.outputs) == 1 or call.name == "aminmax":
+        return _extremum_local(call, ins, outs)
+    if not is_split(call, ins[0]):
+        return None
+    (dim,) = call.dims()
+    return Local(
+        _extremum_with_index,
+        [call.inputs[0], dim, call["keepdim"], "max" in call.name],
+        groups=split_axes(call, ins[0]),
+    )
+
+
+def _extremum_with_index(
+    group: Collectives, x: Tensor, dim: int, keepdim: bool, largest: bool
+) -> tuple[Tensor, Tensor]:
+    """Value and global index; the gradient goes to the element at that index."""
+    value, index = group.map(_local_extremum, x, dim, largest, group.offset(0, dim))
+    best, chosen = _winner(group, value.detach(), index, largest)
+    if x.requires_grad:
+        mine = (chosen == index).to(x.dtype)
+        best = group.attach(best, group.psum(value * mine))
+    return (best, chosen) if keepdim else (best.squeeze(dim), chosen.squeeze(dim))
+
+
+def _local_extremum(x: Tensor, dim: int, largest: bool, offset: int) -> tuple[Tensor, Tensor]:
+    if x.shape[dim]:
+        value, index = x.max(dim, keepdim=True) if largest else x.min(dim, keepdim=True)
+        return value, index + offset
+    shape = [1 if d == dim else size for d, size in enumerate(x.shape)]
+    never = (
+        x.sum(dim, keepdim=True).to(x.dtype) + neutral(x.dtype, largest)
+        if x.dtype != torch.bool
+        else x.new_full(shape, not largest)
+    )
+    return never, x.new_full(shape, LAST, dtype=torch.int64)
+
+
+LAST = torch.iinfo(torch.int64).max
+
+
+def _winner(group: Collectives, value: Tensor, index: Tensor, largest: bool) -> tuple[Tensor, Tensor]:
+    """Among the ranks' candidates: the extremum, and the lowest index that attains it."""
+    best = group.reduce(value, "max" if largest else "min")
+    hit = (value == best) | (value.isnan() & best.isnan())
+    return best, group.reduce(torch.where(hit, index, LAST), "min")
+
+
+register("max", "min", "amax", "amin", "aminmax", rule=Rule(program_ways, _extremum_dim_local))
+
+
+def _arg_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    if not is_split(call, ins[0]):
+        return None
+    boxes = HeldValues([ins[0].box(coordinate) for coordinate in ins[0].mesh.held])
+    args = [call.inputs[0], call["dim"], call["keepdim"], "max" in call.name, call.inputs[0].shape, boxes]
+    return Local(_arg_extremum, args, groups=split_axes(call, ins[0]))
+
+
+def _arg_extremum(
+    group: Collectives, x: Tensor, dim: int | None, keepdim: bool, largest: bool, shape: tuple[int, ...], box: Any
+) -> Tensor:
+    if dim is not None:
+        value, index = group.map(
+            _local_extremum, x.detach(), dim % len(shape), largest, group.offset(0, dim % len(shape))
+        )
+        chosen = _winner(group, value, index, largest)[1]
+        return chosen if keepdim else chosen.squeeze(dim % len(shape))
+    value, index = group.map(_flat_extremum, x.detach(), largest, shape, box)
+    chosen = _winner(group, value, index, largest)[1]
+    return chosen.reshape([1] * len(shape)) if keepdim else chosen
+
+
+def _flat_extremum(x: Tensor, largest: bool, shape: tuple[int, ...], box: Any) -> tuple[Tensor, Tensor]:
+    """The extremum of a whole shard and its index in the flattened global tensor."""
+    if not x.numel():
+        return x.new_full((), neutral(x.dtype, largest)), x.new_full((), LAST, dtype=torch.int64)
+    flat = x.argmax() if largest else x.argmin()
+    value = x.reshape(-1)[flat]
+    where = torch.unravel_index(flat, x.shape)
+    index = torch.zeros_like(flat)
+    for at, start, size in zip(where, box[0], shape, strict=True):
+        index = index * size + at + start
+    return value, index
+
+
+register("argmax", "argmin", rule=Rule(program_ways, _arg_local))
+
+
+# Variance: two passes, so that it is as exact as on one device
+
+
+def _correction(call: Call) -> float:
+    if "correction" in call.bound:
+        return 1 if call["correction"] is None else call["correction"]
+    return 1 if call.bound.get("unbiased", True) else 0
+
+
+def _variance_strategies(call: Call) -> list[Strategy]:
+    if not is_inexact(call.inputs[0].dtype):
+        torch.var(torch.zeros(2, dtype=call.inputs[0].dtype))  # torch refuses
+    if _count(call) <= _correction(call):  # no degrees of freedom: torch has its own answers, infinite or NaN
+        return reduction_ways(call, None)
+    return program_ways(call, 2 * PROGRAM_COST)
+
+
+def _variance_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    freedom = _count(call) - _correction(call)
+    whole = not is_split(call, ins[0]) and all(map(math.prod, ins[0].held_shapes))
+    if whole or freedom <= 0:
+        return None  # torch itself, unless it would warn about empty shards
+    keepdim = bool(call.bound.get("keepdim"))
+    args = [call.inputs[0], reduced_dims(call), keepdim, _count(call), freedom, call.name]
+    return Local(_variance, args, groups=split_axes(call, ins[0]))
+
+
+def _variance(
+    group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool, count: int, freedom: float, name: str
+) -> Any:
+    dtype, x = x.dtype, wide(x)
+    mean = group.psum(group.map(_share_of_mean, x, dims, True, None, count))
+    away = x - group.vary(mean)
+    squares = (away * away.conj()).real if x.is_complex() else away * away
+    var = group.psum(squares.sum(dims, keepdim=True)) / freedom
+    spread = _root(var) if name.startswith("std") else var
+    if not keepdim:
+        mean, spread = mean.squeeze(dims), spread.squeeze(dims)
+    spread = spread.to(dtype.to_real())
+    return (spread, mean.to(dtype)) if name.endswith("_mean") else spread
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root with torch's gradient of a standard deviation: none where it is zero."""
+    zero = x == 0
+    return torch.where(zero, 0, torch.where(zero, 1, x).sqrt())
+
+
+register(
+    "var",
+    "std",
+    "var_mean",
+    "std_mean",
+    rule=Rule(_variance_strategies, _variance_local),
+)
+
+
+# logsumexp
+
+
+def _logsumexp_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    if not is_split(call, ins[0]):
+        return None
+    args = [call.inputs[0], reduced_dims(call), call["keepdim"], call.outputs[0].dtype]
+    return Local(_logsumexp, args, groups=split_axes(call, ins[0]))
+
+
+def _logsumexp(group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    x = wide(x.to(dtype))
+    top = maximum(group, x.real if x.is_complex() else x, dims)
+    top = torch.where(top.isinf(), 0, top)
+    out = group.psum((x - top).exp().sum(dims, keepdim=True)).log() + top
+    out = out.to(dtype)
+    return out if keepdim else out.squeeze(dims)
+
+
+def maximum(group: Collectives, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The global maximum without gradient, dims kept."""
+    return group.reduce(group.map(extremum_or_neutral, x.detach(), dims, True), "max")
+
+
+register("logsumexp", rule=Rule(lambda call: program_ways(call, 2 * PROGRAM_COST), _logsumexp_local))

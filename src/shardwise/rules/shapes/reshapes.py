@@ -1,0 +1,139 @@
+"""Reshapes. A sharded dim survives one if it is the outermost of the dims that are merged or split with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.layout import Layout
+from shardwise.rules.kit.dim_rebuild import Sizes, fetch, intervals
+from shardwise.rules.kit.notation import Factor, Factors, dims_of
+from shardwise.rules.kit.registry import register
+from shardwise.rules.kit.types import ANY_PENDING, Call, HeldValues, Local, Resize, Rule, Strategy, replicated
+
+
+def matching_dims(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """Cut a reshape into the smallest groups of dims, input and output, with the same product.
+
+    >>> matching_dims((2, 3, 4), (6, 4))
+    [([0, 1], [0]), ([2], [1])]
+    """
+    groups = []
+    i = j = 0
+    while i < len(source) or j < len(target):
+        ins, outs = [], []
+        size_in = size_out = 1
+        if i < len(source):
+            ins.append(i)
+            size_in *= source[i]
+            i += 1
+        if j < len(target):
+            outs.append(j)
+            size_out *= target[j]
+            j += 1
+        while size_in != size_out:
+            if size_in < size_out and i < len(source):
+                ins.append(i)
+                size_in *= source[i]
+                i += 1
+            elif j < len(target):
+                outs.append(j)
+                size_out *= target[j]
+                j += 1
+            else:
+                ins.append(i)
+                size_in *= source[i]
+                i += 1
+        groups.append((ins, outs))
+    return groups
+
+
+def _view(call: Call) -> list[Strategy]:
+    """A sharded dim survives a reshape if it is the outermost of its group on both sides. Where the new dim cannot be
+    cut where the old one is, the pieces are exchanged first."""
+    if "dtype" in call.bound:
+        return _reinterpretation(call)
+    found = [replicated(call), ANY_PENDING]
+    for group in _outermost(call):
+        found.append(Strategy((group.dim_in,), (group.dim_out,), resize=_rescale(group.inner_in, group.inner_out)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Reshaped:
+    """A group of dims of a reshape that may be sharded: its dims, the outermost wide ones, and how many elements lie
+    behind each index of those."""
+
+    dims: tuple[int, ...]
+    dim_in: int
+    dim_out: int
+    inner_in: int
+    inner_out: int
+
+
+def _outermost(call: Call) -> list[_Reshaped]:
+    source, target = call.inputs[0].shape, call.outputs[0].shape
+    found: list[_Reshaped] = []
+    if 0 in source:
+        return found
+    for ins, outs in matching_dims(source, target):
+        wide_in = [d for d in ins if source[d] != 1]
+        wide_out = [d for d in outs if target[d] != 1]
+        if wide_in and wide_out:
+            inner_in = math.prod(source[d] for d in wide_in[1:])
+            inner_out = math.prod(target[d] for d in wide_out[1:])
+            found.append(_Reshaped(tuple(ins), wide_in[0], wide_out[0], inner_in, inner_out))
+        elif ins and outs and not wide_in and not wide_out:  # one index, which one rank has
+            found.append(_Reshaped(tuple(ins), ins[0], outs[0], 1, 1))
+    return found
+
+
+def _reinterpretation(call: Call) -> list[Strategy]:
+    """`x.view(dtype)`: the same bytes. A last dim that changes its length must be whole; pending terms mean nothing."""
+    names: list[Factor] = list(dims_of(call.inputs[0].ndim))
+    if call.inputs[0].shape != call.outputs[0].shape:
+        names[-1] = None
+    return Factors([names], [names]).strategies()
+
+
+def _rescale(inner_in: int, inner_out: int) -> Resize:
+    def resize(sizes: Sizes) -> list[Sizes | None]:
+        if any(size * inner_in % inner_out for size in sizes):
+            return [None]
+        return [tuple(size * inner_in // inner_out for size in sizes)]
+
+    return resize
+
+
+def _view_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    """`reshape` is a view wherever the shard's strides allow one; they may differ from the global tensor's."""
+    if "dtype" in call.bound:
+        return None
+    x, shapes = call.inputs[0], HeldValues(outs[0].held_shapes)
+    steps, groups = [], []
+    for group in reversed(_outermost(call)):  # from the right: the dims before stay where they are
+        have = tuple(size * group.inner_in for size in ins[0].pieces(group.dim_in))
+        give = tuple(size * group.inner_out for size in outs[0].pieces(group.dim_out))
+        if have != give:
+            steps.append((group.dims, have, give))
+            groups.append(ins[0].splits[group.dim_in])
+    if steps:
+        return Local(_exchanged_view, [x, tuple(steps), shapes], groups=tuple(groups))
+    if call.name == "view" and x.shape == call.outputs[0].shape:  # strides of thin shards too stay what they are
+        return Local(Tensor.expand, [x, shapes], resized=True)
+    return Local(Tensor.reshape, [x, shapes], resized=True)
+
+
+def _exchanged_view(*arguments: Any) -> Tensor:
+    """`(a group for each step, x: S, steps, shape) -> S`: each group of dims as one, cut anew, then reshaped."""
+    *groups, x, steps, shape = arguments
+    for group, (dims, have, give) in zip(groups, steps, strict=True):
+        x = fetch(group, x.flatten(dims[0], dims[-1]), dims[0], intervals(have), intervals(give))
+    return groups[0].map(Tensor.reshape, x, shape)
+
+
+VIEW = register("view", "_unsafe_view", "_reshape_alias", rule=Rule(_view, _view_local))
