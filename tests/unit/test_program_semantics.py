@@ -596,30 +596,6 @@ def test_gradients_seen_around_a_write_through_a_view(name: str, observer: str, 
         same(program, normal(4, 4), placement)
 
 
-def test_a_pass_after_a_pass_goes_no_further_than_torchs() -> None:
-    """What the gradients do not depend on is not differentiated again: it may have no second derivative."""
-
-    def program(x: Tensor) -> tuple[Any, ...]:
-        other = (x.detach() + 1).requires_grad_()
-        y = x * 1
-        y.retain_grad()
-        pooled = F.max_pool2d(other[None], 2)
-        grads = torch.autograd.grad((y**3).sum() + pooled.sum(), [x, other], create_graph=True)
-        kept, y.grad = y.grad, None
-        (grads[0] ** 2).sum().backward()
-        return kept, *grads, x.grad, other.grad, y.grad
-
-    for placement in (S(0), S(1), R):
-        same(program, normal(4, 4), placement)
-
-
-def test_a_gradient_that_depends_on_nothing_is_a_constant() -> None:
-    for placement in (S(0), P(), R):
-        x = place(normal(4, 4), placement).requires_grad_()
-        (grad,) = torch.autograd.grad((x * 3).sum(), x, create_graph=True)
-        assert not grad.requires_grad
-
-
 def test_rows_picked_by_a_number_in_a_tensor() -> None:
     def program(x: Tensor) -> tuple[Any, ...]:
         i = beside(x, torch.tensor(1))

@@ -3,7 +3,7 @@
 from shardwise.redistribute.collectives import Group
 from shardwise.redistribute.cost import LATENCY, LOCAL, transition_cost, wire_bytes
 from shardwise.redistribute.deferred_gradients import alone, check_paid, drop, no_sync, owing, pay
-from shardwise.redistribute.double_backward import alike, anchors, let_go, tied, trail
+from shardwise.redistribute.double_backward import anchors, let_go, tied, trail
 from shardwise.redistribute.execute import (
     Gathered,
     differentiable,
@@ -32,7 +32,6 @@ __all__ = [
     "Move",
     "MoveGradient",
     "Typed",
-    "alike",
     "alone",
     "anchors",
     "can_join",

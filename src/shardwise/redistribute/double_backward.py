@@ -8,7 +8,8 @@ later pass is told to reach, and to all gradients that the pass gives; and to th
 went through. The next pass goes through all of it, with zeros where nothing else comes, on all ranks: leaves that it
 would not reach get those. Torch runs nodes in the reverse order of their recording, so that they meet in order.
 
-In the simulator a collective is one node for all ranks, which cannot miss each other: there nothing is tied.
+In the simulator a collective is one node for all ranks, which cannot miss each other. It ties them all the same: a
+program communicates there what it communicates on ranks.
 """
 
 from __future__ import annotations
@@ -65,19 +66,10 @@ def trail() -> Iterator[list[Tensor]]:
 def tied(grads: Sequence[Tensor], recorded: Sequence[Tensor]) -> Sequence[Tensor]:
     """Gradients from which every collective that was recorded on the way to them can be reached."""
     with torch._C.DisableTorchFunctionSubclass():
-        if len(grads) > 1:
-            return alike(grads)
         if not recorded:
             return anchored(grads)
         knot = _Knot.apply(*recorded)
         return [_Tied.apply(g, knot) for g in grads]
-
-
-def alike(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Gradients of all ranks, of which all are part of the graph if some are."""
-    if len({g.requires_grad for g in grads}) < 2:
-        return grads
-    return [g if g.requires_grad else _Tied.apply(g, _anchor(g.device)) for g in grads]
 
 
 def _anchor(device: torch.device) -> Tensor:

@@ -39,12 +39,11 @@ class Along:
 class Exchange(NamedTuple):
     """What is done to the shards, and to their gradients."""
 
-    mesh: Mesh
     forth: Kernel
     back: Kernel
 
     def reversed(self) -> Exchange:
-        return Exchange(self.mesh, self.back, self.forth)
+        return Exchange(self.back, self.forth)
 
 
 def window(along: Along, have: Sequence[Interval], want: Sequence[Interval]) -> Exchange:
@@ -73,7 +72,7 @@ def window(along: Along, have: Sequence[Interval], want: Sequence[Interval]) -> 
             out.append(total)
         return out
 
-    return Exchange(along.mesh, fetch, give_back)
+    return Exchange(fetch, give_back)
 
 
 def gather(along: Along, sizes: Sequence[int]) -> Exchange:
@@ -88,7 +87,7 @@ def gather(along: Along, sizes: Sequence[int]) -> Exchange:
         chunks = [list(x.split(list(sizes), along.dim)) for x in shards]
         return along.mesh.port.reduce_scatter(chunks, along.mesh, along.axes, "sum")
 
-    return Exchange(along.mesh, all_gather, reduce_scatter)
+    return Exchange(all_gather, reduce_scatter)
 
 
 def run_exchange(exchange: Exchange, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -113,10 +112,7 @@ class _Exchanged(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return None, *run_exchange(back, grads)
         with _disabled():
-            if len(back.mesh.held) > 1:
-                out: Sequence[Tensor] = run_exchange(back, grads)
-            else:
-                out = left_behind(run_exchange(back, anchored(grads)))
+            out = left_behind(run_exchange(back, anchored(grads)))
             if listeners:
                 inherited(out, grads)
             return None, *out

@@ -251,10 +251,7 @@ def _marking(dual: Move) -> Callable[[Any], Any]:
 def recorded(move: Move, grads: Sequence[Tensor]) -> Sequence[Tensor]:
     """A move of gradients, in a backward pass that will itself be differentiated."""
     with _disabled():
-        if len(move.source.layout.mesh.held) > 1:
-            out = transition(move, grads)
-        else:
-            out = left_behind(transition(move, anchored(grads)))
+        out = left_behind(transition(move, anchored(grads)))
         if listeners:
             inherited(out, grads)
         return out

@@ -35,8 +35,8 @@ def run_together(values: Sequence[Tensor], paths: Sequence[tuple[Move, ...]]) ->
             return moved(paths[0], values[0], partial(run_together, values, paths), *values[1:])
         held = [shards_of(x) for x in values]
         moves = [move for (move,) in paths]
-        mesh, duals = moves[0].source.layout.mesh, [move.dual for move in moves]
-        exchange = Exchange(mesh, partial(run_exchanges, moves), partial(run_exchanges, duals))
+        duals = [move.dual for move in moves]
+        exchange = Exchange(partial(run_exchanges, moves), partial(run_exchanges, duals))
         out = run_exchange(exchange, [x for shards in held for x in shards])
         ranks = len(held[0])
         rows = [out[i : i + ranks] for i in range(0, len(out), ranks)]

@@ -17,7 +17,7 @@ from shardwise.dispatch.interop.anomalies import dispatch_modes, run_backward
 from shardwise.dispatch.interop.autograd_function import joined_gradients
 from shardwise.dispatch.interop.nodes import Handles, nodes_of
 from shardwise.layout import Layout, Mesh
-from shardwise.redistribute import alike, alone, anchors, forget, let_go, owing, pay, second_order, tied, trail
+from shardwise.redistribute import alone, anchors, forget, let_go, owing, pay, second_order, tied, trail
 from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, kernels_see, localise, observe
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -99,8 +99,9 @@ def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: 
             run_backward(meshes, roots, seeds, retain is not False, True, to_reach, **options)
         let_go()
         recorded += _next_reached(roots, below, retain)
-        new = [leaf for leaf, old in zip(leaves, before, strict=True) if _raw_grad(leaf) is not old]
-        _tie_gradients([leaf for leaf in new if _raw_grad(leaf) is not None], recorded, meshes)
+        for leaf, old in zip(leaves, before, strict=True):
+            if (grad := _raw_grad(leaf)) is not old and grad is not None:
+                _set_raw_grad(leaf, tied([grad], recorded)[0])
     if owing:
         pay(meshes)
 
@@ -111,20 +112,8 @@ def _meshes(tensors: Sequence[Any]) -> list[Any]:
 
 def _next_reached(roots: Sequence[Tensor], leaves: Sequence[Tensor], retain: bool | None) -> list[Tensor]:
     """What a pass that comes next must reach, whatever the gradients of each rank depend on: all of the graph, or, if
-    that is not to be kept, its leaves. In the simulator, nothing."""
-    if any("_peers" in x.__dict__ for x in roots):
-        return []
+    that is not to be kept, its leaves."""
     return [x for x in (leaves if retain is False else roots) if x.requires_grad]
-
-
-def _tie_gradients(leaves: Sequence[Tensor], recorded: Sequence[Tensor], meshes: Sequence[Mesh]) -> None:
-    grads: Any = [_raw_grad(leaf) for leaf in leaves]
-    if any(len(mesh.held) > 1 for mesh in meshes):
-        grads = alike(grads)
-    else:
-        grads = [tied([grad], recorded)[0] for grad in grads]
-    for leaf, grad in zip(leaves, grads, strict=True):
-        _set_raw_grad(leaf, grad)
 
 
 def _raw_grad(leaf: Tensor) -> Tensor | None:
