@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction
 
 from shardwise.comm.cause import inherited, is_moving, listeners, moved, told
 from shardwise.comm.ranked import ranked
@@ -381,7 +382,7 @@ def _alias(move: Move) -> Callable[[Tensor], Tensor]:
 
 def _applied(function: Any) -> Callable[..., Any]:
     """`apply` itself, without the detour for functorch's transforms, which have no business with shards."""
-    return super(torch.autograd.Function, function).apply
+    return super(_SingleLevelFunction, function).apply
 
 
 # Averages and norms: a local step before the reduction, and one after it. Both are ordinary differentiable ops.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction
 
 _references = sys.getrefcount
 _tensors = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
@@ -29,7 +30,7 @@ def bare_function(forward: Callable[..., Any], backward: Callable[..., Any], nam
         name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     )
     function._backward_cls.apply = backward
-    return super(torch.autograd.Function, function).apply
+    return super(_SingleLevelFunction, function).apply
 
 
 Counts = tuple[int, ...]
