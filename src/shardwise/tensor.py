@@ -58,8 +58,20 @@ class DTensor(Tensor):
     (torch.Size([4, 2]), torch.Size([2, 2]), 28.0)
     """
 
+    # All that is kept on a tensor. What else is in its `__dict__`, users have put there.
     _layout: Layout
     _peers: tuple[Tensor, ...]  # in the simulator, the shards of the other ranks
+    _is_param: bool  # as torch marks parameters that are no instances of Parameter
+    _moved: dict[int, Any]  # what it was moved to, for further uses (`dispatch.plan.Mover`)
+    _gathered: Gathered  # where it was gathered from, if it was asked to be
+    _grad_set: tuple[Tensor, Tensor]  # a gradient as kernels see it, and as it was set
+    _aside: dict[int, Any]  # terms of the gradient that `no_sync` keeps
+    _rendezvous: dict[int, Any]  # hooks of a leaf in the simulator (`comm.rendezvous`)
+    _strides: tuple[int, ...] | None  # those of the whole, where its shard does not show them
+    _source: tuple[DTensor, Any]  # of a copy in the place of a view (`dispatch.aliasing`): whose, and the way back,
+    _taking: Any  # the call that takes it again,
+    _shown: int  # the source's version when the copy was brought up to date,
+    _whole: Any  # and the copy that a view of it is part of
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
@@ -168,7 +180,7 @@ class DTensor(Tensor):
             seen = kernels_see(grad)
             _set_grad(self, seen)
             if seen is not grad:
-                self.__dict__["_grad"] = seen, grad
+                self.__dict__["_grad_set"] = seen, grad
             for peer, piece in zip(peers, grad.__dict__.get("_peers", ()), strict=True):
                 peer.grad = piece
 
@@ -200,9 +212,9 @@ class DTensor(Tensor):
     def _labelled_on_meta(self, grad: Tensor) -> DTensor:
         """An alias of what torch accumulated: torch goes on adding to it, which on meta a function in Python does, and
         that would see the global shape."""
-        known = self.__dict__.get("_grad")
+        known = self.__dict__.get("_grad_set")
         if known is None or known[0] is not grad:
-            known = self.__dict__["_grad"] = grad, wrap(_as_subclass(grad, Tensor), self._layout.gradient)
+            known = self.__dict__["_grad_set"] = grad, wrap(_as_subclass(grad, Tensor), self._layout.gradient)
         return known[1]
 
     if TYPE_CHECKING:  # torch says that these return a Tensor
@@ -455,7 +467,7 @@ def _remembering(made: DTensor, local: Tensor, moves: Sequence[Move]) -> DTensor
 def observe(x: DTensor) -> None:
     """Somebody looks at the gradient of this tensor itself."""
     if "_gathered" in x.__dict__:
-        x._gathered.observe()  # type: ignore[attr-defined]
+        x._gathered.observe()
 
 
 def _alias(shard: Tensor) -> Tensor:
@@ -520,13 +532,7 @@ def _summed_axes(layout: Layout) -> tuple[int, ...]:
     return tuple(axis for axis, p in enumerate(layout.pending) if p is not None and p.reduce_op == "sum")
 
 
-OURS = frozenset(
-    {
-        *("_layout", "_peers", "_is_param", "_rendezvous", "_moved", "_gathered", "_grad"),
-        *("_strides", "_source", "_taking", "_shown", "_whole"),
-    }
-)
-"""What we keep on a tensor ourselves."""
+OURS = frozenset(DTensor.__annotations__)
 
 
 def _set_by_users(x: DTensor) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import copy
 import io
 import itertools
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -178,3 +180,25 @@ def test_a_gradient_can_be_set_and_takes_its_tensors_layout() -> None:
     assert torch.equal(p.grad.full_tensor(), g), "a refused gradient changes nothing"
     del p.grad
     assert p.grad is None and all(x.grad is None for x in p._peers)
+
+
+def test_a_parameter_saved_inside_no_sync_is_loaded_with_weights_only() -> None:
+    weight = nn.Parameter(sw.distribute_tensor(data(4, 4), MESH, [R, R]))
+    x = sw.distribute_tensor(data(8, 4), MESH, [S0, R])
+    with sw.parallel.no_sync():
+        (x @ weight).sum().backward()
+        file = io.BytesIO()
+        torch.save({"weight": weight}, file)
+    weight.grad = None
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["weight"]
+    assert loaded.placements == weight.placements and torch.equal(loaded.full_tensor(), weight.full_tensor())
+
+
+def test_all_that_is_kept_on_a_tensor_is_declared() -> None:
+    """Whatever is put into a tensor's dict under a name of ours is not the user's, and neither copied nor saved."""
+    named = re.compile(r'__dict__(?:\[|\.get\(|\.pop\(|\.setdefault\()"(_[a-z_]+)"')
+    elsewhere = {"_function", "_on_dtensors", "_all", "__torch_function__"}  # of moves, functions, lists of shards
+    source = Path(sw.__file__).parent
+    found = {name for file in source.rglob("*.py") for name in named.findall(file.read_text())}
+    assert found - elsewhere <= set(DTensor.__annotations__)

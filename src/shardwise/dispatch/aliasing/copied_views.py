@@ -276,7 +276,7 @@ def carry_on(written: Iterable[Tensor]) -> None:
                 else:
                     _outdate(view)
             if recorded:
-                copy._shown = source._version  # type: ignore[attr-defined]
+                copy._shown = source._version
                 with _disabled():
                     observed = copy.retains_grad
                 if observed:

@@ -153,7 +153,7 @@ def _alias(x: CopiedView) -> DTensor:
     """A copy as the usual tensor that it is to functions."""
     made = wrap(localise(x), x._layout)
     if "_strides" in x.__dict__:
-        made._strides = x._strides  # type: ignore[attr-defined]
+        made._strides = x._strides
     return made
 
 
