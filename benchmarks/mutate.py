@@ -42,8 +42,9 @@ PACKAGE = Path("src") / "shardwise"
 CORE = (
     "layout/*.py",
     "redistribute/*.py",
-    *(f"dispatch/{name}.py" for name in ("call", "key", "plan", "build", "lower", "realise", "trace", "choose")),
-    *(f"rules/{name}.py" for name in ("types", "registry", "notation", "agreement", "guards", "indices")),
+    *(f"dispatch/{name}.py" for name in ("call", "key", "plan")),
+    *(f"dispatch/planning/{name}.py" for name in ("first_call", "build", "lower", "realise", "trace", "choose")),
+    *(f"rules/kit/{name}.py" for name in ("types", "registry", "notation", "agreement", "guards", "indices")),
     *("tensor.py", "local.py", "from_local.py"),
 )
 

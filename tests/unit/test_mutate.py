@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mutate import Mutant, Verdict, failed_tests, lost, mutants_of, replaced
+from mutate import CORE, PACKAGE, ROOT, Mutant, Verdict, failed_tests, lost, mutants_of, replaced
 
 SOURCE = '''
 LIMIT = 3
@@ -59,6 +59,11 @@ def test_a_mutant_is_found_where_its_line_has_moved_to(package: Path) -> None:
     (package / "twice.py").write_text("note(x)\n")
     assert mutant.find(package) is None
     assert Mutant("core.py", "note(y)", "pass").find(package) is None
+
+
+@pytest.mark.parametrize("pattern", CORE)
+def test_the_core_is_where_mutants_are_drawn(pattern: str) -> None:
+    assert any((ROOT / PACKAGE).glob(pattern))
 
 
 def test_tests_that_fail_are_read_off() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import shardwise as sw
-from shardwise.proof.kit.samples import all_operators
+from shardwise.proof.kit.samples import Operator, all_operators
 
 ALONE = sw.simulate((1,), ("tp",))
 NUM_PARTS = 4
@@ -26,9 +26,7 @@ DRAWN = ("bernoulli", "multinomial", "normal", "uniform", "exponential", "cauchy
 OTHERS = ("as_strided", "sparse", "resize_", "_foreach")  # by memory, without shards, of other shapes, of lists
 
 OPERATORS = [
-    op.info
-    for op in all_operators()
-    if not any(word in op.name for word in (*RANDOM, *OTHERS)) and op.name not in DRAWN
+    op for op in all_operators() if not any(word in op.name for word in (*RANDOM, *OTHERS)) and op.name not in DRAWN
 ]
 
 Call = tuple[Callable, tuple, dict[str, Any]]
@@ -38,31 +36,31 @@ def is_number(x: Any) -> bool:
     return isinstance(x, (float, complex)) and not isinstance(x, bool)
 
 
-def samples_of(op: Any, dtype: torch.dtype, number: int) -> list[Any]:
+def samples_of(op: Operator, dtype: torch.dtype, number: int) -> list[Any]:
     """Made in a thread of its own: torch looks at the whole stack for each sample, and pytest's is deep."""
-    return _aside.submit(lambda: list(islice(op.sample_inputs("cpu", dtype), number))).result()
+    return _aside.submit(lambda: list(islice(op.info.sample_inputs("cpu", dtype), number))).result()
 
 
 _aside = ThreadPoolExecutor(1)
 
 
-def with_other_numbers(op: Any) -> Iterator[Call]:
+def with_other_numbers(op: Operator) -> Iterator[Call]:
     """A sample that has numbers, with three of them in turn."""
-    if not op.supports_dtype(torch.float64, "cpu"):
+    if not op.info.supports_dtype(torch.float64, "cpu"):
         return
     samples = samples_of(op, torch.float64, 30)
     for sample in [s for s in samples if any(map(is_number, tree_leaves((s.args, s.kwargs))))][:1]:
         for change in (lambda x: x, lambda x: x * 0.5 + 0.1, lambda x: abs(x) * 0.25 + 0.05):
             changed = tree_map(lambda x, change=change: change(x) if is_number(x) else x, (sample.args, sample.kwargs))
-            yield op.op, (sample.input, *changed[0]), changed[1]
+            yield op.function, (sample.input, *changed[0]), changed[1]
 
 
-def with_other_dtypes(op: Any) -> Iterator[Call]:
+def with_other_dtypes(op: Operator) -> Iterator[Call]:
     """The first sample in one dtype after the other."""
-    dtypes = [dtype for dtype in DTYPES if op.supports_dtype(dtype, "cpu")]
+    dtypes = [dtype for dtype in DTYPES if op.info.supports_dtype(dtype, "cpu")]
     for dtype in (*dtypes, *dtypes[:1]):
         for sample in samples_of(op, dtype, 1):
-            yield op.op, (sample.input, *sample.args), sample.kwargs
+            yield op.function, (sample.input, *sample.args), sample.kwargs
 
 
 def laid(x: Any) -> Any:
@@ -84,7 +82,7 @@ def outcome(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("calls_of", [with_other_numbers, with_other_dtypes])
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_calls_that_only_look_alike(part: int, calls_of: Callable[[Any], Iterator[Call]]) -> None:
+def test_calls_that_only_look_alike(part: int, calls_of: Callable[[Operator], Iterator[Call]]) -> None:
     wrong, compared = [], 0
     for op in OPERATORS[part::NUM_PARTS]:
         with warnings.catch_warnings(action="ignore"):
@@ -95,7 +93,7 @@ def test_calls_that_only_look_alike(part: int, calls_of: Callable[[Any], Iterato
                 found = outcome(function, tree_map(laid, args), tree_map(laid, kwargs))
                 compared += 1
                 if isinstance(found, Exception) or not all(map(same, found, expected)):
-                    wrong.append(f"{op.full_name} {args[1:]} {kwargs}: {found}")
+                    wrong.append(f"{op.name} {args[1:]} {kwargs}: {found}")
     assert not wrong and compared > 30
 
 

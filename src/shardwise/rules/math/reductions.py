@@ -115,7 +115,7 @@ def _share_of_mean(x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch
     """By a mean, whose gradient, unlike that of a sum, has memory for each of its elements: it may be written to."""
     x = x if dtype is None else x.to(dtype)
     own = math.prod(x.shape[dim] for dim in dims)
-    return (wide(x).mean(dims, keepdim) * (own / count) if own else wide(x).sum(dims, keepdim) / count).to(x.dtype)
+    return (wide(x).mean(dims, keepdim) / (count / own) if own else wide(x).sum(dims, keepdim) / count).to(x.dtype)
 
 
 register("sum", rule=Rule(lambda call: reduction_ways(call, SUM, linear=True), converted))
