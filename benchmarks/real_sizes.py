@@ -128,7 +128,6 @@ class Bench:
         """Of the systems that can run every program."""
 
         def working(system: str) -> Work:
-            self.enter(system)
             work = Work(system, case, whole)
             for name in PROGRAMS.values():
                 getattr(work, name)()
@@ -244,7 +243,6 @@ def show_kernels(bench: Bench, size: Size, console: Console) -> None:
         case = bench.case(size, variant)
         whole, found = whole_block(case), {}
         for system in (PLAIN, SHARDWISE):
-            bench.enter(system)
             found[system] = kernels_of(Work(system, case, whole).forward_backward, bench.device)
         title = f"Kernels of forward + backward: {size}, {variant}"
         kernel_table(title, found[PLAIN], found[SHARDWISE], limit=40).print(console)
