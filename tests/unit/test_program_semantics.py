@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.proof.fuzz.leaves import Device
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 MESHES = ((2,), (3,), (4,))
@@ -567,17 +568,21 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "of flat": lambda y: y.flatten()[3:7],
     "a view of a view": lambda y: y.view(2, 8)[0].view(2, 4),
 }
+DIRECT = [name for name in PARTS if name != "a view of a view"]
+SOURCES: dict[str, Callable[[Tensor], Tensor]] = {"a result": lambda x: x * 1, "a view": lambda x: (x * 1)[:]}
 
 
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("observer", ["source kept", "view kept", "hook on source", "hook on view", "asked for"])
-@pytest.mark.parametrize("name", PARTS)
-def test_gradients_seen_around_a_write_through_a_view(name: str, observer: str, used: bool) -> None:
+@pytest.mark.parametrize(
+    ("source", "name"), [*(("a result", name) for name in PARTS), *(("a view", name) for name in DIRECT)]
+)
+def test_gradients_seen_around_a_write_through_a_view(source: str, name: str, observer: str, used: bool) -> None:
     """A view that is written to is what its base becomes: uses of it send their gradient there, and what was hooked to
     it before is left out, also where it had to be a copy."""
 
     def program(x: Tensor) -> tuple[Any, ...]:
-        y = x * 1
+        y = SOURCES[source](x)
         part = PARTS[name](y)
         before = (part * 3).sum()
         observed = y if "source" in observer else part
@@ -744,3 +749,31 @@ def test_a_write_to_a_view_of_the_same_shape_of_what_it_reads(view: Any, mesh: t
         return (rows,)
 
     same(program, normal(4, 3), S(0), mesh=mesh)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("hook", [lambda g: g * 2, lambda g: g.tanh(), lambda g: g + 0.5])
+def test_a_hook_on_an_average_of_terms_that_differ(hook: Any, mesh: tuple[int, ...]) -> None:
+    """Each rank multiplies its gradient by its own term: shares that merely add up to the hook's result are no good."""
+    grads = []
+    for on in (Device(None), Device(mesh_of(mesh))):
+        x = on.leaf((3, 2), torch.float64, [P("avg")], seed=688, grad=True)
+        y = torch.mv(x, x[0])
+        y.register_hook(hook)
+        y.square().sum().backward()
+        grads.append(full(x.grad))
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("kind", ["sum", "avg"])
+def test_a_write_to_the_data_of_a_view_of_what_was_reduced(kind: str) -> None:
+    """Autograd does not hear of such a write, and neither does who keeps what was reduced."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            y = x * 1
+            before = y.norm()
+            y.flatten().data.div_(2)
+            return before, y.square()
+
+    same(program, normal(3, 2), P(kind))
