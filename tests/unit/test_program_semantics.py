@@ -777,3 +777,33 @@ def test_a_write_to_the_data_of_a_view_of_what_was_reduced(kind: str) -> None:
             return before, y.square()
 
     same(program, normal(3, 2), P(kind))
+
+
+PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cumsum": lambda x: x.cumsum(1),
+    "cummax": lambda x: x.cummax(1).values,
+    "softmax": lambda x: x.softmax(1),
+    "sort": lambda x: x.sort(1).values,
+    "topk": lambda x: x.topk(2, 1).values,
+    "roll": lambda x: x.roll(1, 1),
+}
+
+
+@pytest.mark.parametrize("mesh", [(1,), (2,)])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_hooks_on_results_of_programs_last_though_these_are_written_to(name: str, mesh: tuple[int, ...]) -> None:
+    """They are no views, though they may be parts of what a rank computed."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = PROGRAMS[name](x)
+        y.register_hook(lambda grad: grad + 0.5)
+        with torch.no_grad():
+            y.view_as(y).sigmoid_()
+        y.sin().sum().backward()
+        return y, x.grad
+
+    if name == "softmax":  # which needs its result for the gradient
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            program(place(normal(3, 3), S(1), mesh=mesh).requires_grad_())
+    else:
+        same(program, normal(3, 3), S(1), mesh=mesh)
