@@ -688,6 +688,7 @@ READ: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rows": lambda x, i: F.embedding(i, x),
     "bags": lambda x, i: F.embedding_bag(i.reshape(1, -1), x),
     "the largest of bags": lambda x, i: F.embedding_bag(i.reshape(1, -1), x, mode="max"),
+    "the largest": lambda x, i: x.topk(1, 0).values,
 }
 
 
@@ -807,3 +808,16 @@ def test_hooks_on_results_of_programs_last_though_these_are_written_to(name: str
             program(place(normal(3, 3), S(1), mesh=mesh).requires_grad_())
     else:
         same(program, normal(3, 3), S(1), mesh=mesh)
+
+
+def test_the_result_of_a_layer_norm_is_contiguous() -> None:
+    """So what is flattened of it is a view, and a write to that is seen."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            y = F.layer_norm(x.mT, (x.shape[0],))
+            y[1].ravel().tanh_()
+        return (y,)
+
+    for placement in (S(0), S(1), R):
+        same(program, normal(5, 6), placement)

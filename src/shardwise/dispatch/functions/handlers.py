@@ -336,7 +336,7 @@ def _keep_no_moves(x: DTensor) -> None:
         base = x._base
     for y in (x, base):
         if isinstance(y, DTensor) and not (y.requires_grad and y.is_leaf):
-            y._moved, y._layout = _Unshared(), y._layout.unreduced
+            y.__dict__["_moved"], y._layout = _Unshared(), y._layout.unreduced
 
 
 class _Unshared(dict[Any, Any]):
