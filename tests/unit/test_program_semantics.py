@@ -821,3 +821,18 @@ def test_the_result_of_a_layer_norm_is_contiguous() -> None:
 
     for placement in (S(0), S(1), R):
         same(program, normal(5, 6), placement)
+
+
+@pytest.mark.parametrize("part", [slice(1, None), slice(0, 1)], ids=str)
+def test_a_view_of_what_a_sum_was_reduced_to_is_written_to(part: slice) -> None:
+    """After the write its source is pending again, and the view still lies as it did."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = x.mean(1, keepdim=True) * 2
+        y.tanh().sum().backward(retain_graph=True)
+        y[part, -1] *= -1.5
+        y.sin().sum().backward()
+        return y, x.grad
+
+    for rows in (1, 3):
+        same(program, normal(rows, 3), S(1))

@@ -22,7 +22,7 @@ from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Replicate
 from shardwise.local import is_leaf
-from shardwise.tensor import DTensor, localise, wrap
+from shardwise.tensor import DTensor, as_layout, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _size = torch._C.TensorBase.size
@@ -326,8 +326,10 @@ def _once(x: Tensor, target: Tensor) -> Tensor:
 def _take_again(copy: Any) -> None:
     source, _ = copy._source
     fresh = None if copy._taking is None else copy._taking.again(of_base(source))
-    if fresh is None or fresh._layout is not copy._layout:
+    if fresh is None:
         raise stale()
+    with torch.set_grad_enabled(fresh.requires_grad):  # the source may have had what it was reduced to
+        fresh = as_layout(fresh, copy._layout, "a view")
     copy.__class__ = CopiedView
     unchanged = copy.__dict__.pop("_shown", None) == source._version
     with _disabled(), torch.set_grad_enabled(fresh.requires_grad):  # in torch, too, it has the new history of its base
