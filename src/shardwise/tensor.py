@@ -22,6 +22,7 @@ from shardwise.redistribute import (
     MoveGradient,
     Typed,
     drop,
+    group_size,
     owing,
     plan_moves,
     run_path,
@@ -198,7 +199,7 @@ class DTensor(Tensor):
                     "only some of the simulated ranks have a gradient: a backward pass of a plain tensor was given "
                     "this DTensor in inputs=; use torch.autograd.grad, or call backward on a DTensor"
                 )
-            if grad.requires_grad and _summed_axes(self._layout):
+            if grad.requires_grad and _pending_axes(self._layout, "sum"):
                 return gradient_tensor((grad, *others), self._layout)
             if grad.is_meta and self._layout.mesh.device_type == "meta":
                 return self._labelled_on_meta(grad)
@@ -511,25 +512,27 @@ def gradient_tensor(grads: Sequence[Tensor], layout: Layout, *, ours: bool = Fal
     with _disabled():
         if not ours:
             grads = [grads[0].view_as(grads[0]), *grads[1:]]
-        if (axes := _summed_axes(layout)) and torch.is_grad_enabled():
+        if (axes := _pending_axes(layout, "sum")) and torch.is_grad_enabled():
             varying = Typed(layout.gradient, frozenset(axes))
             grads = transition(Move(varying, Typed(layout.gradient), axes), grads)
         return wrap(grads[0] if len(grads) == 1 else ranked(grads), layout.gradient)
 
 
 def gradient_shards(gradient: Tensor, layout: Layout, name: str) -> tuple[Tensor, ...]:
-    """A gradient for a tensor that lies as `layout`, as the held ranks' gradients."""
-    local = localise(as_layout(gradient, layout.gradient, name))
+    """A gradient for a tensor that lies as `layout`, as the held ranks' gradients. The terms of an average have equal
+    shares of it, for ranks may have used their term with other values: terms that merely add up to it will not do."""
+    averaged = _pending_axes(layout, "avg")
+    dual = layout.gradient.with_(pending=[None if a in averaged else p for a, p in enumerate(layout.gradient.pending)])
+    local = localise(as_layout(gradient, dual, name))
     with _disabled():
-        shards = (_as_subclass(local, Tensor), *local.__dict__.get("_peers", ()))
-        if (axes := _summed_axes(layout)) and torch.is_grad_enabled():
-            varying = Typed(layout.gradient, frozenset(axes))
-            return tuple(transition(Move(Typed(layout.gradient), varying, axes), shards))
-        return shards
+        shards: Sequence[Tensor] = (_as_subclass(local, Tensor), *local.__dict__.get("_peers", ()))
+        if (axes := _pending_axes(layout, "sum") + averaged) and torch.is_grad_enabled():
+            shards = transition(Move(Typed(dual), Typed(dual, frozenset(axes)), axes), shards)
+        return tuple(shard / group_size(layout.mesh, averaged) for shard in shards) if averaged else tuple(shards)
 
 
-def _summed_axes(layout: Layout) -> tuple[int, ...]:
-    return tuple(axis for axis, p in enumerate(layout.pending) if p is not None and p.reduce_op == "sum")
+def _pending_axes(layout: Layout, reduce_op: str) -> tuple[int, ...]:
+    return tuple(axis for axis, p in enumerate(layout.pending) if p is not None and p.reduce_op == reduce_op)
 
 
 OURS = frozenset(DTensor.__annotations__)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.proof.fuzz.leaves import Device
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 MESHES = ((2,), (3,), (4,))
@@ -567,17 +568,21 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "of flat": lambda y: y.flatten()[3:7],
     "a view of a view": lambda y: y.view(2, 8)[0].view(2, 4),
 }
+DIRECT = [name for name in PARTS if name != "a view of a view"]
+SOURCES: dict[str, Callable[[Tensor], Tensor]] = {"a result": lambda x: x * 1, "a view": lambda x: (x * 1)[:]}
 
 
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("observer", ["source kept", "view kept", "hook on source", "hook on view", "asked for"])
-@pytest.mark.parametrize("name", PARTS)
-def test_gradients_seen_around_a_write_through_a_view(name: str, observer: str, used: bool) -> None:
+@pytest.mark.parametrize(
+    ("source", "name"), [*(("a result", name) for name in PARTS), *(("a view", name) for name in DIRECT)]
+)
+def test_gradients_seen_around_a_write_through_a_view(source: str, name: str, observer: str, used: bool) -> None:
     """A view that is written to is what its base becomes: uses of it send their gradient there, and what was hooked to
     it before is left out, also where it had to be a copy."""
 
     def program(x: Tensor) -> tuple[Any, ...]:
-        y = x * 1
+        y = SOURCES[source](x)
         part = PARTS[name](y)
         before = (part * 3).sum()
         observed = y if "source" in observer else part
@@ -683,6 +688,7 @@ READ: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rows": lambda x, i: F.embedding(i, x),
     "bags": lambda x, i: F.embedding_bag(i.reshape(1, -1), x),
     "the largest of bags": lambda x, i: F.embedding_bag(i.reshape(1, -1), x, mode="max"),
+    "the largest": lambda x, i: x.topk(1, 0).values,
 }
 
 
@@ -744,3 +750,89 @@ def test_a_write_to_a_view_of_the_same_shape_of_what_it_reads(view: Any, mesh: t
         return (rows,)
 
     same(program, normal(4, 3), S(0), mesh=mesh)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("hook", [lambda g: g * 2, lambda g: g.tanh(), lambda g: g + 0.5])
+def test_a_hook_on_an_average_of_terms_that_differ(hook: Any, mesh: tuple[int, ...]) -> None:
+    """Each rank multiplies its gradient by its own term: shares that merely add up to the hook's result are no good."""
+    grads = []
+    for on in (Device(None), Device(mesh_of(mesh))):
+        x = on.leaf((3, 2), torch.float64, [P("avg")], seed=688, grad=True)
+        y = torch.mv(x, x[0])
+        y.register_hook(hook)
+        y.square().sum().backward()
+        grads.append(full(x.grad))
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("kind", ["sum", "avg"])
+def test_a_write_to_the_data_of_a_view_of_what_was_reduced(kind: str) -> None:
+    """Autograd does not hear of such a write, and neither does who keeps what was reduced."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            y = x * 1
+            before = y.norm()
+            y.flatten().data.div_(2)
+            return before, y.square()
+
+    same(program, normal(3, 2), P(kind))
+
+
+PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cumsum": lambda x: x.cumsum(1),
+    "cummax": lambda x: x.cummax(1).values,
+    "softmax": lambda x: x.softmax(1),
+    "sort": lambda x: x.sort(1).values,
+    "topk": lambda x: x.topk(2, 1).values,
+    "roll": lambda x: x.roll(1, 1),
+}
+
+
+@pytest.mark.parametrize("mesh", [(1,), (2,)])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_hooks_on_results_of_programs_last_though_these_are_written_to(name: str, mesh: tuple[int, ...]) -> None:
+    """They are no views, though they may be parts of what a rank computed."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = PROGRAMS[name](x)
+        y.register_hook(lambda grad: grad + 0.5)
+        with torch.no_grad():
+            y.view_as(y).sigmoid_()
+        y.sin().sum().backward()
+        return y, x.grad
+
+    if name == "softmax":  # which needs its result for the gradient
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            program(place(normal(3, 3), S(1), mesh=mesh).requires_grad_())
+    else:
+        same(program, normal(3, 3), S(1), mesh=mesh)
+
+
+def test_the_result_of_a_layer_norm_is_contiguous() -> None:
+    """So what is flattened of it is a view, and a write to that is seen."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            y = F.layer_norm(x.mT, (x.shape[0],))
+            y[1].ravel().tanh_()
+        return (y,)
+
+    for placement in (S(0), S(1), R):
+        same(program, normal(5, 6), placement)
+
+
+@pytest.mark.parametrize("part", [slice(1, None), slice(0, 1)], ids=str)
+def test_a_view_of_what_a_sum_was_reduced_to_is_written_to(part: slice) -> None:
+    """After the write its source is pending again, and the view still lies as it did."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = x.mean(1, keepdim=True) * 2
+        y.tanh().sum().backward(retain_graph=True)
+        y[part, -1] *= -1.5
+        y.sin().sum().backward()
+        return y, x.grad
+
+    for rows in (1, 3):
+        same(program, normal(rows, 3), S(1))

@@ -1,7 +1,7 @@
 """Redistribution: the transition table, its prices, the planner and the executor."""
 
 from shardwise.redistribute.collectives import Group
-from shardwise.redistribute.cost import LATENCY, LOCAL, transition_cost, wire_bytes
+from shardwise.redistribute.cost import LATENCY, LOCAL, group_size, transition_cost, wire_bytes
 from shardwise.redistribute.deferred_gradients import alone, check_paid, drop, no_sync, owing, pay
 from shardwise.redistribute.double_backward import anchors, let_go, tied, trail
 from shardwise.redistribute.execute import (
@@ -39,6 +39,7 @@ __all__ = [
     "differentiable",
     "drop",
     "forget",
+    "group_size",
     "in_place",
     "joined",
     "let_go",

@@ -22,7 +22,7 @@ from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Replicate
 from shardwise.local import is_leaf
-from shardwise.tensor import DTensor, localise, wrap
+from shardwise.tensor import DTensor, as_layout, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _size = torch._C.TensorBase.size
@@ -230,11 +230,25 @@ def _is_recorded(x: Tensor, copy: CopiedView) -> bool:
 
 def take_anew(written: Iterable[Tensor]) -> None:
     """Before a write that is part of the graph: to torch a view that is written to is what its base becomes, and what
-    was computed from it before, and hooks on it, are another matter. So a copy with hooks is taken anew."""
+    was computed from it before, and hooks on it, are another matter. So a copy with hooks is taken anew, of what its
+    source is a view of."""
     for x in written:
         copy = _copy_in(x)
-        if copy is not None and _is_recorded(x, copy) and copy._backward_hooks and copy._taking is not None:
-            _take_again(copy)
+        if copy is not None and _is_recorded(x, copy):
+            _pass_by_hooks(copy)
+
+
+def _pass_by_hooks(copy: CopiedView | None) -> bool:
+    """Take a copy anew if there are hooks on it or on what it was taken from. Whether there were."""
+    if copy is None or copy._taking is None:
+        return False
+    source = copy._source[0]
+    with _disabled():
+        observed = source._backward_hooks or source.retains_grad
+    found = _pass_by_hooks(_copy_in(source)) or bool(copy._backward_hooks or observed)
+    if found:
+        _take_again(copy)
+    return found
 
 
 def of_base(x: DTensor) -> DTensor:
@@ -266,7 +280,7 @@ def carry_on(written: Iterable[Tensor]) -> None:
             kin = [view for reference in _taken.pop(storage, ()) if (view := reference()) is not None]
             recorded = _is_recorded(x, copy)
             with nullcontext() if recorded else torch.no_grad():
-                way_back(source, wrap(localise(copy), copy._layout))  # type: ignore[misc]
+                way_back(of_base(source), wrap(localise(copy), copy._layout))  # type: ignore[misc]
             for view in kin:
                 is_shown = _whole(view) is copy or (
                     view.__class__ is CopiedView and _source_storage(view) == storage_of(copy)
@@ -311,9 +325,11 @@ def _once(x: Tensor, target: Tensor) -> Tensor:
 
 def _take_again(copy: Any) -> None:
     source, _ = copy._source
-    fresh = None if copy._taking is None else copy._taking.again(source)
-    if fresh is None or fresh._layout is not copy._layout:
+    fresh = None if copy._taking is None else copy._taking.again(of_base(source))
+    if fresh is None:
         raise stale()
+    with torch.set_grad_enabled(fresh.requires_grad):  # the source may have had what it was reduced to
+        fresh = as_layout(fresh, copy._layout, "a view")
     copy.__class__ = CopiedView
     unchanged = copy.__dict__.pop("_shown", None) == source._version
     with _disabled(), torch.set_grad_enabled(fresh.requires_grad):  # in torch, too, it has the new history of its base

@@ -322,17 +322,25 @@ def _data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     out = wrap(shards[0] if len(shards) == 1 else ranked(shards), args[0]._layout.unreduced)
     if isinstance(args[0], CopiedView):
         watch_view(out, args[0])
-    if func == _GET_DATA and not (args[0].requires_grad and args[0].is_leaf):
-        args[0]._moved, args[0]._layout = _Unshared(), args[0]._layout.unreduced
+    if func == _GET_DATA:
+        _keep_no_moves(args[0])
     return out
 
 
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
+def _keep_no_moves(x: DTensor) -> None:
+    """Nor of what this is a view of. (What was moved of a leaf of the graph is forgotten with every write to it.)"""
+    with _disabled():
+        base = x._base
+    for y in (x, base):
+        if isinstance(y, DTensor) and not (y.requires_grad and y.is_leaf):
+            y.__dict__["_moved"], y._layout = _Unshared(), y._layout.unreduced
+
+
 class _Unshared(dict[Any, Any]):
-    """What was moved of a tensor whose `data` were handed out: nothing is kept, as nobody would hear of a write. (What
-    was moved of a leaf of the graph is forgotten with every such write.)"""
+    """What was moved of a tensor whose `data` were handed out: nothing is kept, as nobody would hear of a write."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass

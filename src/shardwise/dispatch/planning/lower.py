@@ -5,23 +5,27 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from shardwise.comm import PerRank
+from shardwise.comm import PerRank, ranked, shards_of
 from shardwise.comm.ranked import join, pick
 from shardwise.dispatch.planning.bindings import fast_callable
 from shardwise.dispatch.planning.choose import Ban, Chooser, NoStrategyError, strategies_of
 from shardwise.dispatch.planning.meta_results import SHAPES
 from shardwise.dispatch.planning.realise import CannotRealise, Realised, realise
-from shardwise.dispatch.planning.trace import Trace, written_families
+from shardwise.dispatch.planning.trace import Trace, map_tensors, written_families
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import Group, Move, Typed, parameter_moves, plan_moves
 from shardwise.rules import Call, HeldValues, Local, Strategy, Value, flat_values, rule_for
 
 _disabled = torch._C.DisableTorchFunctionSubclass
+_size = torch._C.TensorBase.size
+_unsafe_view = torch.ops.aten._unsafe_view.default
 _BUILTIN = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
@@ -328,8 +332,26 @@ def local_call(lowered: LoweredCall, mesh: Mesh) -> tuple[Callable, list[Any], d
         return _binding(call), list(call.args), dict(call.kwargs)
     groups = [Group(mesh, axes, lowered.layouts.ins) for axes in local.groups]
     args = [*groups, *(_held(arg) for arg in local.args)]
-    function = local.function if groups or len(mesh.held) == 1 else EachRank(local.function, len(mesh.held))
+    if groups:
+        aliases = any(returned.alias_info is not None for returned in call.op._schema.returns)
+        function = local.function if aliases else partial(_of_program, local.function)
+    else:
+        function = local.function if len(mesh.held) == 1 else EachRank(local.function, len(mesh.held))
     return function, args, {name: _held(arg) for name, arg in local.kwargs.items()}
+
+
+def _of_program(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Results that are views only of what the program made on the way are none to autograd, as torch's are none: to a
+    view that is written to, or whose base is, its hooks are lost."""
+    return map_tensors(function(*args, **kwargs), _no_view)
+
+
+def _no_view(x: Tensor) -> Tensor:
+    with _disabled():
+        if not x.requires_grad or not any(shard._is_view() for shard in shards_of(x)):
+            return x
+        shards = [_unsafe_view(shard, _size(shard)) for shard in shards_of(x)]
+    return shards[0] if len(shards) == 1 else ranked(shards)
 
 
 _bindings: dict[tuple, Callable] = {}

@@ -189,7 +189,10 @@ def _own(x: Tensor, dim: int, indices: Tensor, offset: int) -> Tensor:
         return x.sum(dim, keepdim=True).to(x.dtype).expand(indices.shape)
     local = indices - offset
     mine = (local >= 0) & (local < size)
-    return torch.where(mine, x.gather(dim, local.clamp(0, size - 1)), 0)
+    # not `gather`, which keeps all of `x` for its gradient: torch's topk keeps indices, and `x` may be written to
+    places = torch.meshgrid(*(torch.arange(n, device=x.device) for n in indices.shape), indexing="ij")
+    places = tuple(local.clamp(0, size - 1) if d == dim % x.ndim else at for d, at in enumerate(places))
+    return torch.where(mine, x[places], 0)
 
 
 register("topk", rule=Rule(_topk, _topk_local))

@@ -106,7 +106,8 @@ def _sharded_layer_norm(
     count: int,
     stats: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, stats, x = x.dtype, stats_dtype(stats, x, weight, bias), wide(x)
+    dtype, stats = x.dtype, stats_dtype(stats, x, weight, bias)
+    x = wide(x).contiguous()  # as torch's result is, whatever the strides of the input
     mean = group.psum(x.sum(dims, keepdim=True)) / count
     away = x - group.vary(mean)
     rstd = (group.psum((away * away).sum(dims, keepdim=True)) / count + eps).rsqrt()
