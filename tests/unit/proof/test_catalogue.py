@@ -56,7 +56,7 @@ def test_a_page() -> None:
     )
     assert "| `mm` | `ab, bc → ac` | b: P(sum) |  | verified |" in page
     assert "| `bmm` |  |  |  | no sample |" in page
-    assert "## matmul\n\nMatrix products." in page
+    assert "## math.matmul\n\nMatrix products." in page
     assert "Of 2 ops with a rule that were called: 1 verified, 1 sound but incomplete." in page
     assert "- `mv`: it is hidden" in page
 

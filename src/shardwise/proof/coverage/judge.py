@@ -261,11 +261,11 @@ def _is_rounding(case: Case, position: int, mine: Tensor, expected: Tensor) -> b
 
 def _describe(error: BaseException) -> str:
     """An error in one line, with the place in this package that it came through last."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     places = [
-        f"{file.parent.name}/{file.name}:{frame.lineno}"
+        f"{file.relative_to(package).as_posix()}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
-        if package in (file := Path(frame.filename)).parents and file.parent.name != "proof"
+        if package in (file := Path(frame.filename)).parents and package / "proof" not in file.parents
     ]
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:160]}" + (f" [{places[-1]}]" if places else "")

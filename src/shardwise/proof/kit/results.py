@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parents[2]
 PRESENTATION = ("cli.py", "proof/kit/progress.py", "proof/kit/report.py")
 """Files that do not change any result."""
 
