@@ -21,10 +21,11 @@ import shardwise as sw
 from shardwise.debug import CommDebugMode
 from shardwise.dispatch.planning.lower import Lowered, LoweredCall, lower
 from shardwise.dispatch.planning.realise import CannotRealise, realise
-from shardwise.dispatch.planning.trace import FORWARDS, trace_call
+from shardwise.dispatch.planning.trace import trace_call
 from shardwise.layout import Layout, Partial
 from shardwise.redistribute import Move, plan_moves
 from shardwise.rules import PENDING, AxisPlacement, Call, Strategy, replicated, rule_for
+from shardwise.rules.kit.treatments import treatment_of
 
 MESHES = [(2,), (4,), (2, 2)]
 
@@ -126,7 +127,7 @@ class Planned:
         self.mesh, self.where = mesh, where
         self.layouts = [Layout.of(mesh, x.shape, at) for x, at in zip(self.tensors, where, strict=True)]
         metas = [x.to("meta").requires_grad_(x.is_floating_point()) for x in self.tensors]
-        trace = trace_call(FORWARDS.get(self.function, self.function), metas, {}, metas, torch.device("cpu"))
+        trace = trace_call(treatment_of(self.function).stand_in or self.function, metas, {}, metas, torch.device("cpu"))
         trace.parameters = {trace.inputs[i].index for i in parameters}
         self.lowered = lower(trace, self.layouts)
 

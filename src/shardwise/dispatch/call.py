@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.cause import watchers, without_plan
-from shardwise.dispatch.functions.handlers import SPECIAL
 from shardwise.dispatch.interop.mixing import mixed, takes_replicated
 from shardwise.dispatch.key import PlainTensor, Uncacheable, key_of
 from shardwise.dispatch.modes import implicit_replication, unseen
@@ -26,6 +25,7 @@ from shardwise.dispatch.planning.first_call import make_plan, misses
 from shardwise.dispatch.planning.no_data import WithoutData, lie_on_meta
 from shardwise.dispatch.positional import by_position
 from shardwise.dispatch.watch import watched
+from shardwise.rules.kit.treatments import handlers
 from shardwise.tensor import DTensor
 
 MAX_PLANS = 16384
@@ -36,7 +36,7 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 _on_shard = torch._C._disabled_torch_function_impl
 _plans: dict[tuple, Plan] = {}
 _planned = _plans.get
-_special = SPECIAL.get
+_special = handlers.get
 _calls = itertools.count()
 _call = _calls.__next__
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.comm import Ranked
 from shardwise.dispatch import clear_cache
-from shardwise.dispatch.planning.trace import OPAQUE, map_tensors
+from shardwise.dispatch.planning.trace import map_tensors
 from shardwise.experimental.notation import Reduction, notation_rule
 from shardwise.experimental.spec import RuleError, TensorSpec
 from shardwise.layout import Partial
@@ -28,6 +28,7 @@ from shardwise.rules import (
     rule_for,
     rule_named,
 )
+from shardwise.rules.kit.treatments import composite_ops
 
 
 def register_sharding(
@@ -122,7 +123,7 @@ def _named(text: str) -> Any:
 def _register(rules: Mapping[Any, Rule]) -> None:
     """Give overloads their rules, all or none; other overloads of the same names keep theirs."""
     for op in rules:
-        if op not in OPAQUE.values() and torch._C._dispatch_has_kernel_for_dispatch_key(
+        if op not in composite_ops() and torch._C._dispatch_has_kernel_for_dispatch_key(
             op.name(), "CompositeImplicitAutograd"
         ):
             raise RuleError(f"{op} is made of other ops, which are sharded one by one: give those a rule")

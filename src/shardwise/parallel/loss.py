@@ -14,9 +14,10 @@ from shardwise.dispatch.key import Uncacheable, key_of
 from shardwise.dispatch.modes import implicit_replication
 from shardwise.dispatch.planning.fallback import describe
 from shardwise.dispatch.planning.lower import Lowered, LoweredCall, lower
-from shardwise.dispatch.planning.trace import FORWARDS, flat_tensors, map_tensors, trace_call
+from shardwise.dispatch.planning.trace import flat_tensors, map_tensors, trace_call
 from shardwise.errors import PlacementError
 from shardwise.layout import Layout
+from shardwise.rules.kit.treatments import treatment_of
 from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -111,6 +112,6 @@ def _lowered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Lowered:
     def _layout(x: Tensor) -> Layout:
         return x._layout if isinstance(x, DTensor) else Layout(mesh, tuple(x.shape))
 
-    function = FORWARDS.get(func, func)
+    function = treatment_of(func).stand_in or func
     trace = trace_call(function, map_tensors(args, meta), map_tensors(kwargs, meta), metas, torch.device("meta"))
     return lower(trace, [_layout(x) for x in tensors])

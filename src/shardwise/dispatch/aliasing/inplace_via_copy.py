@@ -27,6 +27,7 @@ from shardwise.errors import InPlaceError
 from shardwise.layout import Layout
 from shardwise.redistribute import Move, plan_moves
 from shardwise.rules.kit.registry import refuse_shared_memory
+from shardwise.rules.kit.treatments import treat, treatment_of
 from shardwise.rules.math.foreach import FUSED, is_list_op, list_name
 from shardwise.tensor import DTensor, as_layout, localise
 
@@ -118,8 +119,7 @@ def _whole(layout: Layout) -> Layout:
     return Layout(layout.mesh, layout.shape)
 
 
-UNRECORDED = (F.embedding, F.embedding_bag)
-"""Functions whose writes, of rows that were too long, autograd does not hear of: parameters may be written to."""
+treat(F.embedding, F.embedding_bag, unrecorded=True)  # they shorten rows of parameters
 
 
 class _Elsewhere:
@@ -172,7 +172,7 @@ class _Elsewhere:
 
         args, kwargs = map_tensors(args, elsewhere), map_tensors(kwargs, elsewhere)
         out = self.func(*args, **kwargs)
-        with torch.no_grad() if self.func in UNRECORDED else nullcontext():
+        with torch.no_grad() if treatment_of(self.func).unrecorded else nullcontext():
             for copy in copies.values():
                 overwrite(originals[id(copy)], copy)
         by_storage = {storage_of(copy): originals[id(copy)] for copy in copies.values()}

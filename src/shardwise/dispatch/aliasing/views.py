@@ -35,6 +35,7 @@ from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.layout import Layout, Mesh
 from shardwise.local import spread
 from shardwise.redistribute import forget, windows
+from shardwise.rules.kit.treatments import treat, treatment_of
 from shardwise.tensor import DTensor, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -124,7 +125,11 @@ class OfCopies:
                     x.__class__ = Part
 
     def _run(self, args: tuple, kwargs: dict[str, Any], given: dict[int, CopiedView]) -> Any:
-        if self.function in MAY_COPY and "_strides" in args[0].__dict__ and not is_view(self.function, args, kwargs):
+        if (
+            _depends_on_strides(self.function)
+            and "_strides" in args[0].__dict__
+            and not is_view(self.function, args, kwargs)
+        ):
             return _apart(self.function(*args, **kwargs), args[0])
         out = self.function(*args, **kwargs)
         retain_anew(given.values())
@@ -297,7 +302,7 @@ def _in_other_words(error: RuntimeError, function: Callable, args: tuple, kwargs
 
 def is_view(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether torch makes a view of this tensor by this function."""
-    if function not in MAY_COPY:
+    if not _depends_on_strides(function):
         return True
     if kwargs or not all(arg.__class__ is int or arg.__class__ is tuple for arg in args[1:]):
         return _is_view(function, args, kwargs)
@@ -352,20 +357,18 @@ def _remember_strides(part: Any, strides: tuple[int, ...]) -> None:
 # The ways back that there are: of reshapes, and of parts that an assignment can name
 
 
-_RESHAPES = frozenset(
-    {
-        *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unflatten, Tensor.view_as),
-        *(Tensor.reshape_as, torch.reshape, torch.flatten, torch.unflatten),
-        *(Tensor.squeeze, Tensor.unsqueeze, torch.squeeze, torch.unsqueeze),
-    }
+treat(Tensor.squeeze, Tensor.unsqueeze, torch.squeeze, torch.unsqueeze, reshape="view")
+treat(Tensor.view, Tensor.view_as, reshape="view or error")
+treat(
+    *(Tensor.reshape, Tensor.flatten, Tensor.unflatten, Tensor.reshape_as),
+    *(torch.reshape, torch.flatten, torch.unflatten),
+    reshape="view or copy",
 )
 
 
-MAY_COPY = _RESHAPES - {Tensor.squeeze, Tensor.unsqueeze, torch.squeeze, torch.unsqueeze}
-"""What torch itself makes a copy, or refuses, where strides do not allow a view."""
-
-ONLY_VIEWS = frozenset({Tensor.view, Tensor.view_as})
-"""Those that it refuses."""
+def _depends_on_strides(function: Callable) -> bool:
+    """Whether torch makes a copy, or refuses, where strides do not allow a view."""
+    return treatment_of(function).reshape not in (None, "view")
 
 
 def only_views(lowered: Any) -> None:
@@ -379,7 +382,7 @@ def only_views(lowered: Any) -> None:
 def _way_back(function: Callable, args: tuple, kwargs: dict[str, Any]) -> WayBack | None:
     if any(isinstance(arg, torch.dtype) for arg in (*args[1:], *kwargs.values())):
         return lambda source, copy: source.copy_(copy.view(source.dtype))  # of bits
-    if function in _RESHAPES:
+    if treatment_of(function).reshape is not None:
         return lambda source, copy: source.copy_(copy.reshape(source.shape))
     if function is torch.view_as_real:
         return lambda source, copy: source.copy_(torch.view_as_complex(copy.contiguous()))

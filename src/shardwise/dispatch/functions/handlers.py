@@ -20,17 +20,15 @@ from shardwise.dispatch.planning.build import Whole
 from shardwise.dispatch.planning.no_data import WithoutData, lie_on_meta, needs_data
 from shardwise.dispatch.planning.trace import map_tensors
 from shardwise.errors import MixedTensorError
+from shardwise.rules.kit.treatments import Handler, treat
 from shardwise.tensor import DTensor, as_layout, distribute_tensor, observe, wrap
 
-Handler = Callable[[Callable, tuple, dict[str, Any]], Any]
 _disabled = torch._C.DisableTorchFunctionSubclass
-SPECIAL: dict[Any, Handler] = {}
 
 
 def handles(*functions: Any) -> Callable[[Handler], Handler]:
     def add(handler: Handler) -> Handler:
-        for function in functions:
-            SPECIAL[function] = handler
+        treat(*functions, handler=handler)
         return handler
 
     return add

@@ -18,22 +18,20 @@ from shardwise.dispatch.planning.fallback import shown
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.dispatch.positional import argument_names
 from shardwise.errors import MixedTensorError, ShardwiseError
+from shardwise.rules.kit.treatments import treat, treatment_of
 from shardwise.tensor import DTensor
 
-TAKES_REPLICATED = frozenset(
-    {
-        *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
-        *(torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell),
-        *(torch._pack_padded_sequence, torch._pad_packed_sequence),
-    }
+treat(  # torch's modules make the states that recurrent layers start from, and the lengths of packed sequences
+    *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+    *(torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell),
+    *(torch._pack_padded_sequence, torch._pad_packed_sequence),
+    takes_replicated=True,
 )
-"""Functions whose plain arguments are taken as replicated: torch's modules make the states that recurrent layers start
-from, and the lengths of packed sequences, themselves, alike on all ranks."""
 
 
 def takes_replicated(func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> bool:
     """Whether the plain tensors of a call may be taken as replicated, unasked; a plain parameter is a mistake."""
-    if func not in TAKES_REPLICATED or replicates_implicitly():
+    if not treatment_of(func).takes_replicated or replicates_implicitly():
         return False
     return not any(x.requires_grad for x in flat_tensors((args, kwargs)) if not isinstance(x, DTensor))
 

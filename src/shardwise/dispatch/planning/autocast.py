@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.dispatch.plan import Plan
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
+from shardwise.rules.kit.treatments import treat, treatment_of
 from shardwise.tensor import DTensor
 
 _autocasting = torch._C._is_any_autocast_enabled
@@ -81,7 +82,7 @@ class Autocast:
 
 def autocast_dtype(func: Callable, args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
     """The dtype that autocast gives the arguments of a function, if it does."""
-    name = AUTOCAST.get(func) if _autocasting() else None
+    name = treatment_of(func).autocast if _autocasting() else None
     if name is None:
         return None
     device = _device(args, kwargs)
@@ -95,10 +96,5 @@ def _device(args: tuple, kwargs: dict[str, Any]) -> str:
     return next((x.device.type for x in flat_tensors((args, kwargs)) if isinstance(x, DTensor)), "")
 
 
-AUTOCAST: dict[Any, str] = {
-    function: name
-    for name in sorted(set().union(*KNOWN.values()))
-    for function in _functions(name)
-    if function is not None
-}
-"""The functions that autocast changes, by the names it knows them by."""
+for _name in sorted(set().union(*KNOWN.values())):
+    treat(*{function for function in _functions(_name) if function is not None}, autocast=_name)

@@ -25,12 +25,12 @@ from shardwise.dispatch.plan import (
 from shardwise.dispatch.planning.lower import Lowered, LoweredCall, is_builtin, local_call
 from shardwise.dispatch.planning.randomness import RandomCall, drawn, is_exact, is_random, random_call, streams
 from shardwise.dispatch.planning.replay_check import runs_alike
-from shardwise.dispatch.planning.trace import OPAQUE, flat_tensors, map_tensors, written_families
+from shardwise.dispatch.planning.trace import flat_tensors, map_tensors, written_families
 from shardwise.layout import Layout, Mesh
 from shardwise.local import is_leaf
 from shardwise.redistribute import Move, can_join, in_place, joined, run_path, run_together
 from shardwise.rules import Value, flat_values
-from shardwise.rules.kit.registry import APART, FUNCTIONS
+from shardwise.rules.kit.treatments import treatment_of
 from shardwise.tensor import DTensor, localise, spread
 
 aten = torch.ops.aten
@@ -73,14 +73,15 @@ def _runnable(function: Callable, asked: Any) -> tuple[Callable | None, Callable
     torch's runs on meta tensors only; another form of one gives what it gives, on shards too."""
     if asked is None or function is asked:
         return (None if _is_only_traced(function) else function), function
-    if function is APART.get(asked):
+    treatment = treatment_of(asked)
+    if function is treatment.apart:
         return asked, function
-    return (asked, asked) if function is FUNCTIONS.get(asked) else (function, function)
+    return (asked, asked) if function is treatment.traced_as else (function, function)
 
 
 def _takes_shards(function: Callable, lowered: Lowered) -> bool:
     """Whether a function takes DTensors for their shards: it runs in C++, where they are nothing else."""
-    return runs_in_cpp(lowered.mesh) and (is_builtin(function) or function in OPAQUE)
+    return runs_in_cpp(lowered.mesh) and (is_builtin(function) or treatment_of(function).op is not None)
 
 
 def _stays_itself(lowered: Lowered) -> bool:

@@ -23,6 +23,7 @@ from shardwise.errors import FallbackWarning, InPlaceError, StrictModeError
 from shardwise.layout import Layout, Mesh
 from shardwise.local import check_strided
 from shardwise.redistribute import plan_moves
+from shardwise.rules.kit.treatments import treat, treatment_of
 from shardwise.tensor import DTensor, localise, single, spread
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -81,10 +82,6 @@ def _user_level() -> int:
     return level
 
 
-SHARDED: dict[Any, Callable[..., Any]] = {}
-"""What cannot be traced, since its results are as large as the data say, and still runs on shards."""
-
-
 _FIRST = ("input", "self", "condition")
 """What torch calls the first argument, which those who run on shards call `x`."""
 
@@ -93,7 +90,7 @@ def keeps_shards(*functions: Any) -> Callable[[Callable[..., Any]], Callable[...
     """Says how functions run on shards. Where they cannot, it returns NotImplemented."""
 
     def add(run: Callable[..., Any]) -> Callable[..., Any]:
-        SHARDED.update(dict.fromkeys(functions, run))
+        treat(*functions, program=run)
         return run
 
     return add
@@ -113,9 +110,10 @@ class Gathered:
         name = getattr(self.function, "__name__", str(self.function))
         originals = [x for x in flat_tensors((args, kwargs)) if isinstance(x, DTensor)]
         if any(not x._layout.replicated for x in originals):
-            if self.function in SHARDED and "out" not in kwargs:
+            program = treatment_of(self.function).program
+            if program is not None and "out" not in kwargs:
                 given = {"x" if key in _FIRST else key: value for key, value in kwargs.items()}
-                if (out := SHARDED[self.function](*args, **given)) is not NotImplemented:
+                if (out := program(*args, **given)) is not NotImplemented:
                     return out
             if (out := _with_sizes(self.function, args, kwargs)) is not NotImplemented:
                 return out

@@ -15,8 +15,6 @@ from shardwise.dispatch.aliasing.inplace_via_copy import seen_arguments, written
 from shardwise.dispatch.aliasing.out import plan_out
 from shardwise.dispatch.aliasing.result_strides import Lying, may_hide
 from shardwise.dispatch.aliasing.views import (
-    MAY_COPY,
-    ONLY_VIEWS,
     Copies,
     OfAllRanks,
     OfCopies,
@@ -38,16 +36,17 @@ from shardwise.dispatch.plan import (
     settling,
 )
 from shardwise.dispatch.planning.ask_torch import can_be_tried, refused, refused_dtypes, torchs_own
-from shardwise.dispatch.planning.autocast import AUTOCAST, Autocast, autocast_dtype
+from shardwise.dispatch.planning.autocast import Autocast, autocast_dtype
 from shardwise.dispatch.planning.build import Steps, build
 from shardwise.dispatch.planning.fallback import Gathered, describe, report
 from shardwise.dispatch.planning.lower import LostWriteError, Lowered, is_builtin, lower
-from shardwise.dispatch.planning.trace import FORWARDS, Trace, flat_tensors, map_tensors, trace_call
+from shardwise.dispatch.planning.trace import Trace, flat_tensors, map_tensors, trace_call
 from shardwise.dispatch.watch import labelled
 from shardwise.errors import InPlaceError, MeshError, ShardwiseError, StrideError
 from shardwise.layout import Layout
 from shardwise.local import is_leaf
 from shardwise.rules import Value, flat_values, rule_for
+from shardwise.rules.kit.treatments import treatment_of
 from shardwise.rules.math.foreach import is_list_op
 from shardwise.rules.math.pointwise import ELEMENTWISE
 from shardwise.tensor import DTensor
@@ -156,7 +155,7 @@ def _common_mesh(tensors: Sequence[Tensor]) -> Any:
 
 def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Layout]) -> tuple[Plan, bool]:
     """A plan, and whether it holds for all dtypes and floats."""
-    func = FORWARDS.get(asked, asked)
+    func = treatment_of(asked).stand_in or asked
     trace = _traced(func, args, kwargs, layouts)
     if not isinstance(trace, Trace):
         return trace, False
@@ -167,13 +166,14 @@ def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[La
     )
     if not isinstance(lowered, Lowered):
         return lowered, False
-    if func in ONLY_VIEWS:
+    reshape = treatment_of(func).reshape
+    if reshape == "view or error":
         only_views(lowered)
     plan = labelled(build(func, lowered, args, kwargs, asked), lowered)
     invariant = is_builtin(func) and _is_invariant(plan, lowered, args, kwargs)
-    if isinstance(plan, Steps) and asked in AUTOCAST:
+    if isinstance(plan, Steps) and treatment_of(asked).autocast is not None:
         plan = Autocast(plan, asked)
-    if func in MAY_COPY and layouts[0].thinness:
+    if reshape not in (None, "view") and layouts[0].thinness:
         plan = ViewOrCopy(plan, func, _layout_of_one_view(lowered))
     gathering = [call for call in lowered.calls if call.gathers]
     if gathering:

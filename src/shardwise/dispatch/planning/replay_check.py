@@ -14,14 +14,15 @@ from torch import Tensor
 
 from shardwise.dispatch.modes import ThinkingMode
 from shardwise.dispatch.planning.lower import Lowered, LoweredCall, has_composites
-from shardwise.dispatch.planning.trace import OPAQUE, Trace, map_tensors, trace_call
+from shardwise.dispatch.planning.trace import Trace, map_tensors, trace_call
 from shardwise.rules import Call, HeldValues, Value, flat_values
+from shardwise.rules.kit.treatments import treatment_of
 
 
 def runs_alike(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a function on the shards makes the calls of the lowered trace, with these arguments."""
     wanted = [_needed_layout(lowered, position) for position in range(len(lowered.trace.inputs))]
-    if not any(any(layout.splits) for layout in wanted) or function in OPAQUE:
+    if not any(any(layout.splits) for layout in wanted) or treatment_of(function).op is not None:
         return True
     if _is_plain(lowered, args, kwargs) or _is_binding(function, lowered, args, kwargs):
         return True

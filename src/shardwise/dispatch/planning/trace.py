@@ -18,32 +18,18 @@ from shardwise.dispatch.planning.fuse import fused
 from shardwise.dispatch.planning.meta_results import run_on_meta
 from shardwise.errors import InPlaceError
 from shardwise.rules import Call, Value, flat_values
-from shardwise.rules.kit.registry import APART, FUNCTIONS, PARTS
+from shardwise.rules.kit.treatments import treat, treatment_of
 
 aten = torch.ops.aten
 
-OPAQUE: dict[Any, Any] = {
-    torch._C._nn.linear: aten.linear.default,
-    torch.rms_norm: aten.rms_norm.default,
-    torch.matmul: aten.matmul.default,
-    Tensor.matmul: aten.matmul.default,
-    Tensor.__matmul__: aten.matmul.default,
-    torch._C._nn.scaled_dot_product_attention: aten.scaled_dot_product_attention.default,
-    torch._C._nn.one_hot: aten.one_hot.default,
-    Tensor.fill_diagonal_: aten.fill_diagonal_.default,
-}
-"""Composite functions with a rule of their own: one op, not traced further."""
-
-FORWARDS: dict[Any, Any] = {
-    torch.nn.functional.layer_norm: torch.layer_norm,
-    torch.nn.functional.rms_norm: torch.rms_norm,
-    **FUNCTIONS,
-    **APART,
-}
-"""Python functions that do nothing but call a binding with the same arguments: the binding can run whole. And those
-that have a rule of their own: one op, not traced further; or another form that is traced in their place."""
-
-_FORMS = frozenset(APART.values())
+treat(torch._C._nn.linear, op=aten.linear.default)
+treat(torch.rms_norm, op=aten.rms_norm.default)
+treat(torch.matmul, Tensor.matmul, Tensor.__matmul__, op=aten.matmul.default)
+treat(torch._C._nn.scaled_dot_product_attention, op=aten.scaled_dot_product_attention.default)
+treat(torch._C._nn.one_hot, op=aten.one_hot.default)
+treat(Tensor.fill_diagonal_, op=aten.fill_diagonal_.default)
+treat(torch.nn.functional.layer_norm, runs_as=torch.layer_norm)
+treat(torch.nn.functional.rms_norm, runs_as=torch.rms_norm)
 
 SILENT_IN_EVALUATION = frozenset(
     {
@@ -169,9 +155,10 @@ class _Recorder(ThinkingMode):
         if torch.Tag.inplace_view in func.tags and id(args[0]) not in self.arguments:
             return self.reshape_in_place(func, args, kwargs)
         out = run_on_meta(func, args, kwargs)
-        if func in PARTS:
+        in_parts = treatment_of(func).parts
+        if in_parts is not None:
             with self:
-                parts = PARTS[func](out, *args, **kwargs)
+                parts = in_parts(out, *args, **kwargs)
             if parts is not None:
                 return parts
         if func in SILENT_IN_EVALUATION and not Call(func, args, kwargs, (), ()).bound.get("training"):
@@ -227,7 +214,7 @@ class _InOnePiece(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        op, kwargs = OPAQUE.get(func), kwargs or {}
+        op, kwargs = treatment_of(func).op, kwargs or {}
         if op is None:
             return func(*args, **kwargs)
         with _disable_current_modes():
@@ -255,12 +242,12 @@ def trace_call(
     # Whoever listens for saved tensors (a checkpoint) must not hear of ours.
     unheard = saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.inference_mode(False), torch.set_grad_enabled(with_gradients), unheard:
-        op = OPAQUE.get(function)
-        if op is not None:
+        known_as = treatment_of(function)
+        if known_as.op is not None:
             out = function(*args, **kwargs)
-            recorder.record(op, tuple(args), kwargs, out)
+            recorder.record(known_as.op, tuple(args), kwargs, out)
         else:
-            with recorder, _InOnePiece(recorder) if function in _FORMS else nullcontext():
+            with recorder, _InOnePiece(recorder) if known_as.keeps_composites else nullcontext():
                 out = function(*args, **kwargs)
     given = {meta.untyped_storage()._cdata for meta in metas}
     trace.lying = [(x.stride(), x.untyped_storage()._cdata in given) for x in flat_tensors(out)]

@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.dispatch.planning.randomness import is_random
-from shardwise.dispatch.planning.trace import FORWARDS, OPAQUE, Trace, flat_tensors, map_tensors, trace_call
+from shardwise.dispatch.planning.trace import Trace, flat_tensors, map_tensors, trace_call
 from shardwise.rules import Call, Value, flat_values
-from shardwise.rules.kit.registry import FUNCTIONS
+from shardwise.rules.kit.treatments import traced_form, treatment_of
 
 LARGEST = 20_000
 """Elements in one tensor beyond which a call is left out: smaller ones show the same."""
@@ -145,9 +145,10 @@ class _Composites(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (whole := FORWARDS.get(func, func)) in OPAQUE:
-            self.note(OPAQUE[whole], args, kwargs)
-        elif func in FUNCTIONS:
+        treatment = treatment_of(func)
+        if (op := treatment_of(treatment.stand_in or func).op) is not None:
+            self.note(op, args, kwargs)
+        elif treatment.traced_as is not None:
             for op, op_args, op_kwargs in _traced_as(func, args, kwargs):
                 self.note(op, op_args, op_kwargs)
         return func(*args, **kwargs)
@@ -162,7 +163,7 @@ def _traced_as(function: Callable, args: Any, kwargs: Any) -> Iterator[tuple[Any
     metas = [torch.empty_like(tensor, device="meta") for tensor in flat_tensors((args, kwargs))]
     left = iter(metas)
     meta_args, meta_kwargs = map_tensors((args, kwargs), lambda _: next(left))
-    trace = trace_call(FUNCTIONS[function], meta_args, meta_kwargs, metas, torch.device("cpu"))
+    trace = trace_call(traced_form(function), meta_args, meta_kwargs, metas, torch.device("cpu"))
     real = {value.index: x for value, x in zip(trace.inputs, flat_tensors((args, kwargs)), strict=True)}
     for call in trace.calls:
         if call.op.namespace == "shardwise" and all(value.index in real for value in call.inputs):
@@ -171,9 +172,7 @@ def _traced_as(function: Callable, args: Any, kwargs: Any) -> Iterator[tuple[Any
 
 def runs(op: Any) -> Callable:
     """What runs an op on real tensors: itself, or the Python function that it stands for."""
-    if op.namespace != "shardwise":
-        return op
-    return next(function for function in FUNCTIONS if function.__name__ == op._schema.name.split("::")[1])
+    return treatment_of(op).function or op
 
 
 def record(function: Callable, args: Sequence[Any], kwargs: dict[str, Any], origin: str = "") -> list[Recorded]:

@@ -15,7 +15,8 @@ from shardwise.layout import Layout
 from shardwise.rules.kit.agreement import agreed
 from shardwise.rules.kit.indices import axes_of
 from shardwise.rules.kit.notation import Factors, dims_of
-from shardwise.rules.kit.registry import FUNCTIONS, register_function
+from shardwise.rules.kit.registry import register_function
+from shardwise.rules.kit.treatments import traced_form, treat
 from shardwise.rules.kit.types import Call, Collectives, Local, Rule, Strategy
 
 
@@ -87,7 +88,7 @@ def _checking(function: Callable[..., Any], check: str, at: int, name: str) -> C
     def call(*args: Any, **kwargs: Any) -> Any:
         given = args[at] if len(args) > at else kwargs.get(name)
         if isinstance(given, Tensor) and given.dtype.is_floating_point:
-            good = FUNCTIONS[checked](given, check, [])
+            good = traced_form(checked)(given, check, [])
             if len(args) > at:
                 args = (*args[:at], good, *args[at + 1 :])
             else:
@@ -104,7 +105,7 @@ def _bernoulli(function: Callable[..., Any]) -> Callable[..., Any]:
         if p is not None:
             return function(input, p, **options)
         return function(
-            FUNCTIONS[checked](input, "bernoulli", []) if input.dtype.is_floating_point else input, **options
+            traced_form(checked)(input, "bernoulli", []) if input.dtype.is_floating_point else input, **options
         )
 
     return call
@@ -113,7 +114,7 @@ def _bernoulli(function: Callable[..., Any]) -> Callable[..., Any]:
 def _multinomial(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(input: Tensor, num_samples: int, replacement: bool = False, **options: Any) -> Any:
         if input.dtype.is_floating_point and input.ndim in (1, 2) and num_samples > 0:
-            input = FUNCTIONS[checked](input, "multinomial", [num_samples, int(replacement)])
+            input = traced_form(checked)(input, "multinomial", [num_samples, int(replacement)])
         return function(input, num_samples, replacement, **options)
 
     return call
@@ -124,6 +125,8 @@ for _functions, _check, _at, _name in (
     ((torch.normal,), "normal", 1, "std"),
     ((torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile), "quantile", 1, "q"),
 ):
-    FUNCTIONS.update({function: _checking(function, _check, _at, _name) for function in _functions})
-FUNCTIONS.update({function: _bernoulli(function) for function in (torch.bernoulli, Tensor.bernoulli)})
-FUNCTIONS.update({function: _multinomial(function) for function in (torch.multinomial, Tensor.multinomial)})
+    for _function in _functions:
+        treat(_function, traced_as=_checking(_function, _check, _at, _name))
+for _bernoulli_, _multinomial_ in ((torch.bernoulli, torch.multinomial), (Tensor.bernoulli, Tensor.multinomial)):
+    treat(_bernoulli_, traced_as=_bernoulli(_bernoulli_))
+    treat(_multinomial_, traced_as=_multinomial(_multinomial_))

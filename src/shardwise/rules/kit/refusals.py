@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardwise.rules.kit.treatments import treatment_of
+
 if TYPE_CHECKING:
     from shardwise.rules.kit.types import Call
 
@@ -22,16 +24,13 @@ TOO_MANY = 1 << 25
 MANY = 1 << 16
 """Elements that are not worth computing with only to hear whether it can be done."""
 
-PYTHON: dict[Any, Callable[..., Any]] = {}
-"""Ops that stand for Python functions, which are asked themselves."""
-
 _known: set[tuple] = set()
 
 
 def refuse(call: Call) -> None:
     """Raise what torch raises for such arguments, if it does."""
     op = getattr(call, "op", None)
-    if (getattr(op, "namespace", None) != "aten" and op not in PYTHON) or not call.inputs:
+    if (getattr(op, "namespace", None) != "aten" and treatment_of(op).function is None) or not call.inputs:
         return  # of others it is not known that they do nothing but compute
     suspicious = SUSPICIOUS.get(call.name.rstrip("_"))
     given = sum(value.numel for value in call.inputs)
@@ -66,7 +65,7 @@ def _said(call: Call, fill: Callable[..., Tensor]) -> Exception | None:
     args, kwargs = filled(call.args), {name: filled(arg) for name, arg in call.kwargs.items()}
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
-            PYTHON.get(call.op, call.op)(*args, **kwargs)
+            (treatment_of(call.op).function or call.op)(*args, **kwargs)
     except Exception as error:
         return error.with_traceback(None)
     return None

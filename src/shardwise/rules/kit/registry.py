@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.refusals import PYTHON
+from shardwise.rules.kit.treatments import treat
 from shardwise.rules.kit.types import Call, Local, Rule, Strategy
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -22,18 +22,6 @@ _rules: dict[str, Rule] = {}
 _homes: dict[str, str] = {}
 _found: dict[Any, Rule | None] = {}
 _library = torch.library.Library("shardwise", "FRAGMENT")
-
-FUNCTIONS: dict[Any, Any] = {}
-"""Python functions that are traced as one op of ours."""
-
-APART: dict[Any, Callable[..., Any]] = {}
-"""Functions that merge dims which may be sharded apart, and the same function in a form that keeps them apart. That is
-what is traced. Where the shards can run it as it is, they run the function itself."""
-
-PARTS: dict[Any, Callable[..., Any]] = {}
-"""Ops that are traced as several, each of which may run where its data lie best. These functions are given a result of
-the op, on meta tensors, and its arguments, and give the same in parts, or None where the op is to stay one. Where all
-parts run on the same shards, whatever called the op runs whole."""
 
 
 def register(*names: str, rule: Rule) -> Rule:
@@ -93,7 +81,7 @@ def register_function(
     _library.define(f"{name}({schema}) -> {returns}")
     _library.impl(name, meta or function, "Meta")
     op = getattr(torch.ops.shardwise, name).default
-    PYTHON[op] = function
+    treat(op, function=function)
 
     @wraps(function)
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +93,7 @@ def register_function(
             args, kwargs = before(*args, **kwargs)
         return op(*args, **kwargs)
 
-    FUNCTIONS[function] = traced
+    treat(function, traced_as=traced)
     return register(f"shardwise::{name}", rule=rule)
 
 

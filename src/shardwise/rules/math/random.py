@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.notation import Factor, Factors
-from shardwise.rules.kit.registry import FUNCTIONS, register
+from shardwise.rules.kit.registry import register
+from shardwise.rules.kit.treatments import treat
 from shardwise.rules.kit.types import Call, Local, Rule, Strategy
 from shardwise.rules.kit.windows import remembered
 from shardwise.rules.math.pointwise import pointwise_factors
@@ -67,4 +68,5 @@ def _in_a_batch(function: Callable[..., Tensor], num_dims: int) -> Callable[...,
     return call
 
 
-FUNCTIONS.update({F.dropout1d: _in_a_batch(F.dropout1d, 2), F.dropout3d: _in_a_batch(F.dropout3d, 4)})
+treat(F.dropout1d, traced_as=_in_a_batch(F.dropout1d, 2))
+treat(F.dropout3d, traced_as=_in_a_batch(F.dropout3d, 4))

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.notation import Factor, Factors, dims_of, factor_rule
-from shardwise.rules.kit.registry import FUNCTIONS, PARTS, register, register_function
+from shardwise.rules.kit.registry import register, register_function
+from shardwise.rules.kit.treatments import traced_form, treat
 from shardwise.rules.kit.types import Call, HeldValues, Local
 
 
@@ -78,9 +79,9 @@ def _in_parts(by_dims: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     return parts
 
 
-PARTS[aten._fft_c2c.default] = _in_parts(_by_dims)
-PARTS[aten._fft_r2c.default] = _in_parts(_by_dims_from_real)
-PARTS[aten._fft_c2r.default] = _in_parts(_by_dims_to_real)
+treat(aten._fft_c2c.default, parts=_in_parts(_by_dims))
+treat(aten._fft_r2c.default, parts=_in_parts(_by_dims_from_real))
+treat(aten._fft_c2r.default, parts=_in_parts(_by_dims_to_real))
 
 
 # Short-time transforms and their inverses: signals are free
@@ -143,5 +144,5 @@ register_function(
     rule=_RULE,
     meta=_istft_meta,
 )
-FUNCTIONS[Tensor.stft] = FUNCTIONS[torch.stft]
-FUNCTIONS[Tensor.istft] = FUNCTIONS[torch.istft]
+treat(Tensor.stft, traced_as=traced_form(torch.stft))
+treat(Tensor.istft, traced_as=traced_form(torch.istft))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise.rules.kit.registry import APART
+from shardwise.rules.kit.treatments import treat
 
 
 def by_heads(
@@ -116,4 +116,5 @@ def _checked(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     return by_heads(*args, **kwargs)
 
 
-APART[F.multi_head_attention_forward] = _checked
+treat(F.multi_head_attention_forward, apart=_checked)
+treat(_checked, keeps_composites=True)

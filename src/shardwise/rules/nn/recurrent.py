@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.registry import FUNCTIONS, register, register_function
+from shardwise.rules.kit.registry import register, register_function
+from shardwise.rules.kit.treatments import traced_form
 from shardwise.rules.kit.types import Call, HeldValues, Local, Rule, Strategy, flat_values, replicated
 from shardwise.rules.kit.windows import connected_zeros, unless_empty
 
@@ -87,7 +88,7 @@ def _one_by_one(function: Callable) -> Callable[..., tuple[Tensor, ...]]:
         if named or len(settings) != 6:
             return function(x, hx, params, *settings, **named)
         has_biases, num_layers, dropout, _, bidirectional, batch_first = settings
-        states, layer = hx if isinstance(hx, (list, tuple)) else [hx], FUNCTIONS[function]
+        states, layer = hx if isinstance(hx, (list, tuple)) else [hx], traced_form(function)
         split = [state.chunk(num_layers) for state in states]
         each = len(params) // num_layers
         found = []
