@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from compare import all_layouts, axis_placements, compare
+from compare import all_layouts, axis_placements, compare, full
 from torch import Tensor
 
 import shardwise as sw
@@ -80,3 +80,18 @@ def normal(*shape: int) -> Tensor:
 
 def place(x: Tensor, *placements: sw.Placement, mesh: tuple[int, ...] = (2,)) -> sw.DTensor:
     return sw.distribute_tensor(x, mesh_of(mesh), list(placements))
+
+
+def same(program: Callable[[Tensor], Any], x: Tensor, *placements: sw.Placement, mesh: tuple[int, ...] = (2,)) -> None:
+    """A program of a leaf gives the same on a DTensor: what it returns, tensors or None for gradients that there are
+    none of, and the gradient of the leaf."""
+    plain, dist = x.clone(), place(x.clone(), *placements, mesh=mesh)
+    found = []
+    for leaf in (plain, dist):
+        leaf.requires_grad_(x.is_floating_point() or x.is_complex())
+        results = program(leaf)
+        found.append([*([results] if isinstance(results, Tensor) else results), leaf.grad])
+    for expected, actual in zip(*found, strict=True):
+        assert (expected is None) == (actual is None), f"{actual} where torch has {expected}"
+        if expected is not None:
+            torch.testing.assert_close(full(actual.detach()), expected.detach())

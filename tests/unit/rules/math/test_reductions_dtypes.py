@@ -1,5 +1,9 @@
 """Reductions of every dtype, of nothing, and of pending values."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 import pytest
 import torch
 from compare import compare
@@ -144,3 +148,18 @@ def test_where_linear_nothing_is_reduced_first():
     for op in (lambda a: a.sum(0), lambda a: a.mean(dtype=torch.float32), lambda a: a.sum(dtype=torch.complex128)):
         assert op(x).placements == (P(),)
     assert x.sum(dtype=torch.int64).placements == (R,)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    "function", [torch.var, torch.std, torch.var_mean, torch.softmax, torch.log_softmax, torch.logcumsumexp]
+)
+def test_integers_are_refused_as_torch_does(function: Callable, dim: int) -> None:
+    """Also over a sharded dim, where no kernel of torch's looks at the dtype; before anything moves."""
+    whole = torch.arange(12).reshape(4, 3)
+    dist = place(whole, S(dim), mesh=(2,))
+    with pytest.raises((RuntimeError, NotImplementedError)) as torchs:
+        function(whole, dim)
+    with sw.debug.CommDebugMode() as comm, pytest.raises(torchs.type, match=r"only support|not implemented for 'Long'"):
+        function(dist, dim)
+    assert not comm.get_total_counts()

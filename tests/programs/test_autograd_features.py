@@ -279,18 +279,3 @@ def test_uses_of_a_leaf_share_a_move_until_it_is_written_to() -> None:
 
 
 # One function, other numbers: a plan made for reals is not taken for complex numbers
-
-
-@pytest.mark.parametrize("name", ["real", "conj", "conj_physical", "H", "adjoint", "resolve_conj", "abs", "sgn"])
-@pytest.mark.parametrize("first", [torch.float64, torch.complex128])
-def test_reals_and_complex_numbers(name: str, first: torch.dtype) -> None:
-    sw.clear_cache()
-    numbers = {torch.float64: X, torch.complex128: torch.complex(X, W)}
-    for dtype in (first, *(other for other in numbers if other != first)):
-
-        def call(x: Any) -> Tensor:
-            found = getattr(x, name)
-            return found() if callable(found) else found
-
-        found = call(sw.distribute_tensor(numbers[dtype], mesh_of((2,)), [S(0)]))
-        torch.testing.assert_close(found.full_tensor(), call(numbers[dtype]).resolve_conj())

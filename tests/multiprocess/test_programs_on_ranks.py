@@ -1,4 +1,4 @@
-"""Programs that went wrong on real ranks, on real ranks. All for one number of processes run in one go."""
+"""Programs in which ranks may come to do different things, on real ranks. All of one size run in one go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
 from bodies import AXES
-from bodies_training_found import PROGRAMS  # with those of bodies_programs_found
+from bodies_recomputation import PROGRAMS  # with those of bodies_uneven_ranks
 from launch import run_ranks
 from shardwise.debug import CommDebugMode
 

@@ -1,4 +1,4 @@
-"""Programs that went wrong on real ranks only: each is run on plain tensors and on DTensors, and must give the same.
+"""Programs that ranks may run differently: each is run on plain tensors and on DTensors, and must give the same.
 
 Most of them show ranks that do not do the same: one holds nothing, or its gradient is a constant there, or its shard
 does not show how the whole lies. Ranks that communicate differently hang, or break the group.
@@ -25,8 +25,8 @@ Laying = Sequence[sw.Placement] | Callable[[Tensor, Any], sw.DTensor]
 
 
 @dataclass(frozen=True)
-class Found:
-    """A program, the mesh it went wrong on, and its arguments with how they lie there."""
+class OnRanks:
+    """A program, the mesh it runs on, and its arguments with how they lie there."""
 
     function: Program
     shape: tuple[int, ...]
@@ -42,12 +42,12 @@ class Found:
             assert_close(f, e, f"result {number}")
 
 
-PROGRAMS: dict[str, Found] = {}
+PROGRAMS: dict[str, OnRanks] = {}
 
 
 def program(*shape: int, **arguments: tuple[Tensor, Laying]) -> Callable[[Program], Program]:
     def add(function: Program) -> Program:
-        PROGRAMS[function.__name__] = Found(function, shape, tuple(arguments.values()))
+        PROGRAMS[function.__name__] = OnRanks(function, shape, tuple(arguments.values()))
         return function
 
     return add
@@ -318,7 +318,7 @@ for cut_dim, shape in enumerate(((2, 3, 4), (5, 1, 4), (3, 2, 2))):  # of each, 
     for weight in (R, S(0), S(1)):
         width = shape[2]
         laid = ((doubles(*shape), [S(cut_dim)]), (doubles(3 * width, width), [weight]), (doubles(3 * width), [S(0)]))
-        PROGRAMS[f"attention_with_dim_{cut_dim}_cut_and_weights_{weight}"] = Found(attention_of(width), (3,), laid)
+        PROGRAMS[f"attention_with_dim_{cut_dim}_cut_and_weights_{weight}"] = OnRanks(attention_of(width), (3,), laid)
 
 
 @program(2, x=(doubles(3), [S(0)]))

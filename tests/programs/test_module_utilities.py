@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import beside, full
 from programs import To, check_program
 from sweep import normal, place
 from torch import Tensor, nn, optim
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import swa_utils
 
 import shardwise as sw
@@ -191,3 +192,33 @@ def test_data_may_be_set_to_a_tensor_that_lies_elsewhere(grad_first: bool) -> No
     assert d.placements == (S(1),)
     assert torch.equal(d.detach().full_tensor(), p.detach())
     torch.testing.assert_close(d.grad.full_tensor(), p.grad)
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
+@pytest.mark.parametrize("name", ["spectral_norm", "orthogonal"])
+def test_a_sharded_weight_is_parametrised(name: str) -> None:
+    torch.manual_seed(0)
+    plain, dist_ = nn.Linear(5, 4).double(), nn.Linear(5, 4).double()
+    dist_.load_state_dict(plain.state_dict())
+    dist_.weight = nn.Parameter(place(dist_.weight.detach(), S(0)))
+    for module in (plain, dist_):
+        torch.manual_seed(1)
+        with implicit_replication():  # the identity that one of them makes is alike on all ranks
+            getattr(parametrizations, name)(module)
+    torch.testing.assert_close(full(dist_.weight.detach()), plain.weight.detach())
+    parametrize.remove_parametrizations(dist_, "weight")
+
+
+@pytest.mark.parametrize("dim", [None, 0, -1])
+def test_weight_norm_over_all_dims(dim: int | None) -> None:
+    x, layers = normal(3, 6).float(), [nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)]
+    weight = normal(4, 6).float()
+    layers[0].weight = nn.Parameter(weight.clone())
+    layers[1].weight = nn.Parameter(place(weight, S(0)))
+    outs = []
+    for layer in layers:
+        nn.utils.parametrizations.weight_norm(layer, dim=dim)
+        out = layer(beside(layer.weight, x))
+        out.square().sum().backward()
+        outs.append([out.detach(), *(p.grad for p in layer.parameters())])
+    torch.testing.assert_close([full(t) for t in outs[1]], outs[0])

@@ -1,6 +1,6 @@
-"""Programs around training that went wrong: each is run on plain tensors and on DTensors, and must give the same.
+"""Programs that recompute: each is run on plain tensors and on DTensors, and must give the same.
 
-Most are about recomputation. A checkpoint counts the tensors that autograd saves, compares them with those saved when
+A checkpoint counts the tensors that autograd saves, compares them with those saved when
 it recomputes, begins to do so when the first one is asked for and stops at the last one; ranks that save at different
 places communicate in different orders.
 """
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from bodies import R, S, doubles
-from bodies_programs_found import PROGRAMS, Found, Program, program
+from bodies_uneven_ranks import PROGRAMS, OnRanks, Program, program
 
 
 def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
@@ -85,7 +85,7 @@ def recomputed_images(name: str) -> Program:
 for name in IMAGES:
     x, w = doubles(2, 3, 2, 4), doubles(4, 4)
     lying = *((x, [S(dim)]) for dim in range(4)), (w, [S(1)])
-    PROGRAMS[f"recomputed_{name}_where_some_shards_are_empty"] = Found(recomputed_images(name), (3,), lying)
+    PROGRAMS[f"recomputed_{name}_where_some_shards_are_empty"] = OnRanks(recomputed_images(name), (3,), lying)
 
 
 @program(3, x=(doubles(5, 4), [S(0)]), w=(doubles(3, 4), [R]))

@@ -1,0 +1,109 @@
+"""Programs that recompute: the same results and gradients as on one device, reentrant or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compare import beside, full
+from meshes import PAIR
+from sweep import normal, same
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+
+R, S, P = sw.Replicate(), sw.Shard, sw.Partial
+MESHES = ((2,), (3,), (4,))
+
+
+UNUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x.flatten(0, 1),
+    "a row": lambda x: x[1],
+    "a product": lambda x: x @ x,
+    "sorted": lambda x: x.sort(0).values,
+    "scanned": lambda x: x.cumsum(0),
+    "a norm": lambda x: F.layer_norm(x, (4, 4)),
+    "an extremum": lambda x: x.amax(0),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_what_a_checkpoint_does_not_use_has_no_gradient(name: str) -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        other = (x.detach() + 1).requires_grad_()
+        y = checkpoint(lambda a, b: a.sin(), x * 1, UNUSED[name](other), use_reentrant=True)
+        y.sum().backward()
+        return y, x.grad, other.grad
+
+    for mesh in MESHES:
+        for placement in (S(0), S(1), P(), R):
+            same(program, normal(4, 4), placement, mesh=mesh)
+
+
+def test_norms_and_products_in_reentrant_checkpoints() -> None:
+    for function in (lambda t: t.exp().norm(), lambda t: t.exp().prod()):
+
+        def program(x: Tensor, function: Any = function) -> Tensor:
+            out = checkpoint(function, x, use_reentrant=True)
+            (out * out).backward()
+            return out.detach()
+
+        for placement in (S(0), S(1)):
+            same(program, normal(3, 2), placement)
+
+
+def test_an_average_in_a_reentrant_checkpoint() -> None:
+    def program(x: Tensor) -> Tensor:
+        out = checkpoint(lambda t: t * 2, x, use_reentrant=True)
+        out.sum().backward()
+        return out.detach()
+
+    same(program, normal(3, 2), P("avg"))
+
+
+def test_an_assignment_is_the_last_thing_in_a_checkpoint() -> None:
+    mask = torch.tensor([True, False, True, False])
+
+    def by_list(x: Tensor) -> Tensor:
+        y = x * 1
+        y[[0, 2]] = 0.0
+        return y
+
+    def by_mask(x: Tensor) -> Tensor:
+        y = x * 1
+        y[beside(x, mask)] = 0.0
+        return y
+
+    for inside in (by_list, by_mask):
+
+        def program(x: Tensor, inside: Any = inside) -> Tensor:
+            checkpoint(inside, x, use_reentrant=False).square().sum().backward()
+            return x.detach()
+
+        for placement in (R, S(0), S(1)):
+            same(program, normal(4, 4), placement)
+
+
+def test_a_checkpoint_takes_writes_to_new_tensors() -> None:
+    """A router's scores: only the chosen ones are kept."""
+
+    def route(h: Tensor, w: Tensor) -> Tensor:
+        logits = F.linear(h, w)
+        top, chosen = logits.topk(1, dim=1)
+        return torch.full_like(logits, -1.0).scatter_(1, chosen, top).sigmoid()
+
+    def run(placement: sw.Placement | None) -> list[Tensor]:
+        tensors = [normal(6, 4), normal(3, 4)]
+        if placement is not None:
+            tensors = [sw.distribute_tensor(t, PAIR, [placement]) for t in tensors]
+        h, w = (t.requires_grad_() for t in tensors)
+        out = checkpoint(route, h, w, use_reentrant=False)
+        out.square().sum().backward()
+        return [full(t) for t in (out, h.grad, w.grad)]
+
+    for placement in (R, S(0), S(1)):
+        torch.testing.assert_close(run(placement), run(None))
