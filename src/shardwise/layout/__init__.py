@@ -3,7 +3,7 @@
 from shardwise.layout.layout import Box, Layout, Placements, replicated
 from shardwise.layout.mesh import Mesh, entered_mesh
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard
-from shardwise.layout.sizes import chunk_sizes, offsets
+from shardwise.layout.sizes import chunk_sizes, intervals, offsets
 
 __all__ = [
     "Box",
@@ -16,6 +16,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "chunk_sizes",
+    "intervals",
     "offsets",
     "replicated",
 ]

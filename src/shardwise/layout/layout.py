@@ -14,7 +14,7 @@ import torch
 from shardwise.errors import PlacementError
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard
-from shardwise.layout.sizes import chunk_sizes, offsets
+from shardwise.layout.sizes import chunk_sizes, intervals, offsets
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a shard lies in the global tensor: its start and its size, per dim."""
@@ -142,6 +142,10 @@ class Layout:
             return explicit
         return chunk_sizes(self.shape[dim], tuple(self.mesh.shape[axis] for axis in self.splits[dim]))
 
+    def intervals(self, dim: int) -> tuple[tuple[int, int], ...]:
+        """Start and stop of all pieces of a dim, in the same order."""
+        return intervals(self.pieces(dim))
+
     @cached_property
     def _cuts(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """Sizes and starts of all pieces, per dim."""
@@ -170,6 +174,16 @@ class Layout:
     def held_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The local shapes of the ranks held in this process."""
         return tuple(self.local_shape(coordinate) for coordinate in self.mesh.held)
+
+    @cached_property
+    def held_starts(self) -> tuple[tuple[int, ...], ...]:
+        """Where the shards of the ranks held in this process start, per dim."""
+        return tuple(self.box(coordinate)[0] for coordinate in self.mesh.held)
+
+    def held_intervals(self, dim: int) -> list[tuple[int, int]]:
+        """Start and stop of a dim on the ranks held in this process."""
+        pieces = self.intervals(dim)
+        return [pieces[self.piece_index(dim, coordinate)] for coordinate in self.mesh.held]
 
     @cached_property
     def has_empty(self) -> bool:

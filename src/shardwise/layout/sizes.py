@@ -36,3 +36,12 @@ def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
     (0, 2, 3, 4)
     """
     return tuple(accumulate(sizes, initial=0))[:-1]
+
+
+def intervals(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Where each piece starts and stops.
+
+    >>> intervals((2, 1, 1))
+    ((0, 2), (2, 3), (3, 4))
+    """
+    return tuple((start, start + size) for start, size in zip(offsets(sizes), sizes, strict=True))

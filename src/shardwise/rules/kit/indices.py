@@ -71,17 +71,12 @@ def guarded_call(
     call: Call, step: Callable[..., Any], bounds: Sequence[Bound | None], ins: Sequence[Layout], axes: set[int]
 ) -> Local:
     """`step` on the shards, behind a check in which the ranks along `axes`, those that split the indices, confer."""
-    starts = HeldValues([ins[0].box(coordinate)[0] for coordinate in ins[0].mesh.held])
+    starts = HeldValues(ins[0].held_starts)
     return Local(guarded, [step, bounds, starts, *call.args], groups=(tuple(sorted(axes)),))
 
 
 def axes_of(layouts: Sequence[Layout]) -> set[int]:
     return {axis for layout in layouts for axes in layout.splits for axis in axes}
-
-
-def has_empty(layouts: Sequence[Layout]) -> bool:
-    """Whether some rank's shard is empty: torch does not look at the indices then, and would not refuse them."""
-    return any(0 in layout.pieces(dim) for layout in layouts for dim, axes in enumerate(layout.splits) if axes)
 
 
 # Shards: which indices are ours, and where

@@ -6,15 +6,12 @@ inputs: its own piece and a halo. The padding at the two ends of the whole dim b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from shardwise.layout import Layout, offsets
-from shardwise.rules.kit.types import Call, Collectives, HeldValues, Interval, Local, Resize
+from shardwise.layout import Layout
+from shardwise.rules.kit.types import Collectives, HeldValues, Interval, Local, Resize
 
 
 def per_dim(given: Any, num_dims: int) -> list[int]:
@@ -56,12 +53,6 @@ class Fetch:
     dim: int
     have: tuple[Interval, ...]
     want: tuple[Interval, ...]
-
-
-def intervals(layout: Layout, dim: int) -> tuple[Interval, ...]:
-    """The pieces of a dim, as intervals."""
-    pieces = layout.pieces(dim)
-    return tuple((start, start + size) for start, size in zip(offsets(pieces), pieces, strict=True))
 
 
 def inside(interval: Interval, size: int) -> Interval:
@@ -108,61 +99,3 @@ class _WithHalo:
         for group, fetch in zip(groups, self.fetches, strict=True):
             x = group.window(x, fetch.dim, fetch.have, fetch.want)
         return groups[0].map(self.function, x, *rest)
-
-
-# Shards of size zero, which torch's kernels often refuse
-
-
-def connected_zeros(like: Tensor, shape: Sequence[int], *others: Tensor | None, saves: bool = True) -> Tensor:
-    """Zeros that depend on tensors without reading them: every rank takes part in a backward pass.
-
-    An op that `saves` something for its gradient does so here as well. A checkpoint begins to recompute when the first
-    saved tensor is asked for and stops at the last one: all ranks must do that between the same collectives.
-    """
-    out = like.new_zeros(shape)
-    for x in (like, *others):
-        if x is not None and x.requires_grad:
-            nothing = x.narrow(0, 0, 0) if x.dim() else x[None][:0]
-            out = out + (saved(nothing) if saves else nothing).sum().to(out.dtype)
-    return out
-
-
-def saved(x: Tensor) -> Tensor:
-    """Something empty that autograd saves, and refuses to see written to, as it does where there is something."""
-    return x * x.detach()
-
-
-def remembered(x: Tensor) -> Tensor:
-    """Something empty, or zero, for which autograd saves another tensor."""
-    return x * x.new_zeros(x.shape)
-
-
-def unless_empty(call: Call, outs: Sequence[Layout], local: Local | None = None, *, saves: bool = True) -> Local | None:
-    """A local call, by default the op itself, that is not made where its outputs are empty; `saves` says whether
-    autograd saves tensors where it is made."""
-    if all(math.prod(shape) for out in outs for shape in out.held_shapes):
-        return local
-    local = local or Local(call.op, call.args, call.kwargs)
-    assert not local.groups, "a program looks after empty shards itself"
-    shapes = HeldValues([tuple(out.held_shapes[rank] for out in outs) for rank in range(len(outs[0].mesh.held))])
-    dtypes = tuple(value.dtype for value in call.outputs)
-    return Local(_unless_empty, [local.function, shapes, dtypes, saves, *local.args], local.kwargs)
-
-
-def _unless_empty(
-    function: Callable, shapes: Sequence[tuple[int, ...]], dtypes: Any, saves: bool, *args: Any, **kwargs: Any
-) -> Any:
-    if all(map(math.prod, shapes)):
-        return function(*args, **kwargs)
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    results = tuple(
-        connected_zeros(tensors[0], shape, *tensors[1:], saves=saves)
-        if dtype.is_floating_point or dtype.is_complex
-        else _zeros(tensors[0], shape, dtype)
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    )
-    return results if len(results) > 1 else results[0]
-
-
-def _zeros(like: Tensor, shape: Sequence[int], dtype: Any) -> Tensor:
-    return like.new_zeros(shape, dtype=dtype)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout, Partial
-from shardwise.rules.kit.indices import Bound, along, axes_of, guarded_call, has_empty, not_empty, owned, wrapped
+from shardwise.rules.kit.empty import has_empty
+from shardwise.rules.kit.indices import Bound, along, axes_of, guarded_call, not_empty, owned, wrapped
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import (
     PENDING,
@@ -74,7 +75,7 @@ def _gather_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> 
         return None
     (dim,) = call.dims()
     shorter = [d for d in range(x.ndim) if d != dim and ins[1].splits[d] and x.shape[d] != index.shape[d]]
-    begins = HeldValues([ins[1].box(coordinate)[0] for coordinate in ins[1].mesh.held])
+    begins = HeldValues(ins[1].held_starts)
     step = partial(_gather_here, shorter=shorter, split=bool(ins[0].splits[dim]))
     bound = Bound(0, x.shape[dim], any(ins[1].splits), partial(refuse_along, call, dim))
     found = guarded_call(call, step, [bound], ins, axes_of([ins[1]]))

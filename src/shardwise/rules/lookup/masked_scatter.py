@@ -27,7 +27,7 @@ def _local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local |
     target = ins[0]
     if not any(target.splits):
         return None
-    starts = HeldValues([target.box(coordinate)[0] for coordinate in target.mesh.held])
+    starts = HeldValues(target.held_starts)
     return Local(_fill, [*call.inputs, target.shape, starts, bool(call.mutated)])
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.indices import Bound, along, axes_of, guarded_call, has_empty, owned, padded, wrapped
+from shardwise.rules.kit.empty import has_empty
+from shardwise.rules.kit.indices import Bound, along, axes_of, guarded_call, owned, padded, wrapped
 from shardwise.rules.kit.notation import LINEAR
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import PENDING, SUM, Call, Local, Rule, Strategy, replicated

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import Layout
+from shardwise.rules.kit.empty import connected_zeros
 from shardwise.rules.kit.notation import einsum
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, HeldValues, Local, Rule, Strategy, replicated
-from shardwise.rules.kit.windows import connected_zeros
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 

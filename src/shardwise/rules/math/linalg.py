@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
+from shardwise.rules.kit.empty import unless_empty
 from shardwise.rules.kit.notation import Factor, Factors, factor_rule
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import AxisPlacement, Call, Collectives, Local, Rule, Strategy, replicated
-from shardwise.rules.kit.windows import unless_empty
 from shardwise.rules.math.pointwise import broadcast
 from shardwise.rules.math.reductions import PROGRAM_COST
 

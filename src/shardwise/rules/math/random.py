@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.layout import Layout
+from shardwise.rules.kit.empty import remembered
 from shardwise.rules.kit.notation import Factor, Factors
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.treatments import treat
 from shardwise.rules.kit.types import Call, Local, Rule, Strategy
-from shardwise.rules.kit.windows import remembered
 from shardwise.rules.math.pointwise import pointwise_factors
 
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import Layout
+from shardwise.rules.kit.empty import connected_zeros
 from shardwise.rules.kit.notation import Factor, Factors, dims_of
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, HeldValues, Local, Rule, Strategy
-from shardwise.rules.kit.windows import connected_zeros
 
 
 def _attention(call: Call) -> list[Strategy]:
@@ -71,7 +71,7 @@ def _attention_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) 
     alone = grouped and bool(ins[0].splits[heads]) and not ins[1].splits[heads]
     if not causal and not alone and all(map(math.prod, outs[0].held_shapes)):
         return None
-    starts = [ins[0].box(coordinate)[0] for coordinate in ins[0].mesh.held]
+    starts = ins[0].held_starts
     first_rows = HeldValues([start[rows] for start in starts]) if causal else None
     first_heads = HeldValues([start[heads] for start in starts]) if alone else None
     shared = query.shape[heads] // key.shape[heads] if alone else 1

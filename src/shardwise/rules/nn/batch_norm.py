@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
+from shardwise.rules.kit.empty import connected_zeros
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import AxisPlacement, Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
-from shardwise.rules.kit.windows import connected_zeros
 from shardwise.rules.math.reductions import PROGRAM_COST, wide
 from shardwise.rules.nn.norms import stats_dtype
 

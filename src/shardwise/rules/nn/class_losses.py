@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.indices import Bound, has_empty
+from shardwise.rules.kit.empty import has_empty, remembered
+from shardwise.rules.kit.indices import Bound
 from shardwise.rules.kit.registry import register, register_function
 from shardwise.rules.kit.types import SUM, AxisPlacement, Call, Collectives, Local, Rule, Strategy, replicated
-from shardwise.rules.kit.windows import remembered
 from shardwise.rules.math.reductions import PROGRAM_COST, maximum, wide
 from shardwise.rules.nn.losses import MEAN, NONE, TOTAL, reduction_of
 

@@ -11,22 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import Layout, chunk_sizes
+from shardwise.rules.kit.empty import connected_zeros
 from shardwise.rules.kit.notation import Factor, Factors, factor_rule
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, HeldValues, Interval, Local, Resize, Rule, Strategy
-from shardwise.rules.kit.windows import (
-    Fetch,
-    Slide,
-    around,
-    by_rank,
-    connected_zeros,
-    even_pieces,
-    held,
-    inside,
-    intervals,
-    per_dim,
-    with_halo,
-)
+from shardwise.rules.kit.windows import Fetch, Slide, around, by_rank, even_pieces, held, inside, per_dim, with_halo
 from shardwise.rules.math.reductions import PROGRAM_COST
 
 
@@ -110,11 +99,11 @@ def _slide(call: Call, d: int, *, padding: int) -> Slide:
 
 def _reads(call: Call, x: Layout, out: Layout, d: int) -> tuple[Fetch, list[tuple[int, int]]]:
     """The inputs that each piece of the outputs reads, and the zeros before and after them."""
-    dim, have = d + 2, intervals(x, d + 2)
+    dim, have = d + 2, x.intervals(d + 2)
     if not x.splits[dim]:
         return Fetch(dim, have, have), [(0, 0)]
     slide = _slide(call, d, padding=per_dim(call["padding"], call.inputs[0].ndim - 2)[d])
-    reads = [slide.reads(piece) for piece in intervals(out, dim)]
+    reads = [slide.reads(piece) for piece in out.intervals(dim)]
     size = x.shape[dim]
     return Fetch(dim, have, tuple(inside(read, size) for read in reads)), [around(read, size) for read in reads]
 
@@ -122,13 +111,13 @@ def _reads(call: Call, x: Layout, out: Layout, d: int) -> tuple[Fetch, list[tupl
 def _transposed_reads(call: Call, x: Layout, out: Layout, d: int) -> tuple[Fetch, list[tuple[int, int]]]:
     """The inputs that write to each piece of the outputs, and what to add (or, if negative, to cut) before and after
     what they write to make it that piece."""
-    dim, have = d + 2, intervals(x, d + 2)
+    dim, have = d + 2, x.intervals(d + 2)
     if not x.splits[dim]:
         return Fetch(dim, have, have), [(0, 0)]
     slide = _slide(call, d, padding=per_dim(call["padding"], call.inputs[0].ndim - 2)[d])
     want: list[Interval] = []
     pads: list[tuple[int, int]] = []
-    for start, stop in intervals(out, dim):
+    for start, stop in out.intervals(dim):
         first = -(-(start + slide.padding - slide.span + 1) // slide.stride)
         last = (stop - 1 + slide.padding) // slide.stride
         sources = inside((first, last + 1), x.shape[dim]) if stop > start else (0, 0)
@@ -141,7 +130,7 @@ def _transposed_reads(call: Call, x: Layout, out: Layout, d: int) -> tuple[Fetch
 def _groups_of(call: Call, out: Layout) -> list[Interval]:
     """The groups that each piece of the output's channels is made of."""
     each = out.shape[1] // call["groups"]
-    return [(start // each, stop // each) for start, stop in intervals(out, 1)]
+    return [(start // each, stop // each) for start, stop in out.intervals(1)]
 
 
 def _channels(call: Call, ins: Sequence[Layout], out: Layout, groups: Sequence[Interval] | None) -> Any:
@@ -161,7 +150,7 @@ def _with_whole_groups(local: Local, groups: Sequence[Interval], num_groups: int
     """Run a local function after every rank has fetched what its groups need and others hold."""
     fetches = {}
     for position, (layout, dim) in enumerate(zip(ins, (1, 0, 0), strict=False)):
-        each, have = layout.shape[dim] // num_groups, intervals(layout, dim)
+        each, have = layout.shape[dim] // num_groups, layout.intervals(dim)
         want = tuple((first * each, last * each) for first, last in groups)
         if layout.splits[dim] and any(_differ(*pair) for pair in zip(have, want, strict=True)):
             fetches[position] = Fetch(dim, have, want)

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.indices import Bound, axes_of, has_empty
+from shardwise.rules.kit.empty import connected_zeros, has_empty, remembered
+from shardwise.rules.kit.indices import Bound, axes_of
 from shardwise.rules.kit.notation import Factor, Factors, dims_of
 from shardwise.rules.kit.registry import register, register_function
 from shardwise.rules.kit.types import SUM, Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
-from shardwise.rules.kit.windows import connected_zeros, remembered
 from shardwise.rules.lookup.indexing import looked_up
 from shardwise.rules.math.reductions import LAST, PROGRAM_COST
 
@@ -52,7 +52,7 @@ def _axes_of_indices(index: Layout) -> tuple[int, ...]:
 
 def _row_starts(layout: Layout) -> HeldValues:
     """Where each held rank's rows begin in the table."""
-    return HeldValues([layout.box(coordinate)[0][0] for coordinate in layout.mesh.held])
+    return HeldValues([start[0] for start in layout.held_starts])
 
 
 # Embedding
@@ -233,7 +233,7 @@ def _embedding_bag_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layou
             return Local(_whole_bags, [bound, *args], kwargs, groups=(confer,), always=True)
         return Local(F.embedding_bag if call["offsets"] is None else _in_order, args, kwargs, always=True)
     bags = _Bags(call["mode"], call["include_last_offset"], _padding(call), call["input"].shape[-1])
-    item_starts = HeldValues([items.box(coordinate)[0][-1] for coordinate in items.mesh.held])
+    item_starts = HeldValues([start[-1] for start in items.held_starts])
     args = [bound, call["input"], call["weight"], call["offsets"], call["per_sample_weights"]]
     args += [_row_starts(table), item_starts, bags]
     in_bags = _largest_in_bags if bags.mode == "max" else _sums_in_bags

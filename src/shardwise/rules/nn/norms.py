@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
+from shardwise.rules.kit.empty import saved
 from shardwise.rules.kit.notation import Factor, Factors, dims_of
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
-from shardwise.rules.kit.windows import saved
 from shardwise.rules.math.reductions import PROGRAM_COST, is_inexact, maximum, wide
 
 

@@ -13,23 +13,11 @@ from torch import Tensor
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.agreement import unknown
+from shardwise.rules.kit.empty import connected_zeros, unless_empty
 from shardwise.rules.kit.notation import Factor, Factors, dims_of
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, HeldValues, Interval, Local, Rule, Strategy
-from shardwise.rules.kit.windows import (
-    Fetch,
-    Slide,
-    around,
-    by_rank,
-    connected_zeros,
-    even_pieces,
-    held,
-    inside,
-    intervals,
-    per_dim,
-    unless_empty,
-    with_halo,
-)
+from shardwise.rules.kit.windows import Fetch, Slide, around, by_rank, even_pieces, held, inside, per_dim, with_halo
 from shardwise.rules.math.reductions import LAST, PROGRAM_COST, wide
 
 aten = torch.ops.aten
@@ -95,9 +83,9 @@ def _pool_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Lo
         return unless_empty(call, outs)
     fetches, starts, pads = [], [], []
     for dim, slide in enumerate(_slides(call), lead):
-        pieces = intervals(outs[0], dim)
+        pieces = outs[0].intervals(dim)
         reads = [slide.reads(piece) for piece in pieces]
-        fetches.append(Fetch(dim, intervals(x, dim), tuple(inside(read, x.shape[dim]) for read in reads)))
+        fetches.append(Fetch(dim, x.intervals(dim), tuple(inside(read, x.shape[dim]) for read in reads)))
         starts.append(held(outs[0], dim, pieces))
         pads.append(held(outs[0], dim, [around(read, x.shape[dim]) for read in reads]))
     args = [call["self"], by_rank(pads), by_rank(starts), HeldValues(outs[0].held_shapes), x.shape[lead:]]
@@ -219,7 +207,7 @@ def _adaptive_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -
     sizes = HeldValues([shape[lead:] for shape in outs[0].held_shapes])
     if len(outs) == 1:
         return unless_empty(call, outs, Local(call.op, [call["self"], sizes]))
-    starts = HeldValues([ins[0].box(coordinate)[0][lead:] for coordinate in ins[0].mesh.held])
+    starts = HeldValues([start[lead:] for start in ins[0].held_starts])
     args = [call.op, call["self"], sizes, starts, ins[0].shape[lead:]]
     return unless_empty(call, outs, Local(_adaptive_maximum, args))
 

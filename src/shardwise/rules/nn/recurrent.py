@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import Layout
+from shardwise.rules.kit.empty import connected_zeros, unless_empty
 from shardwise.rules.kit.registry import register, register_function
 from shardwise.rules.kit.treatments import traced_form
 from shardwise.rules.kit.types import Call, HeldValues, Local, Rule, Strategy, flat_values, replicated
-from shardwise.rules.kit.windows import connected_zeros, unless_empty
 
 SCHEMA = (
     "Tensor input, {hx} hx, Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, "

@@ -10,19 +10,11 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
+from shardwise.rules.kit.empty import connected_zeros, unless_empty
 from shardwise.rules.kit.notation import Factor, Factors, factor_rule
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import SUM, Call, HeldValues, Local, Rule, Strategy, replicated
-from shardwise.rules.kit.windows import (
-    Fetch,
-    by_rank,
-    connected_zeros,
-    even_pieces,
-    held,
-    intervals,
-    unless_empty,
-    with_halo,
-)
+from shardwise.rules.kit.windows import Fetch, by_rank, even_pieces, held, with_halo
 from shardwise.rules.math.reductions import PROGRAM_COST
 
 
@@ -65,9 +57,9 @@ def _nearest_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
     fetches, picks = [], []
     for dim, scale in enumerate(scales, 2):
         source = _neighbours(x.shape[dim], out.shape[dim], scale, exact)
-        pieces = [source[start:stop] for start, stop in intervals(out, dim)]
+        pieces = [source[start:stop] for start, stop in out.intervals(dim)]
         want = tuple((piece[0], piece[-1] + 1) if piece else (0, 0) for piece in pieces)
-        have = intervals(x, dim)
+        have = x.intervals(dim)
         fetches.append(Fetch(dim, have, want if x.splits[dim] else have))
         starts = [piece[0] if piece and x.splits[dim] else 0 for piece in pieces]  # of what is fetched
         shifted = [tuple(at - start for at in piece) for piece, start in zip(pieces, starts, strict=True)]

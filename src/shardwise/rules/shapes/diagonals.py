@@ -18,7 +18,7 @@ from shardwise.rules.shapes.views import copying
 
 def _shifts(layout: Layout, rows: int, columns: int) -> list[int]:
     """What to add to a diagonal's number on each held rank: rows that begin later bring later columns with them."""
-    starts = [layout.box(coordinate)[0] for coordinate in layout.mesh.held]
+    starts = layout.held_starts
     return [start[rows] - start[columns] for start in starts]
 
 
@@ -90,7 +90,7 @@ def _filled(call: Call) -> list[Strategy]:
 def _filled_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     if not any(ins[0].splits):
         return None
-    starts = HeldValues([ins[0].box(coordinate)[0] for coordinate in ins[0].mesh.held])
+    starts = HeldValues(ins[0].held_starts)
     return Local(_fill_own, [call.inputs[0], call["fill_value"], call["wrap"], starts, call.inputs[0].shape])
 
 

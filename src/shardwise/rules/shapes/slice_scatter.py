@@ -19,7 +19,7 @@ BOTH_PENDING = Strategy((PENDING, PENDING), (PENDING,))
 
 
 def _starts(layout: Layout) -> HeldValues:
-    return HeldValues([layout.box(coordinate)[0] for coordinate in layout.mesh.held])
+    return HeldValues(layout.held_starts)
 
 
 def _insertion(call: Call, part: Tensor, source: Sequence[Factor], written: Sequence[int]) -> list[Strategy]:

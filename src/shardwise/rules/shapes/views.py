@@ -227,7 +227,7 @@ def _unbind_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> 
     (dim,) = call.dims()
     if not ins[0].splits[dim]:
         return None
-    starts = [ins[0].box(coordinate)[0][dim] for coordinate in ins[0].mesh.held]
+    starts = [start[dim] for start in ins[0].held_starts]
     return Local(_unbind_or_zero, [call.inputs[0], dim, HeldValues(starts), len(call.outputs)])
 
 
