@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.comm import Ranked, ranked, shards_of
 from shardwise.comm.cause import handed_on, is_moving, listeners
 from shardwise.comm.cause import moved as observed
-from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
+from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.layout import Layout, Mesh
 from shardwise.local import is_leaf
 from shardwise.redistribute import (
@@ -26,7 +26,7 @@ from shardwise.redistribute import (
     run_path,
     transition,
 )
-from shardwise.tensor import DTensor, localise, settled, spread, without_terms
+from shardwise.tensor import DTensor, localise, spread, without_terms
 
 Plan = Callable[[tuple, dict[str, Any] | None], Any]
 
@@ -252,54 +252,6 @@ def localised(function: Callable, template: Sequence[Any], position: int, layout
             return out
         return wrap_fresh(out, layout)
 
-    return run
-
-
-def changed(plan: Plan, written: Sequence[int]) -> Plan:
-    """A plan that writes to tensors of which some keep what was pending on them, reduced: that is another value now."""
-
-    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        out = plan(args, kwargs)
-        tensors = flat_tensors((args, kwargs or {}))
-        for x in (tensors[i] for i in written):
-            if x.__class__ is DTensor:
-                x.__dict__["_layout"] = x._layout.unreduced
-        return out
-
-    run.plan = plan  # type: ignore[attr-defined]
-    return run
-
-
-def retaining(plan: Plan, written: Sequence[int]) -> Plan:
-    """A plan of the simulator's that writes to aliases of its arguments."""
-
-    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        out = plan(args, kwargs)
-        tensors = flat_tensors((args, kwargs or {}))
-        retain_anew(tensors[i] for i in written)
-        return out
-
-    run.plan = plan  # type: ignore[attr-defined]
-    return run
-
-
-def retain_anew(tensors: Iterable[Tensor]) -> None:
-    """A view that retains its gradient does so where its history is once it was written to; but if an alias of it was
-    written to, only once it is itself asked for that."""
-    with _disabled():
-        for x in tensors:
-            if x.retains_grad:
-                for shard in (x, *x.__dict__.get("_peers", ())):
-                    shard.grad_fn  # noqa: B018
-
-
-def settling(plan: Plan) -> Plan:
-    """A plan whose results may be terms of a product or of a norm: those within a graph are reduced at once."""
-
-    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        return map_tensors(plan(args, kwargs), lambda x: settled(x) if x.requires_grad else x)
-
-    run.plan = plan  # type: ignore[attr-defined]
     return run
 
 

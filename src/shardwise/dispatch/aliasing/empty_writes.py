@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.dispatch.aliasing.copied_views import storage_of
+from shardwise.dispatch.guarded import Guard
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.rules.kit.registry import is_empty_expanded
 from shardwise.tensor import DTensor
@@ -23,26 +24,28 @@ _size = torch._C.TensorBase.size
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
 
-class OnNothing:
-    """A plan that writes to shards of which some ranks hold nothing."""
+class WritesToEmpty(Guard):
+    """Writes to shards of which some are empty."""
 
-    __slots__ = ("function", "plan", "positions")
+    __slots__ = ("function", "positions")
 
-    def __init__(self, plan: Callable, function: Callable, positions: Sequence[int]) -> None:
-        self.plan, self.function, self.positions = plan, function, positions
+    def __init__(self, function: Callable, positions: Sequence[int]) -> None:
+        self.function, self.positions = function, positions
 
-    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        tensors = flat_tensors((args, kwargs or {}))
+    def before(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        tensors = flat_tensors((args, kwargs))
         written = [tensors[position] for position in self.positions]
-        expanded = [x for x in written if is_empty_expanded(x)]
-        if expanded:
-            self._try(args, kwargs or {}, _small)
+        if any(map(is_empty_expanded, written)):
+            self._try(args, kwargs, _small)
         for x in written:
             if any(_overlap(x, y) for y in tensors):
-                self._try(args, kwargs or {}, _Overlapping(x))
-        out = self.plan(args, kwargs)
-        for x in expanded:
-            _refuse_gradients(x)
+                self._try(args, kwargs, _Overlapping(x))
+
+    def after(self, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        tensors = flat_tensors((args, kwargs))
+        for x in (tensors[position] for position in self.positions):
+            if is_empty_expanded(x):
+                _refuse_gradients(x)
         return out
 
     def _try(self, args: tuple, kwargs: dict[str, Any], stand_in: Callable[[Tensor], Tensor]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwise.comm import shards_of
 from shardwise.dispatch.aliasing.copied_views import depend, of_base, storage_of, take_anew, watch_copy
 from shardwise.dispatch.aliasing.views import Writes
+from shardwise.dispatch.guarded import Guarded
 from shardwise.dispatch.plan import Plan
 from shardwise.dispatch.planning.ask_torch import meta, refused
 from shardwise.dispatch.planning.fallback import report
@@ -43,7 +44,7 @@ def overwrite(target: Any, result: Any) -> None:
         return
     with _disabled():
         dtype = target.dtype
-    Writes(_copy_shards, "copy_", [0])((target, as_layout(result.to(dtype), target._layout, "result")), None)
+    Guarded(_copy_shards, [Writes("copy_", [0])])((target, as_layout(result.to(dtype), target._layout, "result")), None)
 
 
 def _copy_shards(args: tuple, kwargs: dict[str, Any] | None) -> None:

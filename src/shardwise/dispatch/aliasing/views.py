@@ -29,8 +29,8 @@ from shardwise.dispatch.aliasing.copied_views import (
     watch_view,
 )
 from shardwise.dispatch.aliasing.global_strides import copied, fresh_strides, lies_plainly, on_one_device
+from shardwise.dispatch.guarded import Guard, retain_anew
 from shardwise.dispatch.modes import unseen
-from shardwise.dispatch.plan import retain_anew
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.layout import Layout, Mesh
 from shardwise.local import spread
@@ -44,29 +44,32 @@ _stride = torch._C.TensorBase.stride
 _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-class Copies:
-    """A plan of a view whose results at `positions` are copies, or parts of a sharded dim."""
+class Copies(Guard):
+    """Views of which the results at `positions` are copies, or parts of a sharded dim."""
 
-    __slots__ = ("function", "plan", "positions", "strides")
+    __slots__ = ("function", "positions", "strides")
 
-    def __init__(self, plan: Callable, function: Callable, positions: Sequence[int]) -> None:
-        self.plan, self.function, self.positions = plan, function, positions
+    def __init__(self, function: Callable, positions: Sequence[int]) -> None:
+        self.function, self.positions = function, positions
         self.strides: dict[tuple, list[tuple[int, ...]]] = {}  # of parts, by those of what they are cut out of
 
-    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        source = next(x for x in flat_tensors((args, kwargs or {})) if isinstance(x, DTensor))
+    def before(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        if args and isinstance(args[0], DTensor):
+            is_view(self.function, args, kwargs)  # asked first, for what torch refuses
+
+    def after(self, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        source = next(x for x in flat_tensors((args, kwargs)) if isinstance(x, DTensor))
         comes_first = bool(args) and source is args[0]  # not so in `einsum`, which is never asked for more than views
-        copies = not comes_first or is_view(self.function, args, kwargs or {})  # asked first, for what torch refuses
-        out = self.plan(args, kwargs)
+        copies = not comes_first or is_view(self.function, args, kwargs)
         results = [out] if isinstance(out, Tensor) else flat_tensors(out)
         if copies and _share_memory(results[self.positions[0]], source):  # views after all
-            for at, strides in zip(self.positions, self._strides(source, args, kwargs or {}), strict=True):
+            for at, strides in zip(self.positions, self._strides(source, args, kwargs), strict=True):
                 _remember_strides(results[at], strides)
         elif copies:
-            way_back = _way_back(self.function, args, kwargs or {}) if comes_first and len(results) == 1 else None
-            for at, strides in zip(self.positions, self._strides(source, args, kwargs or {}), strict=True):
+            way_back = _way_back(self.function, args, kwargs) if comes_first and len(results) == 1 else None
+            for at, strides in zip(self.positions, self._strides(source, args, kwargs), strict=True):
                 if results[at].__class__ is DTensor:
-                    taking = Taking(self.function, args, kwargs or {}, at) if comes_first else None
+                    taking = Taking(self.function, args, kwargs, at) if comes_first else None
                     watch_copy(results[at], source, taking, way_back)
                     _remember_other_strides(results[at], strides)
         elif "_moved" in source.__dict__:  # what was moved may be used again: it is not the result's to write to
@@ -199,27 +202,33 @@ def _apart(out: DTensor, x: DTensor) -> DTensor:
     return copied(out) if shared else out
 
 
-class Writes:
-    """A plan that writes to the tensor arguments at `positions`, or to a list of them."""
+class Writes(Guard):
+    """Writes to the tensor arguments at `positions`, or to a list of them."""
 
-    __slots__ = ("name", "plan", "positions")
+    __slots__ = ("name", "positions")
 
-    def __init__(self, plan: Callable, name: str, positions: Sequence[int] | None) -> None:
-        self.plan, self.name, self.positions = plan, name, positions
+    def __init__(self, name: str, positions: Sequence[int] | None) -> None:
+        self.name, self.positions = name, positions
 
-    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+    def before(self, args: tuple, kwargs: dict[str, Any]) -> None:
         if windows and not _is_recorded(args, kwargs):
-            for mesh in {x._layout.mesh for x in flat_tensors((args, kwargs or {})) if isinstance(x, DTensor)}:
+            for mesh in {x._layout.mesh for x in flat_tensors((args, kwargs)) if isinstance(x, DTensor)}:
                 forget(mesh)
-        if not copies:
-            return self.plan(args, kwargs)
-        tensors = flat_tensors((args, kwargs or {}))
-        written = args[0] if self.positions is None else [tensors[position] for position in self.positions]
-        refuse_lost_writes(written, self.name)
-        take_anew(written)
-        out = self.plan(args, kwargs)
-        carry_on(written)
+        if copies:
+            written = self._written(args, kwargs)
+            refuse_lost_writes(written, self.name)
+            take_anew(written)
+
+    def after(self, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if copies:
+            carry_on(self._written(args, kwargs))
         return out
+
+    def _written(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[Tensor]:
+        if self.positions is None:
+            return args[0]
+        tensors = flat_tensors((args, kwargs))
+        return [tensors[position] for position in self.positions]
 
 
 class OfAllRanks:
@@ -251,13 +260,13 @@ class OfAllRanks:
         return wrap(spread(x, self.mesh).clone(), Layout(self.mesh, tuple(x.shape)))
 
 
-def _is_recorded(args: tuple, kwargs: dict[str, Any] | None) -> bool:
+def _is_recorded(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether autograd takes note of a write. It does not hear of writes to `x.data`, and then whoever remembers what
     was moved of `x` does not either."""
     x = args[0] if args else None
     if x.__class__ is list and x:
         x = x[0]
-    return x.__class__ is DTensor and not (kwargs and "out" in kwargs) and _on_shard(_requires_grad, (), (x,))  # type: ignore[call-arg]
+    return x.__class__ is DTensor and "out" not in kwargs and _on_shard(_requires_grad, (), (x,))  # type: ignore[call-arg]
 
 
 # Views and copies on one device

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.dispatch.aliasing.copied_views import CopiedView
-from shardwise.dispatch.aliasing.empty_writes import OnNothing
+from shardwise.dispatch.aliasing.empty_writes import WritesToEmpty
 from shardwise.dispatch.aliasing.global_strides import whole_lies_plainly, whole_strides
 from shardwise.dispatch.aliasing.inplace_via_copy import seen_arguments, written_arguments, written_elsewhere
 from shardwise.dispatch.aliasing.out import plan_out
@@ -23,18 +24,11 @@ from shardwise.dispatch.aliasing.views import (
     only_views,
 )
 from shardwise.dispatch.functions.foreach import in_turn, plan_list_call, written_terms
+from shardwise.dispatch.guarded import Changes, Guard, Guarded, Retains, Settles, guarded
 from shardwise.dispatch.interop.mixing import is_collective, refuse_collective
 from shardwise.dispatch.key import is_parameter, variant_key
 from shardwise.dispatch.modes import unseen
-from shardwise.dispatch.plan import (
-    Plan,
-    changed,
-    has_terms,
-    reduced_first,
-    retaining,
-    runs_in_cpp,
-    settling,
-)
+from shardwise.dispatch.plan import Plan, has_terms, reduced_first, runs_in_cpp
 from shardwise.dispatch.planning.ask_torch import can_be_tried, refused, refused_dtypes, torchs_own
 from shardwise.dispatch.planning.autocast import Autocast, autocast_dtype
 from shardwise.dispatch.planning.build import Steps, build
@@ -76,7 +70,7 @@ def make_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
             plan = plan_list_call(func, args, kwargs)
         except InPlaceError as refusal:
             return in_turn(written_elsewhere(func, args, kwargs, refusal), func)
-        return Writes(plan, func.__name__, None) if func.__name__.endswith("_") else plan
+        return Guarded(plan, [Writes(func.__name__, None)]) if func.__name__.endswith("_") else plan
     if "out" in kwargs and (into := plan_out(func, args, kwargs)) is not None:
         return into
     tensors = flat_tensors((args, kwargs))
@@ -153,35 +147,49 @@ def _common_mesh(tensors: Sequence[Tensor]) -> Any:
     return meshes[0]
 
 
+@dataclass(slots=True)
+class Asked:
+    """A call to be planned: the function that the user called, the one that is planned for it, and the arguments."""
+
+    asked: Callable
+    func: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    layouts: list[Layout]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return flat_tensors((self.args, self.kwargs))
+
+    @property
+    def name(self) -> str:
+        return getattr(self.asked, "__name__", str(self.asked))
+
+    @property
+    def device(self) -> torch.device:
+        with _disabled():
+            return next(x.device for x in self.tensors if isinstance(x, DTensor))
+
+    def gathered(self) -> Plan:
+        """The call on gathered tensors, unless torch refuses such arguments whatever the data."""
+        if (refusal := refused(self.func, self.args, self.kwargs)) is not None:
+            raise refusal
+        return Gathered(self.func, self.layouts[0].mesh)
+
+
 def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Layout]) -> tuple[Plan, bool]:
     """A plan, and whether it holds for all dtypes and floats."""
-    func = treatment_of(asked).stand_in or asked
-    trace = _traced(func, args, kwargs, layouts)
+    call = Asked(asked, treatment_of(asked).stand_in or asked, args, kwargs, layouts)
+    trace = _traced(call)
     if not isinstance(trace, Trace):
         return trace, False
-    layouts = [layout.unreduced for layout in layouts]
-    _refuse_what_meta_lets_pass(trace, asked, args, kwargs)
-    lowered = _without_rules(trace, func, asked, args, kwargs, layouts) or _lowered(
-        trace, func, asked, args, kwargs, layouts
-    )
-    if not isinstance(lowered, Lowered):
-        return lowered, False
-    reshape = treatment_of(func).reshape
-    if reshape == "view or error":
-        only_views(lowered)
-    plan = labelled(build(func, lowered, args, kwargs, asked), lowered)
-    invariant = is_builtin(func) and _is_invariant(plan, lowered, args, kwargs)
-    if isinstance(plan, Steps) and treatment_of(asked).autocast is not None:
-        plan = Autocast(plan, asked)
-    if reshape not in (None, "view") and layouts[0].thinness:
-        plan = ViewOrCopy(plan, func, _layout_of_one_view(lowered))
-    gathering = [call for call in lowered.calls if call.gathers]
-    if gathering:
-        plan = Reported(plan, gathering[0].call.op._schema.name.replace("::", "."), (func, *layouts))
-    return _watched(plan, func, args, kwargs, layouts, lowered), invariant
+    call.layouts = [layout.unreduced for layout in layouts]
+    _refuse_what_meta_lets_pass(trace, call)
+    lowered = _without_rules(trace, call) or _lowered(trace, call)
+    return _built(lowered, call) if isinstance(lowered, Lowered) else (lowered, False)
 
 
-def _traced(func: Callable, args: tuple, kwargs: dict[str, Any], layouts: Sequence[Layout]) -> Trace | Plan:
+def _traced(call: Asked) -> Trace | Plan:
     """The ops that a call makes; or, where meta tensors cannot tell, the plan that does without."""
     metas: list[Tensor] = []
 
@@ -193,95 +201,107 @@ def _traced(func: Callable, args: tuple, kwargs: dict[str, Any], layouts: Sequen
         return metas[-1]
 
     with _disabled(), torch.inference_mode(False):
-        parameters = [is_parameter(x) for x in flat_tensors((args, kwargs))]
-        meta_args, meta_kwargs = map_tensors(args, meta), map_tensors(kwargs, meta)
+        parameters = [is_parameter(x) for x in call.tensors]
+        args, kwargs = map_tensors(call.args, meta), map_tensors(call.kwargs, meta)
     try:
-        trace = trace_call(func, meta_args, meta_kwargs, metas, _device(args, kwargs))
+        trace = trace_call(call.func, args, kwargs, metas, call.device)
     except Exception as error:
-        if func is Tensor.__getitem__ and _has_tensor_indices(args[1]):
+        if call.func is Tensor.__getitem__ and _has_tensor_indices(call.args[1]):
             return picked_by_tensor
         if isinstance(error, NotImplementedError) or (isinstance(error, RuntimeError) and _knows_no_meta(str(error))):
-            return _gathered(func, args, kwargs, layouts)
-        if not isinstance(error, ShardwiseError) and not all(layout.numel for layout in layouts):
-            return _gathered(func, args, kwargs, layouts)  # of nothing, kernels for meta tensors refuse more
-        raise torchs_own(error, func, args, kwargs) or error from None
+            return call.gathered()
+        if not isinstance(error, ShardwiseError) and not all(layout.numel for layout in call.layouts):
+            return call.gathered()  # of nothing, kernels for meta tensors refuse more
+        raise torchs_own(error, call.func, call.args, call.kwargs) or error from None
     trace.parameters = {value.index for value, is_one in zip(trace.inputs, parameters, strict=True) if is_one}
-    trace.reduced = {value.index for value, layout in zip(trace.inputs, layouts, strict=True) if layout.reduced}
+    trace.reduced = {value.index for value, layout in zip(trace.inputs, call.layouts, strict=True) if layout.reduced}
     return trace
 
 
-def _refuse_what_meta_lets_pass(trace: Trace, asked: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+def _refuse_what_meta_lets_pass(trace: Trace, call: Asked) -> None:
     if not all(map(can_be_tried, trace.calls)):
         return
-    unchecked = any(call.name.rstrip("_") in UNCHECKED_ON_META for call in trace.calls)
-    if unchecked or not all(call.is_view for call in trace.calls):
-        refusal = (refused if unchecked else refused_dtypes)(asked, args, kwargs)
+    unchecked = any(made.name.rstrip("_") in UNCHECKED_ON_META for made in trace.calls)
+    if unchecked or not all(made.is_view for made in trace.calls):
+        refusal = (refused if unchecked else refused_dtypes)(call.asked, call.args, call.kwargs)
         if refusal is not None:
             raise refusal
 
 
-def _without_rules(
-    trace: Trace, func: Callable, asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Layout]
-) -> Plan | None:
+def _without_rules(trace: Trace, call: Asked) -> Plan | None:
     """The plan of a call for which rules are not asked."""
-    if terms := [at for at in seen_arguments(trace) if has_terms(layouts[at])]:
-        return reduced_first(asked, terms)
-    if any(call.name.startswith("as_strided") for call in trace.calls) and not all(x.replicated for x in layouts):
-        return ContiguousOnly(_gathered(func, args, kwargs, layouts))
+    if terms := [at for at in seen_arguments(trace) if has_terms(call.layouts[at])]:
+        return reduced_first(call.asked, terms)
+    if any(made.name.startswith("as_strided") for made in trace.calls) and not all(x.replicated for x in call.layouts):
+        return ContiguousOnly(call.gathered())
     if trace.output is NotImplemented:
         return left_to_others
-    if not _covered(trace.output) or _lost_constants(trace, _device(args, kwargs)):
-        return _gathered(func, args, kwargs, layouts)
+    if not _covered(trace.output) or _lost_constants(trace, call.device):
+        return call.gathered()
     return None
 
 
-def _lowered(
-    trace: Trace, func: Callable, asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Layout]
-) -> Lowered | Plan:
+def _lowered(trace: Trace, call: Asked) -> Lowered | Plan:
     """The call on shards; or, where a target cannot stay where it is, the plan that writes to it by way of a copy."""
     try:
-        return lower(trace, layouts)
+        return lower(trace, call.layouts)
     except LostWriteError as lost:
         if not written_arguments(trace):
-            return _gathered(func, args, kwargs, layouts)
-        call = describe(_name(asked), args, kwargs)
-        refusal = InPlaceError(f"{call} {lost}. Nothing was changed; redistribute first")
-        return written_elsewhere(asked, args, kwargs, refusal, trace)
-    except InPlaceError as refusal:
-        return written_elsewhere(asked, args, kwargs, refusal, trace)
+            return call.gathered()
+        described = describe(call.name, call.args, call.kwargs)
+        refusal = InPlaceError(f"{described} {lost}. Nothing was changed; redistribute first")
+    except InPlaceError as refused:
+        refusal = refused
+    return written_elsewhere(call.asked, call.args, call.kwargs, refusal, trace)
 
 
-def _watched(
-    plan: Plan, func: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Layout], lowered: Lowered
-) -> Plan:
-    """The plan, with an eye on what it writes to; or on results that are copies where torch's are views, and on those
-    that do not show how the whole lies in memory."""
-    trace = lowered.trace
-    written = written_arguments(trace)
-    if written:
-        if trace.reduced:
-            plan = changed(plan, written)
-        if len(lowered.mesh.held) > 1:
-            plan = retaining(plan, written)
-        if any(0 in layouts[i].pieces(dim) for i in written for dim in range(len(layouts[i].shape))):
-            plan = OnNothing(plan, func, written)
-        plan = Writes(plan, _name(func), written)
-        tensors = flat_tensors((args, kwargs))
-        shared = len(lowered.mesh.held) > 1 and not all(isinstance(tensors[i], DTensor) for i in written)
-        return OfAllRanks(plan, func, written, lowered.mesh) if shared else plan
-    results = flat_values(trace.output)
-    copies = [i for i, value in enumerate(results) if value.index in lowered.copies]
-    if copies:
-        plan = Copies(plan, func, copies)
-    if may_hide([call.call for call in lowered.calls], [lowered.layouts[value.index] for value in results]):
-        plan = Lying(plan, func, trace.lying)
-    if not all(p is None or p.divides_gradients for value in results for p in lowered.layouts[value.index].pending):
-        plan = settling(plan)
-    return plan
+def _built(lowered: Lowered, call: Asked) -> tuple[Plan, bool]:
+    treatment = treatment_of(call.func)
+    if treatment.reshape == "view or error":
+        only_views(lowered)
+    plan = labelled(build(call.func, lowered, call.args, call.kwargs, call.asked), lowered)
+    invariant = is_builtin(call.func) and _is_invariant(plan, lowered, call.args, call.kwargs)
+    if isinstance(plan, Steps) and treatment_of(call.asked).autocast is not None:
+        plan = Autocast(plan, call.asked)
+    if treatment.reshape not in (None, "view") and call.layouts[0].thinness:
+        plan = ViewOrCopy(plan, call.func, _layout_of_one_view(lowered))
+    guards: list[Guard] = []
+    gathering = [made for made in lowered.calls if made.gathers]
+    if gathering:
+        guards.append(Reports(gathering[0].call.op._schema.name.replace("::", "."), (call.func, *call.layouts)))
+    written = written_arguments(lowered.trace)
+    return (
+        _writing(plan, guards, written, lowered, call) if written else _returning(plan, guards, lowered, call)
+    ), invariant
 
 
-def _name(func: Callable) -> str:
-    return getattr(func, "__name__", str(func))
+def _writing(plan: Plan, guards: list[Guard], written: Sequence[int], lowered: Lowered, call: Asked) -> Plan:
+    """The plan of a call that writes to arguments."""
+    simulated = len(lowered.mesh.held) > 1
+    if lowered.trace.reduced:
+        guards.append(Changes(written))
+    if simulated:
+        guards.append(Retains(written))
+    if any(0 in call.layouts[i].pieces(dim) for i in written for dim in range(len(call.layouts[i].shape))):
+        guards.append(WritesToEmpty(call.func, written))
+    guards.append(Writes(call.name, written))
+    plan, tensors = Guarded(plan, guards), call.tensors
+    shared = simulated and not all(isinstance(tensors[i], DTensor) for i in written)
+    return OfAllRanks(plan, call.func, written, lowered.mesh) if shared else plan
+
+
+def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -> Plan:
+    """The plan of a call that only returns something: copies where torch returns views, perhaps, or what does not show
+    the strides of the whole."""
+    results = flat_values(lowered.trace.output)
+    layouts = [lowered.layouts[value.index] for value in results]
+    if copies := [at for at, value in enumerate(results) if value.index in lowered.copies]:
+        guards.append(Copies(call.func, copies))
+    if not all(p is None or p.divides_gradients for layout in layouts for p in layout.pending):
+        guards.append(Settles())
+    plan = guarded(plan, guards)
+    hides = may_hide([made.call for made in lowered.calls], layouts)
+    return Lying(plan, call.func, lowered.trace.lying) if hides else plan
 
 
 def _knows_no_meta(complaint: str) -> bool:
@@ -296,18 +316,6 @@ def _layout_of_one_view(lowered: Lowered) -> Layout | None:
     (call,) = lowered.calls
     moved = any(call.moves) or any(call.out_moves) or (call.local is not None and call.local.groups)
     return None if moved or call.gathers else lowered.layouts[lowered.trace.output.index]
-
-
-def _gathered(func: Callable, args: tuple, kwargs: dict[str, Any], layouts: Sequence[Layout]) -> Plan:
-    """The call on whole tensors, unless torch refuses such arguments whatever the data: then nothing is gathered."""
-    if (refusal := refused(func, args, kwargs)) is not None:
-        raise refusal
-    return Gathered(func, layouts[0].mesh)
-
-
-def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
-    with _disabled():
-        return next(x.device for x in flat_tensors((args, kwargs)) if isinstance(x, DTensor))
 
 
 def _covered(output: Any) -> bool:
@@ -401,14 +409,13 @@ def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, A
     return all(p is None or p.divides_gradients for layout in call.layouts.outs for p in layout.pending)
 
 
-class Reported:
-    """A plan in which something without a rule is gathered."""
+class Reports(Guard):
+    """Something in the call has no rule, and is gathered."""
 
-    __slots__ = ("key", "name", "plan")
+    __slots__ = ("key", "name")
 
-    def __init__(self, plan: Plan, name: str, key: tuple) -> None:
-        self.plan, self.name, self.key = plan, name, key
+    def __init__(self, name: str, key: tuple) -> None:
+        self.name, self.key = name, key
 
-    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        report(self.name, self.key, args, kwargs or {})
-        return self.plan(args, kwargs)
+    def before(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        report(self.name, self.key, args, kwargs)

@@ -1,0 +1,101 @@
+"""Plans with guards: what must happen before a call, and what becomes of its result, apart from how it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.dispatch.plan import Plan
+from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
+from shardwise.tensor import DTensor, settled
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+
+class Guard:
+    """One concern around a plan. A guard overrides what it needs."""
+
+    __slots__ = ()
+
+    def before(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Runs before the plan, and may refuse the call."""
+
+    def after(self, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of the call, given that of the plan."""
+        return out
+
+
+class Guarded:
+    """A plan within its guards, of which the first is nearest to it."""
+
+    __slots__ = ("_after", "_before", "plan")
+
+    def __init__(self, plan: Plan, guards: Sequence[Guard]) -> None:
+        self.plan = plan
+        self._before = tuple(g.before for g in reversed(guards) if type(g).before is not Guard.before)
+        self._after = tuple(g.after for g in guards if type(g).after is not Guard.after)
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        named = kwargs or {}
+        for before in self._before:
+            before(args, named)
+        out = self.plan(args, kwargs)
+        for after in self._after:
+            out = after(out, args, named)
+        return out
+
+
+def guarded(plan: Plan, guards: Sequence[Guard]) -> Plan:
+    return Guarded(plan, guards) if guards else plan
+
+
+class Changes(Guard):
+    """Writes to tensors of which some keep what was pending on them, reduced: that is another value now."""
+
+    __slots__ = ("positions",)
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.positions = positions
+
+    def after(self, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        tensors = flat_tensors((args, kwargs))
+        for x in (tensors[position] for position in self.positions):
+            if x.__class__ is DTensor:
+                x.__dict__["_layout"] = x._layout.unreduced
+        return out
+
+
+class Retains(Guard):
+    """Writes, in the simulator, to aliases of the arguments."""
+
+    __slots__ = ("positions",)
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.positions = positions
+
+    def after(self, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        tensors = flat_tensors((args, kwargs))
+        retain_anew(tensors[position] for position in self.positions)
+        return out
+
+
+def retain_anew(tensors: Iterable[Tensor]) -> None:
+    """A view that retains its gradient does so where its history is once it was written to; but if an alias of it was
+    written to, only once it is itself asked for that."""
+    with _disabled():
+        for x in tensors:
+            if x.retains_grad:
+                for shard in (x, *x.__dict__.get("_peers", ())):
+                    shard.grad_fn  # noqa: B018
+
+
+class Settles(Guard):
+    """Results that may be terms of a product or of a norm: those within a graph are reduced at once."""
+
+    __slots__ = ()
+
+    def after(self, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return map_tensors(out, lambda x: settled(x) if x.requires_grad else x)
