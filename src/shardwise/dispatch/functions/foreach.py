@@ -16,8 +16,8 @@ from shardwise.dispatch.interop.autograd_function import flat_shards, joined
 from shardwise.dispatch.interop.nodes import pass_nothing_on
 from shardwise.dispatch.plan import Mover, Plan, direct_list, has_terms, mover_of, runs_in_cpp
 from shardwise.dispatch.planning.ask_torch import refused
-from shardwise.dispatch.planning.build import Whole
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
+from shardwise.dispatch.steps import Whole
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh, Partial
 from shardwise.redistribute import Group, plan_moves

@@ -16,9 +16,9 @@ from shardwise.dispatch.aliasing.copied_views import CopiedView, watch_view
 from shardwise.dispatch.aliasing.global_strides import copied, lies_plainly, on_one_device
 from shardwise.dispatch.aliasing.views import OfCopies
 from shardwise.dispatch.plan import reduce_terms
-from shardwise.dispatch.planning.build import Whole
 from shardwise.dispatch.planning.no_data import WithoutData, lie_on_meta, needs_data
 from shardwise.dispatch.planning.trace import map_tensors
+from shardwise.dispatch.steps import Whole
 from shardwise.errors import MixedTensorError
 from shardwise.rules.kit.treatments import Handler, treat
 from shardwise.tensor import DTensor, as_layout, distribute_tensor, observe, wrap

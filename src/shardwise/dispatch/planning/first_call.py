@@ -31,10 +31,11 @@ from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.plan import Plan, has_terms, reduced_first, runs_in_cpp
 from shardwise.dispatch.planning.ask_torch import can_be_tried, refused, refused_dtypes, torchs_own
 from shardwise.dispatch.planning.autocast import Autocast, autocast_dtype
-from shardwise.dispatch.planning.build import Steps, build
+from shardwise.dispatch.planning.build import build
 from shardwise.dispatch.planning.fallback import Gathered, describe, report
 from shardwise.dispatch.planning.lower import LostWriteError, Lowered, is_builtin, lower
 from shardwise.dispatch.planning.trace import Trace, flat_tensors, map_tensors, trace_call
+from shardwise.dispatch.steps import Steps
 from shardwise.dispatch.watch import labelled
 from shardwise.errors import InPlaceError, MeshError, ShardwiseError, StrideError
 from shardwise.layout import Layout

@@ -14,7 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.debug import CommDebugMode
 from shardwise.dispatch.planning import first_call as dispatching
-from shardwise.dispatch.planning.build import Steps, Whole
+from shardwise.dispatch.steps import Steps, Whole
 from shardwise.rules.nn.multihead import by_heads
 
 R, S = sw.Replicate(), sw.Shard
