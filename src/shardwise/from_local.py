@@ -148,7 +148,7 @@ def _check_replicas(shards: Sequence[Tensor], layout: Layout) -> None:
     """Ranks that hold the same piece must hold the same values. All ranks find out, and raise, together."""
     mesh = layout.mesh
     for axis in range(mesh.ndim):
-        if layout.axis_dim(axis) is None and layout.pending[axis] is None:
+        if layout.axis_dims[axis] is None and layout.pending[axis] is None:
             with torch.no_grad():
                 first = mesh.port.broadcast([x.detach() for x in shards], mesh, (axis,), 0)
                 same = [_same(a, b).to(torch.int32) for a, b in zip(first, shards, strict=True)]

@@ -164,7 +164,7 @@ def _placements(letters: str) -> list[sw.Placement]:
 
 
 def at(layouts: Sequence[Layout], axis: int) -> list[AxisPlacement]:
-    return [layout.pending[axis] or layout.axis_dim(axis) for layout in layouts]
+    return [layout.pending[axis] or layout.axis_dims[axis] for layout in layouts]
 
 
 def sends(moves: Sequence[tuple[Move, ...]]) -> bool:
@@ -309,7 +309,7 @@ def test_parameters_are_not_sharded_along_another_dim(one: Planned) -> None:
         for value, path, wanted in zip(lowered.call.inputs, lowered.moves, lowered.layouts.ins, strict=True):
             if value.index in parameters:
                 before = one.lowered.layouts[value.index]
-                dims = [(before.axis_dim(axis), wanted.axis_dim(axis)) for axis in range(one.mesh.ndim)]
+                dims = [(before.axis_dims[axis], wanted.axis_dims[axis]) for axis in range(one.mesh.ndim)]
                 assert all(was == now or None in (was, now) for was, now in dims), f"{lowered.call}: {before}, {wanted}"
                 exchanged = any(move.kind == "all_to_all" for move in path)
                 assert not exchanged or gathers_an_outer_axis(before, wanted), f"{lowered.call}: {before}, {wanted}"

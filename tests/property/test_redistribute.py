@@ -153,7 +153,7 @@ def test_reductions_over_random_axes(data, path: list[Layout], op: str) -> None:
     """Shards of random terms, reduced over the axes that cut nothing, against the same on one device."""
     (layout,) = path
     mesh = layout.mesh
-    free = [axis for axis in range(mesh.ndim) if layout.axis_dim(axis) is None]
+    free = [axis for axis in range(mesh.ndim) if layout.axis_dims[axis] is None]
     source = layout.with_(pending=[Partial(op) if axis in free else None for axis in range(mesh.ndim)])
     target = data.draw(layouts(mesh, layout.shape, pending=False))
     groups = sorted({tuple(at[axis] for axis in free) for at in mesh.held})

@@ -2,10 +2,11 @@
 
 from shardwise.layout.layout import Box, Layout, Placements, replicated
 from shardwise.layout.mesh import Mesh, entered_mesh
-from shardwise.layout.placement import Partial, Placement, Replicate, Shard
+from shardwise.layout.placement import SUM, Partial, Placement, Replicate, Shard
 from shardwise.layout.sizes import chunk_sizes, intervals, offsets
 
 __all__ = [
+    "SUM",
     "Box",
     "Layout",
     "Mesh",

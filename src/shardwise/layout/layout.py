@@ -13,7 +13,7 @@ import torch
 
 from shardwise.errors import PlacementError
 from shardwise.layout.mesh import Mesh
-from shardwise.layout.placement import Partial, Placement, Replicate, Shard
+from shardwise.layout.placement import SUM, Partial, Placement, Replicate, Shard
 from shardwise.layout.sizes import chunk_sizes, intervals, offsets
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -25,10 +25,14 @@ class Layout:
 
     `splits[dim]` names mesh axes by index, major first. `pending[axis]` is a `Partial` or None. `sizes[dim]` is None
     where the dim is cut as `torch.chunk` cuts, or the explicit sizes of all its pieces. `reduced` says that what is
-    pending has been reduced once, and the tensor keeps the result: calls may take it as whole.
+    pending has been reduced once, and the tensor keeps the result: calls may take it as whole. `axis_dims[axis]` is the
+    dim that an axis splits, or None.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "mesh", "pending", "reduced", "shape", "sizes", "splits")
+    __slots__ = (
+        *("__dict__", "__weakref__", "axis_dims", "has_pending", "mesh", "numel", "pending", "reduced", "replicated"),
+        *("shape", "sizes", "splits"),
+    )
     _interned: ClassVar[WeakValueDictionary[tuple, Layout]] = WeakValueDictionary()
     _interning = Lock()  # backward passes make layouts on threads of their own
 
@@ -38,6 +42,10 @@ class Layout:
     pending: tuple[Partial | None, ...]
     sizes: tuple[tuple[int, ...] | None, ...]
     reduced: bool
+    axis_dims: tuple[int | None, ...]
+    has_pending: bool
+    replicated: bool
+    numel: int
 
     def __new__(
         cls,
@@ -60,9 +68,21 @@ class Layout:
         if self is None:
             made = object.__new__(cls)
             made.mesh, made.shape, made.splits, made.pending, made.sizes, made.reduced = key
+            made._derive()
             with cls._interning:
                 self = cls._interned.setdefault(key, made)
         return self
+
+    def _derive(self) -> None:
+        """What is asked so often that it is not worked out anew."""
+        dims: list[int | None] = [None] * self.mesh.ndim
+        for dim, axes in enumerate(self.splits):
+            for axis in axes:
+                dims[axis] = dim
+        self.axis_dims = tuple(dims)
+        self.has_pending = any(self.pending)
+        self.replicated = not self.has_pending and not any(self.splits)
+        self.numel = math.prod(self.shape)
 
     @classmethod
     def of(cls, mesh: Mesh, shape: Sequence[int], placements: Placements) -> Layout:
@@ -102,14 +122,6 @@ class Layout:
         return tuple(found)
 
     @cached_property
-    def replicated(self) -> bool:
-        return not any(self.splits) and not any(self.pending)
-
-    @cached_property
-    def has_pending(self) -> bool:
-        return any(self.pending)
-
-    @cached_property
     def once_reduced(self) -> Layout:
         """The layout of a tensor that keeps what its pending reductions have come to."""
         return Layout(self.mesh, self.shape, self.splits, self.pending, self.sizes, reduced=True)
@@ -123,17 +135,6 @@ class Layout:
     def size(self) -> torch.Size:
         """The global shape, as torch says it."""
         return torch.Size(self.shape)
-
-    @cached_property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def axis_dim(self, axis: int) -> int | None:
-        """The dim that `axis` splits, if any."""
-        for dim, axes in enumerate(self.splits):
-            if axis in axes:
-                return dim
-        return None
 
     def pieces(self, dim: int) -> tuple[int, ...]:
         """Sizes of all pieces of a dim, in row-major order of the axes that split it."""
@@ -205,7 +206,7 @@ class Layout:
 
         The other reductions split a gradient into terms that add up to it, whatever their own operator.
         """
-        dual = [None if p is None or p.reduce_op == "sum" else Partial("sum") for p in self.pending]
+        dual = [None if p is None or p.reduce_op == "sum" else SUM for p in self.pending]
         return self.with_(pending=dual)
 
     def with_(
@@ -287,7 +288,7 @@ def _splits_by_dim(
 
 def _check_commute(pending: Sequence[Partial | None], placements: Sequence[Placement]) -> None:
     """Reductions over several axes must give one result in whatever order they are done: sums and averages do."""
-    kinds = {Partial("sum") if p.reduce_op == "avg" else p for p in pending if p is not None}
+    kinds = {SUM if p.reduce_op == "avg" else p for p in pending if p is not None}
     if len(kinds) > 1:
         raise PlacementError(
             f"{_show(placements)} mixes reductions whose order matters, and placements do not say which comes first; "

@@ -27,7 +27,9 @@ class Mesh:
     torchrun, all of them in the simulator. `origin` is the object users see as `DTensor.device_mesh`.
     """
 
-    __slots__ = ("__weakref__", "_submeshes", "device_type", "held", "names", "origin", "port", "root_axes", "shape")
+    __slots__ = (
+        *("__weakref__", "_submeshes", "device_type", "held", "names", "ndim", "origin", "port", "root_axes", "shape"),
+    )
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class Mesh:
             before_first.pop()()
         self.port = port
         self.names = names
-        self.shape = shape
+        self.shape, self.ndim = shape, len(shape)
         self.root_axes = root_axes  # which axes of the port each of ours is
         self.held = held
         self.device_type = device_type
@@ -54,10 +56,6 @@ class Mesh:
         self._submeshes: dict[tuple[str, ...], Mesh] = {} if root is None else root._submeshes
 
     # The names torch's DeviceMesh gives the same facts.
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:

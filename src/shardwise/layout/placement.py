@@ -82,3 +82,6 @@ class Partial(Placement):
 
     def __str__(self) -> str:
         return f"P({self.reduce_op})" if self.p is None else f"P({self.reduce_op} {self.p:g})"
+
+
+SUM = Partial("sum")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.ranked import PerRank, Ranked, join, per_rank, pick, shards_of
-from shardwise.layout import Layout, Mesh, Partial
+from shardwise.layout import SUM, Layout, Mesh
 from shardwise.redistribute import exchange
 from shardwise.redistribute.exchange import Interval
 from shardwise.redistribute.execute import recorded, run_path
@@ -32,7 +32,7 @@ class Group:
         self.axes = axes
         self.ins = ins
         whole = Layout(mesh, ())
-        pending = whole.with_(pending=[Partial("sum") if axis in axes else None for axis in range(mesh.ndim)])
+        pending = whole.with_(pending=[SUM if axis in axes else None for axis in range(mesh.ndim)])
         self._psum = (Move(Typed(pending), Typed(whole), axes),) if axes else ()
         self._vary = (Move(Typed(whole), Typed(whole, frozenset(axes)), axes),) if axes else ()
         self._summed = Move(Typed(pending), Typed(whole, frozenset(axes)), axes)

@@ -10,7 +10,7 @@ from itertools import count
 
 from shardwise.comm.ring import ring_bytes
 from shardwise.errors import PlacementError
-from shardwise.layout import Layout, Partial, chunk_sizes
+from shardwise.layout import SUM, Layout, Partial, chunk_sizes
 from shardwise.redistribute.cost import LATENCY, LOCAL, group_size, transition_cost
 from shardwise.redistribute.transitions import TABLE, Move, Typed
 
@@ -104,7 +104,7 @@ def _in_one_move(source: Layout, target: Layout) -> list[Edge] | None:
         return [(tuple(added or pending), target)]
     if len(pending) > 1 or source.pending[pending[0]] is not None or added or removed not in ([], pending):
         return None
-    if removed and begun != {Partial("sum")}:
+    if removed and begun != {SUM}:
         return None
     return [(tuple(pending), target)]
 
@@ -148,7 +148,7 @@ def _at_least(layout: Layout, goal: Layout) -> float:
             if goal.pending[axis] != pending:
                 return LATENCY
         elif goal.pending[axis] is None:
-            dim = layout.axis_dim(axis)
+            dim = layout.axis_dims[axis]
             if dim is not None and axis not in goal.splits[dim]:
                 return LATENCY
     return LOCAL
@@ -183,7 +183,7 @@ def _must_wait(layout: Layout, goal: Layout, wanted: Partial) -> bool:
 
 def _addition(pending: Partial) -> Partial:
     """Averages are sums but for a factor."""
-    return Partial("sum") if pending.reduce_op == "avg" else pending
+    return SUM if pending.reduce_op == "avg" else pending
 
 
 def _reductions(layout: Layout, goal: Layout) -> Iterator[Edge]:
@@ -192,7 +192,7 @@ def _reductions(layout: Layout, goal: Layout) -> Iterator[Edge]:
         if pending is not None and goal.pending[axis] != pending:
             waiting.setdefault(pending, []).append(axis)
     for axes in waiting.values():
-        to_whole = [axis for axis in axes if goal.axis_dim(axis) is None]
+        to_whole = [axis for axis in axes if goal.axis_dims[axis] is None]
         for group in (*_merged_or_alone(axes), *_merged_or_alone(to_whole)[:1]):
             yield group, _settle(layout, group)
         for group, after in _cuts(layout, goal, axes):
@@ -241,7 +241,7 @@ def _exchanges(layout: Layout, goal: Layout) -> Iterator[Edge]:
 
     Axes that the goal does not shard make the innermost cuts then, from where they can be gathered alone.
     """
-    shared = [a for a in range(layout.mesh.ndim) if layout.axis_dim(a) is not None and goal.axis_dim(a) is not None]
+    shared = [a for a in range(layout.mesh.ndim) if layout.axis_dims[a] is not None and goal.axis_dims[a] is not None]
     splits, sizes = [], []
     for before, order, size in zip(layout.splits, goal.splits, goal.sizes, strict=True):
         leaving = tuple(axis for axis in before if axis not in shared)
@@ -251,23 +251,23 @@ def _exchanges(layout: Layout, goal: Layout) -> Iterator[Edge]:
     if after is not layout:
         yield tuple(a for a in range(layout.mesh.ndim) if _cut(layout, a) != _cut(after, a)), after
     for axis in shared:
-        dim, wanted = layout.axis_dim(axis), goal.axis_dim(axis)
+        dim, wanted = layout.axis_dims[axis], goal.axis_dims[axis]
         if dim != wanted and _minor(layout, axis) and wanted is not None:
             yield (axis,), _append(_drop(layout, (axis,)), (axis,), wanted, goal)
 
 
 def _cut(layout: Layout, axis: int) -> tuple:
-    dim = layout.axis_dim(axis)
+    dim = layout.axis_dims[axis]
     return () if dim is None else (dim, layout.splits[dim], layout.sizes[dim])
 
 
 def _dim_or_pending(layout: Layout, axis: int) -> int | Partial | None:
-    return layout.pending[axis] or layout.axis_dim(axis)
+    return layout.pending[axis] or layout.axis_dims[axis]
 
 
 def _minor(layout: Layout, axis: int) -> bool:
     """Whether the axis makes the innermost cut of its dim."""
-    dim = layout.axis_dim(axis)
+    dim = layout.axis_dims[axis]
     return (
         dim is not None
         and layout.splits[dim][-1] == axis
@@ -322,7 +322,7 @@ def _whole_elements(before: Layout, axes: tuple[int, ...], after: Layout, kind: 
 
 
 def _type_at(layout: Layout, axis: int) -> str:
-    return "P" if layout.pending[axis] is not None else "R" if layout.axis_dim(axis) is None else "S"
+    return "P" if layout.pending[axis] is not None else "R" if layout.axis_dims[axis] is None else "S"
 
 
 def _with_varying(source: Layout, path: list[Edge], varying: frozenset[int]) -> tuple[Move, ...]:
@@ -331,7 +331,7 @@ def _with_varying(source: Layout, path: list[Edge], varying: frozenset[int]) -> 
     made_whole = {}
     for index, (axes, after) in enumerate(path):
         for axis in varying.intersection(axes):
-            if after.axis_dim(axis) is None and after.pending[axis] is None:
+            if after.axis_dims[axis] is None and after.pending[axis] is None:
                 made_whole[axis] = index
     current = Typed(source)
     moves = []

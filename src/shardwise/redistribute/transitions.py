@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwise.layout import Layout, Partial
+from shardwise.layout import SUM, Layout, Partial
 
 DUAL = {"R": "R", "S": "S", "V": "P", "P": "V"}
 
@@ -49,14 +49,14 @@ class Typed:
         """The type along one axis."""
         if self.layout.pending[axis] is not None:
             return "P"
-        if self.layout.axis_dim(axis) is not None:
+        if self.layout.axis_dims[axis] is not None:
             return "S"
         return "V" if axis in self.varying else "R"
 
     def dual(self) -> Typed:
         """The type of a gradient of such a value."""
         types = [DUAL[self.at(axis)] for axis in range(self.layout.mesh.ndim)]
-        pending = [Partial("sum") if kind == "P" else None for kind in types]
+        pending = [SUM if kind == "P" else None for kind in types]
         varying = frozenset(axis for axis, kind in enumerate(types) if kind == "V")
         return Typed(self.layout.with_(pending=pending), varying)
 
@@ -80,7 +80,7 @@ class Move:
     def pending(self) -> Partial:
         """The reduction that the move performs or begins."""
         axis = self.axes[0]
-        return self.source.layout.pending[axis] or self.target.layout.pending[axis] or Partial("sum")
+        return self.source.layout.pending[axis] or self.target.layout.pending[axis] or SUM
 
     @cached_property
     def dual(self) -> Move:

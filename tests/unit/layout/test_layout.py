@@ -98,7 +98,7 @@ def test_placements_as_users_read_them(mesh: sw.Mesh) -> None:
 
 def test_facts(mesh: sw.Mesh) -> None:
     layout = Layout.of(mesh, (4, 6), [Shard(1), Partial()])
-    assert [layout.axis_dim(0), layout.axis_dim(1)] == [1, None]
+    assert layout.axis_dims == (1, None)
     assert (layout.numel, layout.replicated, layout.has_pending) == (24, False, True)
     whole = replicated(mesh, (4, 0))
     assert (whole.numel, whole.replicated, whole.has_pending) == (0, True, False)

@@ -23,7 +23,7 @@ from shardwise.dispatch.planning.ask_torch import torchs_own
 from shardwise.dispatch.planning.fallback import keeps_shards
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.dispatch.watch import unplanned
-from shardwise.layout import Layout, Mesh, Partial
+from shardwise.layout import SUM, Layout, Mesh
 from shardwise.redistribute import Group, plan_moves
 from shardwise.rules.kit.indices import padded
 from shardwise.tensor import DTensor, as_layout, localise, wrap
@@ -320,7 +320,7 @@ def _bincount(x: Any, weights: Any = None, minlength: int = 0) -> DTensor:
     ends = told(group, group.map(_ends, local[0]))
     if min(low for low, _ in ends) < 0:
         torch.bincount(torch.tensor([-1]))  # torch refuses
-    pending = [Partial("sum") if axis in axes else None for axis in range(mesh.ndim)]
+    pending = [SUM if axis in axes else None for axis in range(mesh.ndim)]
     counts = group.map(_counts, max(minlength, *(high + 1 for _, high in ends)), len(x) > 0, *local)
     return joined(Group(mesh, (), []), counts, 0, Layout(mesh, (0,), pending=pending))
 

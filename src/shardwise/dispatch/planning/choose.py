@@ -42,7 +42,7 @@ def strategies_of(call: Call) -> list[Strategy]:
 
 
 def placement_of(layout: Layout, axis: int) -> AxisPlacement:
-    return layout.pending[axis] or layout.axis_dim(axis)
+    return layout.pending[axis] or layout.axis_dims[axis]
 
 
 class NoStrategyError(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,31 +61,35 @@ def make_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     """Plan one call."""
     if is_collective(func):
         return refuse_collective
-    if any(isinstance(x, CopiedView) for x in flat_tensors((args, kwargs))):
+    tensors = flat_tensors((args, kwargs))
+    if any(isinstance(x, CopiedView) for x in tensors):
         return in_turn(OfCopies(func), func)
     if is_list_op(func):
-        if terms := written_terms(func, args, kwargs):
-            return reduced_first(func, terms)
-        try:
-            plan = plan_list_call(func, args, kwargs)
-        except InPlaceError as refusal:
-            return in_turn(written_elsewhere(func, args, kwargs, refusal), func)
-        return Guarded(plan, [Writes(func.__name__, None)]) if func.__name__.endswith("_") else plan
+        return _plan_list(func, args, kwargs)
     if "out" in kwargs and (into := plan_out(func, args, kwargs)) is not None:
         return into
-    tensors = flat_tensors((args, kwargs))
-    mesh = _common_mesh(tensors)
-    layouts = [x._layout if isinstance(x, DTensor) else Layout(mesh, tuple(x.shape)) for x in tensors]
     if any(isinstance(kwargs.get(name), Tensor) for name in NUMBERS):
         return _with_numbers(func)
+    mesh = _common_mesh(tensors)
+    layouts = [x._layout if isinstance(x, DTensor) else Layout(mesh, tuple(x.shape)) for x in tensors]
     try:
-        plan, invariant = _plan(func, args, kwargs, layouts)
+        plan, invariant = _plan(Asked(func, args, kwargs, tensors, layouts))
     except Exception:
         if autocast_dtype(func, args, kwargs) is None:
             raise
         # It may do with the dtypes that it will be given. Outside autocast it is planned, and refused, as usual.
         return Autocast(lambda args, kwargs: make_plan(func, args, kwargs or {})(args, kwargs), func)
     return plan if invariant else Variants(func, layouts, variant_key_now(args, kwargs), plan)
+
+
+def _plan_list(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
+    if terms := written_terms(func, args, kwargs):
+        return reduced_first(func, terms)
+    try:
+        plan = plan_list_call(func, args, kwargs)
+    except InPlaceError as refusal:
+        return in_turn(written_elsewhere(func, args, kwargs, refusal), func)
+    return Guarded(plan, [Writes(func.__name__, None)]) if func.__name__.endswith("_") else plan
 
 
 NUMBERS = ("alpha", "beta", "value")
@@ -134,7 +137,8 @@ class Variants:
         if len(self.plans) >= 64:
             del self.plans[next(iter(self.plans))]
         misses.count += 1
-        plan = self.plans[key] = unseen(_plan, self.func, args, kwargs or {}, self.layouts)[0]
+        call = Asked(self.func, args, kwargs or {}, flat_tensors((args, kwargs)), self.layouts)
+        plan = self.plans[key] = unseen(_plan, call)[0]
         return plan
 
 
@@ -148,19 +152,16 @@ def _common_mesh(tensors: Sequence[Tensor]) -> Any:
     return meshes[0]
 
 
-@dataclass(slots=True)
 class Asked:
-    """A call to be planned: the function that the user called, the one that is planned for it, and the arguments."""
+    """A call to be planned: the function as users know it, the one that is planned in its place, and the arguments."""
 
-    asked: Callable
-    func: Callable
-    args: tuple
-    kwargs: dict[str, Any]
-    layouts: list[Layout]
+    __slots__ = ("args", "asked", "func", "kwargs", "layouts", "tensors")
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        return flat_tensors((self.args, self.kwargs))
+    def __init__(
+        self, asked: Callable, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor], layouts: list[Layout]
+    ) -> None:
+        self.asked, self.func = asked, treatment_of(asked).stand_in or asked
+        self.args, self.kwargs, self.tensors, self.layouts = args, kwargs, tensors, layouts
 
     @property
     def name(self) -> str:
@@ -178,13 +179,12 @@ class Asked:
         return Gathered(self.func, self.layouts[0].mesh)
 
 
-def _plan(asked: Callable, args: tuple, kwargs: dict[str, Any], layouts: list[Layout]) -> tuple[Plan, bool]:
+def _plan(call: Asked) -> tuple[Plan, bool]:
     """A plan, and whether it holds for all dtypes and floats."""
-    call = Asked(asked, treatment_of(asked).stand_in or asked, args, kwargs, layouts)
     trace = _traced(call)
     if not isinstance(trace, Trace):
         return trace, False
-    call.layouts = [layout.unreduced for layout in layouts]
+    call.layouts = [layout.unreduced for layout in call.layouts]
     _refuse_what_meta_lets_pass(trace, call)
     lowered = _without_rules(trace, call) or _lowered(trace, call)
     return _built(lowered, call) if isinstance(lowered, Lowered) else (lowered, False)
@@ -198,7 +198,7 @@ def _traced(call: Asked) -> Trace | Plan:
         """One for each argument, even where two are the same tensor: the plan must hold for two that are not."""
         shape = x._layout.shape if isinstance(x, DTensor) else tuple(x.shape)
         made = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
-        metas.append(made if is_leaf(x) else made.clone())  # functions may branch on either
+        metas.append(made.clone() if x.requires_grad and not is_leaf(x) else made)  # functions may branch on either
         return metas[-1]
 
     with _disabled(), torch.inference_mode(False):
@@ -286,8 +286,8 @@ def _writing(plan: Plan, guards: list[Guard], written: Sequence[int], lowered: L
     if any(0 in call.layouts[i].pieces(dim) for i in written for dim in range(len(call.layouts[i].shape))):
         guards.append(WritesToEmpty(call.func, written))
     guards.append(Writes(call.name, written))
-    plan, tensors = Guarded(plan, guards), call.tensors
-    shared = simulated and not all(isinstance(tensors[i], DTensor) for i in written)
+    plan = Guarded(plan, guards)
+    shared = simulated and not all(isinstance(call.tensors[i], DTensor) for i in written)
     return OfAllRanks(plan, call.func, written, lowered.mesh) if shared else plan
 
 

@@ -256,7 +256,7 @@ def _gathers(chosen: Sequence[Strategy], have: Sequence[Layout], options: list[S
         for position, layout in enumerate(have):
             if (
                 layout.numel
-                and layout.axis_dim(axis) is not None
+                and layout.axis_dims[axis] is not None
                 and (doomed or not any(isinstance(way.ins[position], int) for way in options))
             ):
                 return True

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.layout import Partial
+from shardwise.layout import SUM, Partial
 from shardwise.layout.sizes import chunk_sizes
 from shardwise.proof.verify.case import Case, Run
 from shardwise.proof.verify.parts import close, is_whole, pieces
 from shardwise.rules import AxisPlacement, Call, Value, flat_values
 
-SUM = Partial("sum")
 KINDS = tuple(map(Partial, ("sum", "avg", "max", "min")))
 Fits = Callable[[Call, Sequence[AxisPlacement]], bool]
 MOST = 400
@@ -236,7 +235,7 @@ def _gradient_is(grads: list[Tensor], placement: AxisPlacement, varies: bool, ex
         case int():
             return is_whole(grads, placement, expected)
         case None:
-            return is_whole(grads, Partial("sum") if varies else None, expected)
+            return is_whole(grads, SUM if varies else None, expected)
         case Partial(reduce_op="avg"):
             return all(close(grad * num_ranks, expected) for grad in grads)
     return all(close(grad, expected) for grad in grads)

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from shardwise.layout import SUM as SUM
 from shardwise.layout import Layout, Partial
-
-SUM = Partial("sum")
 
 
 class Pending:
@@ -43,23 +42,15 @@ class Value:
     argument, for rules of users' that ask; elsewhere it is whole, or not known. `may_need_grad` says that some argument
     of the call needs a gradient, `is_parameter` that it is a parameter, or a view of one."""
 
-    __slots__ = ("dtype", "index", "is_parameter", "layout", "may_need_grad", "shape")
+    __slots__ = ("dtype", "index", "is_parameter", "layout", "may_need_grad", "ndim", "numel", "shape")
 
     def __init__(self, index: int, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout | None = None) -> None:
         self.index = index
-        self.shape = shape
+        self.shape, self.ndim, self.numel = shape, len(shape), math.prod(shape)
         self.dtype = dtype
         self.layout = layout
         self.may_need_grad = False
         self.is_parameter = False
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
     def __repr__(self) -> str:
         return f"%{self.index}{list(self.shape)}"
