@@ -47,6 +47,11 @@ def is_leaf(x: Tensor) -> bool:
         return False
 
 
+def is_parameter(x: Tensor) -> bool:
+    """Whether a tensor is a parameter of a module, or another leaf that is trained."""
+    return getattr(x, "_is_param", False) or (x.requires_grad and is_leaf(x))
+
+
 def check_strided(x: Tensor) -> Tensor:
     """The tensor, unless it cannot be cut along its dims."""
     if not isinstance(x, Tensor):

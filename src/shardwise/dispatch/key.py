@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.dispatch.aliasing.copied_views import CopiedView, StaleView, renew
 from shardwise.dispatch.modes import replicates_implicitly
-from shardwise.local import is_leaf
+from shardwise.local import is_parameter
 from shardwise.tensor import DTensor
 
 FINEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -74,11 +74,6 @@ def _plain_tensor(value: Tensor) -> Any:
     if (shape and not replicates_implicitly()) or _is_wrapped(value):
         raise PlainTensor
     return (Tensor, shape)
-
-
-def is_parameter(x: Tensor) -> bool:
-    """Whether a tensor is a parameter of a module, or another leaf that is trained."""
-    return getattr(x, "_is_param", False) or (x.requires_grad and is_leaf(x))
 
 
 def variant_key(args: tuple, kwargs: dict[str, Any] | None) -> tuple:

@@ -21,7 +21,7 @@ from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.dispatch.positional import argument_names
 from shardwise.layout import Layout
 from shardwise.redistribute import Move, plan_moves
-from shardwise.rules import Value, flat_values
+from shardwise.rules import Value
 from shardwise.tensor import DTensor
 
 Moves = tuple[Move, ...]
@@ -66,7 +66,7 @@ def labelled(plan: Plan, lowered: Lowered) -> Plan:
         for at, value in enumerate(call.call.inputs)
         if not all(move.is_identity for move in call.moves[at])
     ]
-    labels += [label for call in lowered.calls for label in _of_results(call, flat_values(lowered.trace.output))]
+    labels += [label for call in lowered.calls for label in _of_results(call, lowered.trace.results)]
     if labels:
         plan.labels = tuple(labels)  # type: ignore[attr-defined]
     return plan

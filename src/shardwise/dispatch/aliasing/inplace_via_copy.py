@@ -23,7 +23,7 @@ from shardwise.dispatch.guarded import Guarded
 from shardwise.dispatch.plan import Plan
 from shardwise.dispatch.planning.ask_torch import meta, refused
 from shardwise.dispatch.planning.fallback import report
-from shardwise.dispatch.planning.trace import Trace, flat_tensors, map_tensors, written_families
+from shardwise.dispatch.planning.trace import Trace, flat_tensors, map_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout
 from shardwise.redistribute import Move, plan_moves
@@ -64,7 +64,7 @@ def written_elsewhere(
     func: Callable, args: tuple, kwargs: dict[str, Any], refusal: InPlaceError, trace: Trace | None = None
 ) -> Plan:
     """The plan of a call that cannot write where its arguments lie. Raises the refusal where nothing can be done."""
-    written = _written(func, args, kwargs) if trace is None else written_arguments(trace)
+    written = _written(func, args, kwargs) if trace is None else trace.written_arguments
     tensors = flat_tensors((args, kwargs))
     layouts = [x._layout for x in (tensors[at] for at in written) if isinstance(x, DTensor)]
     if not written or len(layouts) < len(written):
@@ -95,21 +95,6 @@ def _written(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[int]:
         known = is_list_op(func) and list_name(func) not in FUSED and func.__name__.endswith("_")
         return list(range(len(args[0]))) if known and args else []
     return [at for at, x in enumerate(metas) if x._version]
-
-
-def written_arguments(trace: Trace) -> list[int]:
-    """Positions of the tensor arguments that a traced call writes to, or to a view of."""
-    families = written_families(trace)
-    values = [call.inputs[i].index for call in trace.calls for i in call.mutated]
-    written = {*values, *(families[index] for index in values if index in families)}
-    return [position for position, value in enumerate(trace.inputs) if value.index in written]
-
-
-def seen_arguments(trace: Trace) -> list[int]:
-    """Positions of the tensor arguments that a traced call writes to, or returns views of."""
-    shown = {trace.families.get(index) for index in trace.returned}
-    written = written_arguments(trace)
-    return [position for position, value in enumerate(trace.inputs) if position in written or value.index in shown]
 
 
 def _settled(layout: Layout) -> Layout:

@@ -10,11 +10,11 @@ from torch import Tensor
 from shardwise.dispatch.plan import Plan, localised
 from shardwise.dispatch.planning.lower import Lowered, LoweredCall, is_builtin, local_call
 from shardwise.dispatch.planning.randomness import is_random, random_call
-from shardwise.dispatch.planning.trace import map_tensors, written_families
+from shardwise.dispatch.planning.trace import map_tensors
 from shardwise.dispatch.steps import CallStep, ConstantStep, MoveArgument, MoveStep, MoveTogether, Slot, Steps
 from shardwise.layout import Mesh
 from shardwise.redistribute import Move, can_join
-from shardwise.rules import Call, Value, flat_values
+from shardwise.rules import Call, Value
 from shardwise.tensor import spread
 
 
@@ -34,7 +34,7 @@ class _Assembly:
             self.argument_of.setdefault(value.index, position)
         self.slot_of = dict(self.argument_of)
         self.moved: dict[tuple[int, tuple[Move, ...]], int] = {}  # a value that was moved, and the slot of the result
-        self.families = written_families(trace)
+        self.families = trace.written_families
         self.fresh = iter(range(len(trace.inputs), 10**9))
         for value, constant in trace.constants:
             self.slot_of[value.index] = next(self.fresh)
@@ -42,7 +42,7 @@ class _Assembly:
         for call in lowered.calls:
             self._add(call)
         self.plan.num_slots = next(self.fresh)
-        for value in flat_values(trace.output):
+        for value in trace.results:
             if value.index in self.argument_of:
                 self.plan.returned[value.index] = self.argument_of[value.index]
             else:

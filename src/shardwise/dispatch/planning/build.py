@@ -24,7 +24,7 @@ from shardwise.dispatch.planning.replay_check import runs_alike
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.dispatch.steps import Whole
 from shardwise.redistribute import Move, can_join, in_place, joined
-from shardwise.rules import Value, flat_values
+from shardwise.rules import Value
 from shardwise.rules.kit.treatments import treatment_of
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, A
     if not runs_alike(rehearsed, lowered, args, kwargs) or _travel_together(lowered):
         return assemble(lowered, args, kwargs)
     function = runs
-    layouts = [lowered.layouts[value.index] for value in flat_values(lowered.trace.output)]
+    layouts = [lowered.layouts[value.index] for value in lowered.trace.results]
     movers = [mover_of(moves) for moves in input_moves]
     draw = _drawing(lowered)
     if draw is None and _takes_shards(function, lowered) and isinstance(lowered.trace.output, Value):
@@ -53,7 +53,7 @@ def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, A
             return Direct(function, layouts[0])
         if positions is not None:
             return moved_first(function, [(at, m) for at, m in zip(positions, movers, strict=True) if m], layouts[0])
-    returned = [_argument_index(value, lowered) for value in flat_values(lowered.trace.output)]
+    returned = [_argument_index(value, lowered) for value in lowered.trace.results]
     plain = draw is not None or not _takes_shards(function, lowered)
     return Whole(function if draw is None else draw(function), movers, layouts, returned, lowered.mesh, plain)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.dispatch.aliasing.copied_views import CopiedView
 from shardwise.dispatch.aliasing.empty_writes import WritesToEmpty
 from shardwise.dispatch.aliasing.global_strides import whole_lies_plainly, whole_strides
-from shardwise.dispatch.aliasing.inplace_via_copy import seen_arguments, written_arguments, written_elsewhere
+from shardwise.dispatch.aliasing.inplace_via_copy import written_elsewhere
 from shardwise.dispatch.aliasing.out import plan_out
 from shardwise.dispatch.aliasing.result_strides import Lying, may_hide
 from shardwise.dispatch.aliasing.views import (
@@ -25,7 +25,7 @@ from shardwise.dispatch.aliasing.views import (
 from shardwise.dispatch.functions.foreach import in_turn, plan_list_call, written_terms
 from shardwise.dispatch.guarded import Changes, Guard, Guarded, Retains, Settles, guarded
 from shardwise.dispatch.interop.mixing import is_collective, refuse_collective
-from shardwise.dispatch.key import is_parameter, variant_key
+from shardwise.dispatch.key import variant_key
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.plan import Plan, has_terms, reduced_first, runs_in_cpp
 from shardwise.dispatch.planning.ask_torch import can_be_tried, refused, refused_dtypes, torchs_own
@@ -38,8 +38,8 @@ from shardwise.dispatch.steps import Steps
 from shardwise.dispatch.watch import labelled
 from shardwise.errors import InPlaceError, MeshError, ShardwiseError, StrideError
 from shardwise.layout import Layout
-from shardwise.local import is_leaf
-from shardwise.rules import Value, flat_values, rule_for
+from shardwise.local import is_leaf, is_parameter
+from shardwise.rules import Value, rule_for
 from shardwise.rules.kit.treatments import treatment_of
 from shardwise.rules.math.foreach import is_list_op
 from shardwise.rules.math.pointwise import ELEMENTWISE
@@ -231,13 +231,14 @@ def _refuse_what_meta_lets_pass(trace: Trace, call: Asked) -> None:
 
 def _without_rules(trace: Trace, call: Asked) -> Plan | None:
     """The plan of a call for which rules are not asked."""
-    if terms := [at for at in seen_arguments(trace) if has_terms(call.layouts[at])]:
+    if terms := [at for at in trace.seen_arguments if has_terms(call.layouts[at])]:
         return reduced_first(call.asked, terms)
     if any(made.name.startswith("as_strided") for made in trace.calls) and not all(x.replicated for x in call.layouts):
         return ContiguousOnly(call.gathered())
     if trace.output is NotImplemented:
         return left_to_others
-    if not _covered(trace.output) or _lost_constants(trace, call.device):
+    is_number = not trace.results and trace.output is not None  # read off a meta tensor
+    if is_number or _lost_constants(trace, call.device):
         return call.gathered()
     return None
 
@@ -247,7 +248,7 @@ def _lowered(trace: Trace, call: Asked) -> Lowered | Plan:
     try:
         return lower(trace, call.layouts)
     except LostWriteError as lost:
-        if not written_arguments(trace):
+        if not trace.written_arguments:
             return call.gathered()
         described = describe(call.name, call.args, call.kwargs)
         refusal = InPlaceError(f"{described} {lost}. Nothing was changed; redistribute first")
@@ -270,7 +271,7 @@ def _built(lowered: Lowered, call: Asked) -> tuple[Plan, bool]:
     gathering = [made for made in lowered.calls if made.gathers]
     if gathering:
         guards.append(Reports(gathering[0].call.op._schema.name.replace("::", "."), (call.func, *call.layouts)))
-    written = written_arguments(lowered.trace)
+    written = lowered.trace.written_arguments
     return (
         _writing(plan, guards, written, lowered, call) if written else _returning(plan, guards, lowered, call)
     ), invariant
@@ -294,7 +295,7 @@ def _writing(plan: Plan, guards: list[Guard], written: Sequence[int], lowered: L
 def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -> Plan:
     """The plan of a call that only returns something: copies where torch returns views, perhaps, or what does not show
     the strides of the whole."""
-    results = flat_values(lowered.trace.output)
+    results = lowered.trace.results
     layouts = [lowered.layouts[value.index] for value in results]
     if copies := [at for at, value in enumerate(results) if value.index in lowered.copies]:
         guards.append(Copies(call.func, copies))
@@ -317,11 +318,6 @@ def _layout_of_one_view(lowered: Lowered) -> Layout | None:
     (call,) = lowered.calls
     moved = any(call.moves) or any(call.out_moves) or (call.local is not None and call.local.groups)
     return None if moved or call.gathers else lowered.layouts[lowered.trace.output.index]
-
-
-def _covered(output: Any) -> bool:
-    """Whether a traced call returned something made of tensors, not a number read off a meta tensor."""
-    return bool(flat_values(output)) or output is None
 
 
 def left_to_others(args: tuple, kwargs: dict[str, Any] | None) -> Any:

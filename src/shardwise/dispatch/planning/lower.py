@@ -17,11 +17,11 @@ from shardwise.dispatch.planning.bindings import fast_callable
 from shardwise.dispatch.planning.choose import Ban, Chooser, NoStrategyError, strategies_of
 from shardwise.dispatch.planning.meta_results import SHAPES
 from shardwise.dispatch.planning.realise import CannotRealise, Realised, realise
-from shardwise.dispatch.planning.trace import Trace, map_tensors, written_families
+from shardwise.dispatch.planning.trace import Trace, map_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import Group, Move, Typed, parameter_moves, plan_moves
-from shardwise.rules import Call, HeldValues, Local, Strategy, Value, flat_values, rule_for
+from shardwise.rules import Call, HeldValues, Local, Strategy, Value, rule_for
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _size = torch._C.TensorBase.size
@@ -285,7 +285,7 @@ class _Aliases:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.arguments = {value.index for value in trace.inputs}
-        self.families = written_families(trace)
+        self.families = trace.written_families
         self.views = dict.fromkeys((*self.arguments, *self.families.values()), True)  # still a true alias?
 
     def follow(self, lowered: LoweredCall, at: int, have: Sequence[Layout]) -> None:
@@ -318,7 +318,7 @@ class _Aliases:
         """Whether somebody looks at a value itself after a call that writes to it, rather than at what that returns."""
         if value.index in self.arguments or value.index in self.families:
             return True
-        later = (*(call.inputs for call in self.trace.calls[at + 1 :]), flat_values(self.trace.output))
+        later = (*(call.inputs for call in self.trace.calls[at + 1 :]), self.trace.results)
         return value not in call.outputs and any(value in values for values in later)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.dispatch.modes import ThinkingMode
 from shardwise.dispatch.planning.lower import Lowered, LoweredCall, has_composites
 from shardwise.dispatch.planning.trace import Trace, map_tensors, trace_call
-from shardwise.rules import Call, HeldValues, Value, flat_values
+from shardwise.rules import Call, HeldValues, Value
 from shardwise.rules.kit.treatments import treatment_of
 
 
@@ -153,7 +153,7 @@ def _same_calls(trace: Trace, lowered: Lowered, rank: int) -> bool:
     """Whether a trace on the shards of one rank makes the calls that are planned for it."""
     if len(trace.calls) != len(lowered.calls):
         return False
-    if len(flat_values(trace.output)) != len(flat_values(lowered.trace.output)):
+    if len(trace.results) != len(lowered.trace.results):
         return False
     pairs = zip(trace.calls, lowered.calls, strict=True)
     return all(x.op is y.call.op and _plain((x.args, x.kwargs)) == _planned(y, rank) for x, y in pairs)

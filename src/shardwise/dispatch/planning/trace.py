@@ -80,7 +80,7 @@ class Trace:
     def returned(self) -> dict[int, int]:
         """How often each value is among the results."""
         found: dict[int, int] = {}
-        for value in flat_values(self.output):
+        for value in self.results:
             found[value.index] = found.get(value.index, 0) + 1
         return found
 
@@ -122,6 +122,25 @@ class Trace:
         """Values that share storage with one that is written to, each with its family."""
         written = {self.families.get(call.inputs[i].index) for call in self.calls for i in call.mutated}
         return {index: root for index, root in self.families.items() if root in written}
+
+    @cached_property
+    def results(self) -> list[Value]:
+        """The values that the call returns."""
+        return flat_values(self.output)
+
+    @cached_property
+    def written_arguments(self) -> list[int]:
+        """Positions of the tensor arguments that the call writes to, or to a view of."""
+        values = [call.inputs[i].index for call in self.calls for i in call.mutated]
+        written = {*values, *(self.written_families[index] for index in values if index in self.written_families)}
+        return [position for position, value in enumerate(self.inputs) if value.index in written]
+
+    @cached_property
+    def seen_arguments(self) -> list[int]:
+        """Positions of the tensor arguments that the call writes to, or returns views of."""
+        shown = {self.families.get(index) for index in self.returned}
+        written = self.written_arguments
+        return [position for position, value in enumerate(self.inputs) if position in written or value.index in shown]
 
 
 class _Recorder(ThinkingMode):
@@ -254,11 +273,6 @@ def trace_call(
     trace.output = map_tensors(out, recorder.value_of)
     trace.calls = fused(trace.calls, trace.output, trace.value_like)
     return trace
-
-
-def written_families(trace: Trace) -> dict[int, int]:
-    """Values that share storage with one that is written to, each with its family."""
-    return trace.written_families
 
 
 def flat_tensors(tree: Any) -> list[Tensor]:
