@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.comm import AnyMesh, Handle, Ranked, as_mesh, ranked, shards_of
 from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardShapeError
 from shardwise.from_local import check_strides, gradient_layout, laid_out, layout_of_shards
-from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
+from shardwise.layout import Layout, Mesh, Partial, Placement, Placements, Replicate
 from shardwise.local import check_strided, on_shards, single, spread
 from shardwise.redistribute import (
     CastBackward,
@@ -250,7 +250,7 @@ class DTensor(Tensor):
         local = local_tensor if isinstance(local_tensor, Ranked) else spread(local_tensor, mesh)
         layout = layout_of_shards(local, mesh, placements, run_check=run_check, shape=shape)
         with _disabled():
-            aliases = [_alias(shard) for shard in laid_out(shards_of(local), layout)]
+            aliases = [_alias(shard, mesh) for shard in laid_out(shards_of(local), layout)]
         local = aliases[0] if len(aliases) == 1 else ranked(aliases)
         if grad_placements is not None:
             back = plan_moves(layout.gradient, gradient_layout(layout, grad_placements))
@@ -447,13 +447,12 @@ def kernels_see(x: DTensor) -> Tensor:
 
 def localise(x: DTensor) -> Tensor:
     """The shard as a plain tensor that shares storage and history; in the simulator, a `Ranked` of all shards."""
-    peers = x.__dict__.get("_peers")
-    with _disabled():
-        local = _as_subclass(x, Tensor)
-        if peers is None:
-            return local
-        # all by aliases: ranks whose graphs differ would add up gradients in different orders
-        return ranked((local, *(_as_subclass(peer, Tensor) for peer in peers)))
+    facts = x.__dict__
+    local: Any = _on_shard(facts["_layout"].mesh.port.alias, (), (x, Tensor))  # type: ignore[call-arg]
+    if "_peers" not in facts:
+        return local
+    with _disabled():  # all by aliases: ranks whose graphs differ would add up gradients in different orders
+        return ranked((local, *(_as_subclass(peer, Tensor) for peer in facts["_peers"])))
 
 
 def _remembering(made: DTensor, local: Tensor, moves: Sequence[Move]) -> DTensor:
@@ -471,10 +470,10 @@ def observe(x: DTensor) -> None:
         x._gathered.observe()
 
 
-def _alias(shard: Tensor) -> Tensor:
+def _alias(shard: Tensor, mesh: Mesh) -> Tensor:
     """The same shard as a plain tensor. What needs no gradient is no view to autograd: it may become a leaf, and of
     views of a view autograd looks for the history in what they all are views of."""
-    return _as_subclass(shard, Tensor) if shard.requires_grad else shard.detach()
+    return mesh.port.alias(shard, Tensor) if shard.requires_grad else shard.detach()
 
 
 def as_layout(value: Tensor, layout: Layout, name: str) -> DTensor:
@@ -525,7 +524,7 @@ def gradient_shards(gradient: Tensor, layout: Layout, name: str) -> tuple[Tensor
     dual = layout.gradient.with_(pending=[None if a in averaged else p for a, p in enumerate(layout.gradient.pending)])
     local = localise(as_layout(gradient, dual, name))
     with _disabled():
-        shards: Sequence[Tensor] = (_as_subclass(local, Tensor), *local.__dict__.get("_peers", ()))
+        shards: Sequence[Tensor] = (layout.mesh.port.alias(local, Tensor), *local.__dict__.get("_peers", ()))
         if (axes := _pending_axes(layout, "sum") + averaged) and torch.is_grad_enabled():
             shards = transition(Move(Typed(dual), Typed(dual, frozenset(axes)), axes), shards)
         return tuple(shard / group_size(layout.mesh, averaged) for shard in shards) if averaged else tuple(shards)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import bodies_training
 import shardwise as sw
 from bodies import BODIES, Body
 from launch import run_ranks
+from shardwise.comm.functional import traceable
 from shardwise.debug import CommDebugMode
 
 # importing them fills BODIES
@@ -33,10 +35,15 @@ assert bodies_ragged and bodies_rules and bodies_second_order and bodies_trainin
 
 Record = list[tuple[Any, ...]]
 
-# How ranks may lie on a mesh of a given shape: in order, and otherwise.
+# How ranks may lie on a mesh of a given shape: in order, and otherwise; and with collectives that can be traced.
 RANKS: dict[tuple[int, ...], dict[str, Any]] = {
-    (2,): {"in_order": [0, 1], "reversed": [1, 0]},
-    (2, 2): {"in_order": [[0, 1], [2, 3]], "transposed": [[0, 2], [1, 3]], "shuffled": [[3, 1], [2, 0]]},
+    (2,): {"in_order": [0, 1], "reversed": [1, 0], "traceable": [1, 0]},
+    (2, 2): {
+        "in_order": [[0, 1], [2, 3]],
+        "transposed": [[0, 2], [1, 3]],
+        "shuffled": [[3, 1], [2, 0]],
+        "traceable": [[3, 1], [2, 0]],
+    },
     (2, 1, 2): {"in_order": [[[0, 1]], [[2, 3]]], "shuffled": [[[2, 0]], [[1, 3]]]},
 }
 # On ranks in another order only what moves data can go wrong.
@@ -76,7 +83,8 @@ def run_all(rank: int, size: int, folder: Path) -> None:
         mesh = DeviceMesh("cpu", RANKS[body.shape][order], mesh_dim_names=body.axes)
         record, error = [], ""
         try:
-            record = recorded(body, mesh)
+            with traceable(mesh) if order == "traceable" else nullcontext(mesh) as used:
+                record = recorded(body, used)
         except Exception:
             error = traceback.format_exc()
         # A rank that fails while others wait for it never gets past this line; the launcher then stops them all.

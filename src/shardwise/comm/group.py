@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from shardwise.comm.wire import lent
+from shardwise.comm.wire import in_units, lent, movable
 from shardwise.errors import MeshError
 
 _REDUCE = {
@@ -55,10 +55,21 @@ _ALL_TO_ALL = _both(AllToAllOptions)
 Work = Callable[[], Any]
 """Waits for a collective."""
 
+Result = Callable[[], Tensor]
+"""Waits for a collective, and gives what it brings."""
+
 
 def _work(started: Any) -> Work:
     """How to wait for what a group started. One that has waited already may return nothing."""
     return started.wait if started is not None else lambda: None
+
+
+def _giving(out: Tensor, wait: Work) -> Result:
+    def finish() -> Tensor:
+        wait()
+        return out
+
+    return finish
 
 
 class Group:
@@ -100,25 +111,33 @@ class Group:
         except RuntimeError:  # torch's own way knows what to say of it
             return self.process_group.allreduce
 
-    # Collectives: each is started, and returns what waits for it
+    # Collectives: each is started, and returns what waits for it and gives the result
 
-    def all_reduce(self, x: Tensor, op: str, awaited: bool) -> Work:
-        return self._first("all_reduce", x, allreduce=lambda run: run([x], ALL_REDUCE[op][awaited]))
+    def own(self, x: Tensor) -> Tensor:
+        """A contiguous tensor of these values that a collective may write to."""
+        return x.clone(memory_format=torch.contiguous_format)
 
-    def all_gather(self, out: Tensor, x: Tensor, awaited: bool) -> Work:
-        """`out` becomes every member's `x`, one after the other."""
-        options = _ALL_GATHER[awaited]
-        return self._first(
+    def all_reduce(self, x: Tensor, op: str, awaited: bool) -> Result:
+        """`x`, which is our own, becomes the reduction."""
+        sent = lent(x)
+        return _giving(x, self._first("all_reduce", x, allreduce=lambda run: run([sent], ALL_REDUCE[op][awaited])))
+
+    def all_gather(self, x: Tensor, awaited: bool) -> Result:
+        """Every member's flat `x`, one after the other."""
+        out, options = x.new_empty(self.size * x.numel()), _ALL_GATHER[awaited]
+        landing, sent = movable(out), movable(x)
+        work = self._first(
             "all_gather",
-            x,
-            all_gather_single=lambda run: run(out, x, options),
-            _allgather_base=lambda run: run(out, x, options),
-            allgather=lambda run: run([list(out.chunk(self.size))], [x], options),
+            sent,
+            all_gather_single=lambda run: run(landing, sent, options),
+            _allgather_base=lambda run: run(landing, sent, options),
+            allgather=lambda run: run([list(landing.chunk(self.size))], [sent], options),
         )
+        return _giving(out, work)
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, op: str, awaited: bool) -> Work:
-        """`out` becomes our part of the reduction of every member's `x`."""
-        options = _REDUCE_SCATTER[op][awaited]
+    def reduce_scatter(self, x: Tensor, op: str, awaited: bool) -> Result:
+        """Our part, along the first dim, of the reduction of every member's `x`, which is our own."""
+        out, options = x.new_empty((len(x) // self.size, *x.shape[1:])), _REDUCE_SCATTER[op][awaited]
         work = self._first(
             "reduce_scatter",
             x,
@@ -127,31 +146,34 @@ class Group:
             reduce_scatter=lambda run: run([out], [list(x.chunk(self.size))], options),
             allreduce=lambda run: _Then(run([x], ALL_REDUCE[op][awaited]), partial(self._keep_own, out, x)),
         )
-        return work
+        return _giving(out, work)
 
     def _keep_own(self, out: Tensor, x: Tensor) -> None:
         out.copy_(x.chunk(self.size)[self.number(self.me)])
 
-    def all_to_all(self, out: Tensor, x: Tensor, receive: list[int], send: list[int], awaited: bool) -> Work:
-        """`out` becomes the parts that all members have for us, of the sizes `receive`, for the parts of `x`."""
-        options = _ALL_TO_ALL[awaited]
-        return self._first(
+    def all_to_all(self, x: Tensor, receive: list[int], send: list[int], awaited: bool) -> Result:
+        """The parts that all members have for us, of the sizes `receive`, for the parts of the flat `x`."""
+        out, options = x.new_empty(sum(receive)), _ALL_TO_ALL[awaited]
+        landing, sent, receive, send = movable(out), movable(x), in_units(receive, x), in_units(send, x)
+        work = self._first(
             "all_to_all",
-            x,
-            all_to_all_single=lambda run: run(out, x, receive, send, options),
-            alltoall_base=lambda run: run(out, x, receive, send, options),
-            alltoall=lambda run: run(list(out.split(receive)), list(x.split(send)), options),
+            sent,
+            all_to_all_single=lambda run: run(landing, sent, receive, send, options),
+            alltoall_base=lambda run: run(landing, sent, receive, send, options),
+            alltoall=lambda run: run(list(landing.split(receive)), list(sent.split(send)), options),
         )
+        return _giving(out, work)
 
-    def broadcast(self, x: Tensor, source: int, awaited: bool) -> Work:
-        """`x` becomes that of the member numbered `source`."""
-        root = self.number(source)
-        return self._first(
+    def broadcast(self, x: Tensor, source: int, awaited: bool) -> Result:
+        """`x`, which is our own, becomes that of the member numbered `source`."""
+        root, sent = self.number(source), lent(movable(x.view(-1)))
+        work = self._first(
             "broadcast",
-            x,
-            broadcast=lambda run: run([x], _options(BroadcastOptions, awaited=awaited, rootRank=root)),
-            allreduce=lambda run: run([x if source == self.me else x.zero_()], ALL_REDUCE["sum"][awaited]),
+            sent,
+            broadcast=lambda run: run([sent], _options(BroadcastOptions, awaited=awaited, rootRank=root)),
+            allreduce=lambda run: run([sent if source == self.me else sent.zero_()], ALL_REDUCE["sum"][awaited]),
         )
+        return _giving(x, work)
 
     def _first(self, collective: str, x: Tensor, **ways: Callable[[Any], Any]) -> Work:
         """Start a collective in the first way that the group has; what it refuses to do, it may do in another."""

@@ -87,6 +87,9 @@ class Port(ABC):
     overlaps = False
     """Whether collectives go on while the program does; otherwise they are complete when they have been started."""
 
+    alias = staticmethod(_as_subclass)
+    """`alias(x, Tensor)` is a plain tensor with the storage and the history of a shard."""
+
     def all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
         """Each member gets the reduction (`sum`, `max`, `min`, `product`) over its group."""
         return self.start_all_reduce(shards, mesh, axes, op, awaited=True).wait()

@@ -10,8 +10,9 @@ import atexit
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import wraps
+from functools import reduce, wraps
 from itertools import product
+from operator import getitem
 from typing import Any
 from weakref import WeakSet
 
@@ -25,11 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import record
 from shardwise.comm.group import ALL_REDUCE, Group
 from shardwise.comm.port import Axes, Chunks, Handle, Port, Shapes, Shards, communicating
-from shardwise.comm.wire import is_reducible, lent, movable, padded, reducible, restored
+from shardwise.comm.wire import is_reducible, lent, padded, reducible, restored
 from shardwise.errors import MeshError
 from shardwise.layout import Mesh
 
-_ports: WeakSet[ProcessGroupPort] = WeakSet()
+_ports: WeakSet[GroupPort] = WeakSet()
 _in_flight: WeakSet[Handle[Any]] = WeakSet()
 
 
@@ -52,10 +53,10 @@ def wait_for_all() -> None:
             handle.wait()
 
 
-class ProcessGroupPort(Port):
+class GroupPort(Port):
     """One process, one rank. Groups over several axes are made when first needed, by their members alone."""
 
-    overlaps = True
+    group_type = Group
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
         self.device_mesh = device_mesh
@@ -63,17 +64,15 @@ class ProcessGroupPort(Port):
         if coordinate is None:
             raise MeshError(f"rank {dist.get_rank()} is not part of {device_mesh}, so it holds no shards there")
         self.coordinate: tuple[int, ...] = tuple(coordinate)
-        self.ranks: Tensor = device_mesh.mesh
+        self.ranks: list[Any] = device_mesh.mesh.tolist()  # nested: a tensor would be part of what is traced
         self._groups: dict[tuple[Mesh, Axes], Group] = {}
         self._by_roots: dict[Axes, Group] = {}
-        self._reductions: dict[tuple[Mesh, Axes, str], Any] = {}
         _ports.add(self)
 
     def release(self) -> None:
         """Let go of all groups."""
         self._groups.clear()
         self._by_roots.clear()
-        self._reductions.clear()
 
     def group(self, mesh: Mesh, axes: Axes) -> Group:
         found = self._groups.get((mesh, axes))
@@ -88,18 +87,82 @@ class ProcessGroupPort(Port):
     def _make_group(self, roots: Axes) -> Group:
         index: list[Any] = list(self.coordinate)
         members = []
-        for position in product(*(range(self.ranks.shape[axis]) for axis in roots)):
+        for position in product(*(range(self.device_mesh.size(axis)) for axis in roots)):
             for axis, at in zip(roots, position, strict=True):
                 index[axis] = at
-            members.append(int(self.ranks[tuple(index)]))
+            members.append(reduce(getitem, index, self.ranks))
         if len(roots) == 1:
             process_group: Any = self.device_mesh.get_group(roots[0])
         elif len(members) == dist.get_world_size():
             process_group = dist.group.WORLD
         else:
             process_group = dist.new_group(members, use_local_synchronization=True)
-        self._by_roots[roots] = Group(process_group, members)
+        self._by_roots[roots] = self.group_type(process_group, members)
         return self._by_roots[roots]
+
+    def _all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Handle[list[Tensor]]:
+        group = self.group(mesh, axes)
+        own = group.own(shards[0])
+        dtype = own.dtype
+        if op == "product" and own.is_complex():
+            rows = _gather(group, own.view(-1), [tuple(own.shape)] * group.size, awaited)
+            return _handle(lambda: [torch.stack(rows()).prod(0)], awaited)
+        reduced = group.all_reduce(*reducible(own, op), awaited)
+        return _handle(lambda: [lent(restored(reduced(), dtype))], awaited)
+
+    def _all_gather(
+        self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
+    ) -> Handle[list[list[Tensor]]]:
+        (x,) = shards
+        flat = x.reshape(-1)
+        if not awaited and flat.untyped_storage()._cdata == x.untyped_storage()._cdata:
+            flat = flat.clone()  # what it is gathered from may be written to meanwhile
+        rows = _gather(self.group(mesh, axes), flat, shapes[0], awaited)
+        return _handle(lambda: [rows()], awaited)
+
+    def _reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Handle[list[Tensor]]:
+        (mine,) = chunks
+        group = self.group(mesh, axes)
+        target = mine[group.me]
+        shape, dtype, numel = tuple(target.shape), target.dtype, target.numel()
+        if op == "product" and target.is_complex():
+            rows = _exchange(group, mine, [shape] * group.size, awaited)
+            return _handle(lambda: [torch.stack(rows()).prod(0)], awaited)
+        room = max(chunk.numel() for chunk in mine)
+        wire = torch.cat([padded(chunk.reshape(-1), room) for chunk in group.to_group(mine)])
+        reduced = group.reduce_scatter(*reducible(wire, op), awaited)
+
+        def finish() -> list[Tensor]:
+            part = restored(reduced(), dtype)[:numel].view(shape)
+            return [lent(part)]  # torch refuses writes to views that a function returns
+
+        return _handle(finish, awaited)
+
+    def _all_to_all(
+        self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
+    ) -> Handle[list[list[Tensor]]]:
+        (mine,) = chunks
+        rows = _exchange(self.group(mesh, axes), mine, shapes[0], awaited)
+        return _handle(lambda: [rows()], awaited)
+
+    def _broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int, awaited: bool) -> Handle[list[Tensor]]:
+        group = self.group(mesh, axes)
+        sent = group.broadcast(group.own(shards[0]), source, awaited)
+        return _handle(lambda: [sent()], awaited)
+
+
+class ProcessGroupPort(GroupPort):
+    """Collectives as the groups have them."""
+
+    overlaps = True
+
+    def __init__(self, device_mesh: DeviceMesh) -> None:
+        super().__init__(device_mesh)
+        self._reductions: dict[tuple[Mesh, Axes, str], Any] = {}
+
+    def release(self) -> None:
+        super().release()
+        self._reductions.clear()
 
     def reducer(self, mesh: Mesh, axes: Axes, op: str) -> Callable[[Tensor], None]:
         """`all_reduce` of contiguous tensors of our own, in place and unknown to autograd, with everything looked up
@@ -123,71 +186,6 @@ class ProcessGroupPort(Port):
 
         return reduce if axes else lambda x: None
 
-    def _all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Handle[list[Tensor]]:
-        (x,) = shards
-        out = x.clone(memory_format=torch.contiguous_format)
-        group, dtype = self.group(mesh, axes), out.dtype
-        if op == "product" and out.is_complex():
-            rows = _gather(group, out.view(-1), [tuple(out.shape)] * group.size, awaited)
-            return _handle(lambda: [torch.stack(rows()).prod(0)], awaited)
-        wire, op = reducible(out, op)
-        wait = group.all_reduce(lent(wire), op, awaited)
-
-        def finish() -> list[Tensor]:
-            wait()
-            return [lent(restored(wire, dtype))]
-
-        return _handle(finish, awaited)
-
-    def _all_gather(
-        self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
-    ) -> Handle[list[list[Tensor]]]:
-        (x,) = shards
-        flat = x.reshape(-1)
-        if not awaited and flat.untyped_storage()._cdata == x.untyped_storage()._cdata:
-            flat = flat.clone()  # what it is gathered from may be written to meanwhile
-        rows = _gather(self.group(mesh, axes), flat, shapes[0], awaited)
-        return _handle(lambda: [rows()], awaited)
-
-    def _reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Handle[list[Tensor]]:
-        (mine,) = chunks
-        group = self.group(mesh, axes)
-        target = mine[group.me]
-        shape, dtype, numel = tuple(target.shape), target.dtype, target.numel()
-        if op == "product" and target.is_complex():
-            rows = _exchange(group, mine, [shape] * group.size, awaited)
-            return _handle(lambda: [torch.stack(rows()).prod(0)], awaited)
-        room = max(chunk.numel() for chunk in mine)
-        wire, op = reducible(torch.cat([padded(chunk.reshape(-1), room) for chunk in group.to_group(mine)]), op)
-        out = wire.new_empty((room, *wire.shape[1:]))
-        wait = group.reduce_scatter(out, wire, op, awaited)
-
-        def finish() -> list[Tensor]:
-            wait()
-            return [
-                lent(restored(out, dtype)[:numel].view(shape))
-            ]  # torch refuses writes to views that a function returns
-
-        return _handle(finish, awaited)
-
-    def _all_to_all(
-        self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
-    ) -> Handle[list[list[Tensor]]]:
-        (mine,) = chunks
-        rows = _exchange(self.group(mesh, axes), mine, shapes[0], awaited)
-        return _handle(lambda: [rows()], awaited)
-
-    def _broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int, awaited: bool) -> Handle[list[Tensor]]:
-        (x,) = shards
-        out = x.clone(memory_format=torch.contiguous_format)
-        wait = self.group(mesh, axes).broadcast(lent(movable(out.view(-1))), source, awaited)
-
-        def finish() -> list[Tensor]:
-            wait()
-            return [out]
-
-        return _handle(finish, awaited)
-
     def rebuild_mesh(self, mesh: Mesh) -> tuple[Any, tuple]:
         return mesh_of, (mesh.origin,)
 
@@ -200,17 +198,22 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     key = device_mesh, dist.group.WORLD
     mesh = _meshes.get(key)
     if mesh is None:
-        port = ProcessGroupPort(device_mesh)
-        mesh = _meshes[key] = Mesh(
-            port,
-            names=device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(device_mesh.ndim)),
-            shape=tuple(device_mesh.mesh.shape),
-            root_axes=tuple(range(device_mesh.ndim)),
-            held=(port.coordinate,),
-            device_type=device_mesh.device_type,
-            origin=device_mesh,
-        )
+        mesh = _meshes[key] = mesh_over(ProcessGroupPort(device_mesh), device_mesh)
     return mesh
+
+
+def mesh_over(port: GroupPort, origin: DeviceMesh | None) -> Mesh:
+    """The mesh whose ranks communicate through a port."""
+    theirs = port.device_mesh
+    return Mesh(
+        port,
+        names=theirs.mesh_dim_names or tuple(f"axis{i}" for i in range(theirs.ndim)),
+        shape=tuple(theirs.mesh.shape),
+        root_axes=tuple(range(theirs.ndim)),
+        held=(port.coordinate,),
+        device_type=theirs.device_type,
+        origin=origin,
+    )
 
 
 # Collectives of shards that are uneven, in any order of the members: started, and then waited for
@@ -247,13 +250,10 @@ def _gather(group: Group, flat: Tensor, shapes: Sequence[tuple], awaited: bool) 
     """Every member's tensor. The largest sets the room that each gets, so all members must know all shapes."""
     numels = [math.prod(shape) for shape in shapes]
     room = max(numels)
-    flat = padded(flat, room)
-    out = flat.new_empty(group.size * room)
-    wait = group.all_gather(movable(out), movable(flat), awaited)
+    gathered = group.all_gather(padded(flat, room), awaited)
 
     def finish() -> list[Tensor]:
-        wait()
-        rows = group.from_group(out.view(group.size, room).unbind(0))
+        rows = group.from_group(gathered().view(group.size, room).unbind(0))
         return [row[:n].view(shape) for row, n, shape in zip(rows, numels, shapes, strict=True)]
 
     return finish
@@ -266,14 +266,10 @@ def _exchange(
     outgoing, incoming = group.to_group(chunks), group.to_group(shapes)
     numels = [math.prod(shape) for shape in incoming]
     flat = torch.cat([chunk.reshape(-1) for chunk in outgoing])
-    out = flat.new_empty(sum(numels))
-    wire, landing = movable(flat), movable(out)
-    unit = 1 if wire is flat else flat.element_size()
-    send, receive = [chunk.numel() * unit for chunk in outgoing], [n * unit for n in numels]
-    wait = group.all_to_all(landing, wire, receive, send, awaited)
+    received = group.all_to_all(flat, numels, [chunk.numel() for chunk in outgoing], awaited)
 
     def finish() -> list[Tensor]:
-        wait()
-        return group.from_group([piece.view(shape) for piece, shape in zip(out.split(numels), incoming, strict=True)])
+        pieces = received().split(numels)
+        return group.from_group([piece.view(shape) for piece, shape in zip(pieces, incoming, strict=True)])
 
     return finish

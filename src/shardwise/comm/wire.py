@@ -36,6 +36,12 @@ def movable(flat: Tensor) -> Tensor:
     return flat if flat.dtype in _KNOWN else flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
+def in_units(sizes: list[int], flat: Tensor) -> list[int]:
+    """Sizes of parts of a flat tensor in the elements that `movable` makes of it."""
+    unit = 1 if flat.dtype in _KNOWN else flat.element_size()
+    return [size * unit for size in sizes]
+
+
 def is_reducible(dtype: torch.dtype, op: str) -> bool:
     """Whether every backend reduces a dtype as torch does. Extrema of floats are not: backends lose NaNs."""
     return dtype in _KNOWN and (op not in ("max", "min") or not dtype.is_floating_point)

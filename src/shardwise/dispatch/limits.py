@@ -1,4 +1,4 @@
-"""Strict mode's limits: implicit moves that are refused before anything is communicated.
+"""Limits: implicit moves that are refused before anything is communicated.
 
 What is refused follows from the plan of a call, its dtypes and which of its arguments are parameters. All ranks know
 these, so all refuse alike.
@@ -34,6 +34,8 @@ def refuse_moves(call: SeenCall, labels: Sequence[Label]) -> None:
 def _refuse(call: SeenCall, label: Label) -> None:
     limit = limits()
     assert limit is not None
+    if limit.check is not None:
+        limit.check(call, label)
     x = None if label.argument is None else call.tensors[label.argument]
     sent = path_bytes(label.moves, label.itemsize if x is None else x.dtype.itemsize)
     of_parameter = x is not None and is_parameter(x)

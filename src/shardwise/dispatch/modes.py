@@ -23,10 +23,12 @@ _listener = torch._C._autograd._top_saved_tensors_default_hooks
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Which implicit moves are refused: those of parameters, and those for which a rank sends more than `bytes`."""
+    """Which implicit moves are refused: those of parameters, those for which a rank sends more than `bytes`, and those
+    for which `check` raises, which is given the call and the label of what moves."""
 
     parameters: bool = False
     bytes: int | None = None
+    check: Callable[[Any, Any], None] | None = None
 
 
 _limits: ContextVar[Limits | None] = ContextVar("limits", default=None)
@@ -50,8 +52,18 @@ def strict(enabled: bool = True, *, moves: str | int | None = None) -> Iterator[
     shardwise.errors.StrictModeError: strict mode: ...
     """
     around = _limits.get() if enabled else None
-    limits = around if moves is None else _joined(around, _parsed(moves))
-    tokens = _strict.set(enabled), _limits.set(limits)
+    token = _strict.set(enabled)
+    try:
+        with limited(around if moves is None else _joined(around, _parsed(moves))):
+            yield
+    finally:
+        _strict.reset(token)
+
+
+@contextmanager
+def limited(limits: Limits | None) -> Iterator[None]:
+    """Inside, these limits are in force, and no others."""
+    token = _limits.set(limits)
     if limits is not None:
         watchers.append(limits)
     try:
@@ -59,8 +71,14 @@ def strict(enabled: bool = True, *, moves: str | int | None = None) -> Iterator[
     finally:
         if limits is not None:
             watchers.remove(limits)
-        _strict.reset(tokens[0])
-        _limits.reset(tokens[1])
+        _limits.reset(token)
+
+
+@contextmanager
+def checked(check: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Inside, implicit moves for which `check` raises are refused as well."""
+    with limited(_joined(_limits.get(), Limits(check=check))):
+        yield
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -84,7 +102,7 @@ def _joined(a: Limits | None, b: Limits) -> Limits:
     if a is None:
         return b
     bytes = min((x.bytes for x in (a, b) if x.bytes is not None), default=None)
-    return Limits(a.parameters or b.parameters, bytes)
+    return Limits(a.parameters or b.parameters, bytes, b.check or a.check)
 
 
 @contextmanager

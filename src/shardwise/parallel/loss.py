@@ -10,25 +10,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from shardwise.dispatch.key import Uncacheable, key_of
-from shardwise.dispatch.modes import implicit_replication
+from shardwise.dispatch.modes import checked, implicit_replication
 from shardwise.dispatch.planning.fallback import describe
-from shardwise.dispatch.planning.lower import Lowered, LoweredCall, lower
-from shardwise.dispatch.planning.trace import flat_tensors, map_tensors, trace_call
+from shardwise.dispatch.planning.trace import flat_tensors
+from shardwise.dispatch.watch import Label, SeenCall
 from shardwise.errors import PlacementError
-from shardwise.layout import Layout
-from shardwise.rules.kit.treatments import treatment_of
 from shardwise.tensor import DTensor
-
-_disabled = torch._C.DisableTorchFunctionSubclass
 
 LOSSES = frozenset({F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, Tensor.log_softmax})
 """The functions that torch's own `loss_parallel` is about."""
 
 _WATCHED = frozenset({"cross_entropy", "_log_softmax", "nll_loss_forward", "nll_loss2d_forward"})
-
-MAX_KNOWN = 1024
-"""Calls whose check is remembered."""
+"""The ops that these are made of whose first operand has the classes."""
 
 
 class loss_parallel(TorchFunctionMode):
@@ -53,65 +46,23 @@ class loss_parallel(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in LOSSES and any(isinstance(x, DTensor) for x in flat_tensors((args, kwargs))):
-            with implicit_replication():  # plain targets and weights are whole, as in torch's own context
-                _check(func, args, kwargs)
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        if func not in LOSSES or not any(isinstance(x, DTensor) for x in flat_tensors((args, kwargs))):
+            return func(*args, **kwargs)
+        with implicit_replication(), checked(_refuse_moved_classes):  # plain targets are whole, as in torch's context
+            return func(*args, **kwargs)
 
 
-_known: dict[tuple, bool] = {}
-
-
-def _check(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-    try:
-        key = (func, *map(key_of, args), *((name, key_of(value)) for name, value in kwargs.items()))
-    except Uncacheable:
-        key = None
-    stays = _known.get(key) if key is not None else None
-    if stays is None:
-        stays = _stays(func, args, kwargs)
-        if key is not None:
-            while len(_known) >= MAX_KNOWN:
-                del _known[next(iter(_known))]
-            _known[key] = stays
-    if not stays:
+def _refuse_moved_classes(call: SeenCall, label: Label) -> None:
+    """Raise if what a loss moves are the classes of its logits."""
+    name = "" if label.op is None else label.op._schema.name.split("::")[1]
+    if name not in _WATCHED or label.at != 0:
+        return
+    before, after = label.moves[0].source.layout.splits, label.moves[-1].target.layout.splits
+    dims = range(len(before)) if name == "_log_softmax" else [min(1, len(before) - 1)]
+    if not all(set(before[dim]) <= set(after[dim]) for dim in dims):
+        loss = describe(call.func.__name__, call.args, call.kwargs)
         raise PlacementError(
-            f"inside loss_parallel(), {describe(func.__name__, args, kwargs)} would move its logits away from the axes "
-            f"that split their classes. Place the targets so that these axes replicate them, as "
+            f"inside loss_parallel(), {loss} would move its logits away from the axes that split their classes. Place "
+            f"the targets so that these axes replicate them, as "
             f"target.redistribute(placements=[...]) does, or call it outside of loss_parallel()"
         )
-
-
-def _stays(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a call leaves the classes of its logits where they lie."""
-    lowered = _lowered(func, args, kwargs)
-    return all(_keeps_classes(call, lowered) for call in lowered.calls if call.call.name in _WATCHED)
-
-
-def _keeps_classes(call: LoweredCall, lowered: Lowered) -> bool:
-    logits = call.call.inputs[0]
-    if not logits.ndim:
-        return True
-    dim = call.call.dims()[0] if call.call.name == "_log_softmax" else min(1, logits.ndim - 1)
-    return set(lowered.layouts[logits.index].splits[dim]) <= set(call.layouts.ins[0].splits[dim])
-
-
-def _lowered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Lowered:
-    """The call as dispatch would plan it."""
-    metas: list[Tensor] = []
-
-    def meta(x: Tensor) -> Tensor:
-        with _disabled():
-            metas.append(torch.empty(_layout(x).shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad))
-        return metas[-1]
-
-    tensors = flat_tensors((args, kwargs))
-    mesh = next(x._layout.mesh for x in tensors if isinstance(x, DTensor))
-
-    def _layout(x: Tensor) -> Layout:
-        return x._layout if isinstance(x, DTensor) else Layout(mesh, tuple(x.shape))
-
-    function = treatment_of(func).stand_in or func
-    trace = trace_call(function, map_tensors(args, meta), map_tensors(kwargs, meta), metas, torch.device("meta"))
-    return lower(trace, [_layout(x) for x in tensors])

@@ -56,6 +56,15 @@ def test_moving_the_classes_is_refused():
     torch.testing.assert_close(inside.full_tensor(), F.cross_entropy(x, target).full_tensor())
 
 
+def test_limits_around_hold_as_well():
+    logits, target = place(normal(6, 4), S(1)), place(TARGET, S(0))
+    with sw.strict(moves=0), loss_parallel():
+        with pytest.raises(sw.errors.StrictModeError, match="is more than moves=0 allows"):
+            F.nll_loss(logits, target)  # moves its targets
+        with pytest.raises(sw.errors.PlacementError, match="would move its logits"):
+            F.cross_entropy(logits, target)
+
+
 def test_plain_tensors_and_other_calls_pass():
     with loss_parallel():
         assert F.cross_entropy(normal(6, 4), TARGET) == F.cross_entropy(normal(6, 4), TARGET)

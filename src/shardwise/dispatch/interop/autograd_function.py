@@ -284,7 +284,7 @@ def _as_saved(x: Any) -> Any:
     if not isinstance(x, DTensor) and (_enabled() or x.__class__ is not Tensor or x.requires_grad):
         return x
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        shard: Any = torch._C.TensorBase.as_subclass(x, Tensor)
+        shard: Any = x.detach()
     if x.__dict__.get("_is_param"):
         shard._is_param = True  # listeners leave parameters where they are
     return shard
