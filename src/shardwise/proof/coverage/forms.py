@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,8 +11,6 @@ from torch import Tensor
 from shardwise.proof.kit.samples import Operator, Sample, flatten, replaced
 
 OUT = "out="
-RESIZED_OUT = "out= of another shape"
-
 
 RESHAPING = {
     **dict.fromkeys(
@@ -39,7 +37,7 @@ class Form:
 
     @property
     def has_out(self) -> bool:
-        return self.name in (OUT, RESIZED_OUT)
+        return self.name == OUT
 
     def sample(self, given: Sample) -> Sample:
         """The call of a sample, written so."""
@@ -56,12 +54,10 @@ def forms(op: Operator) -> Iterator[tuple[Form, int]]:
         yield Form("in-place", op.in_place, in_place=True, base=op.function, reshapes=reshapes), 3
     if op.takes_out:
         yield Form(OUT, op.function, reshapes=reshapes, checks_sizes=checks), 3
-        yield Form(RESIZED_OUT, op.function, checks_sizes=checks), 24
 
 
 def _with_out(form: Form, given: Sample) -> Sample:
-    """The sample without gradients, which `out=` does not have, and with tensors that torch's results fit into, or do
-    not: then torch resizes them."""
+    """The sample without gradients, which `out=` does not have, and with tensors that torch's results fit into."""
     images = {id(x): x.detach() for x in given.tensors}
     args, kwargs = replaced(given.args, images), replaced(given.kwargs, images)
     try:
@@ -71,21 +67,15 @@ def _with_out(form: Form, given: Sample) -> Sample:
     leaves = flatten(results)
     if not leaves or not all(isinstance(x, Tensor) and x.layout is torch.strided for x in leaves):
         raise Unusable("has no tensors to write to")
-    shapes = [_other_shape(x, given.index) if form.name == RESIZED_OUT else x.shape for x in leaves]
-    outs = [_filling(x, shape) for x, shape in zip(leaves, shapes, strict=True)]
+    outs = [_filling(x) for x in leaves]
     out = outs[0] if isinstance(results, Tensor) else type(results)(outs) if type(results) is list else tuple(outs)
     return replace(given, args=args, kwargs={**kwargs, "out": out})
 
 
-def _filling(x: Tensor, shape: Sequence[int]) -> Tensor:
+def _filling(x: Tensor) -> Tensor:
     """What a result is written over: nowhere the result itself, so that it shows what was not written."""
-    return (x.detach() != 1).to(x.dtype) if x.shape == tuple(shape) else torch.ones(shape, dtype=x.dtype)
+    return (x.detach() != 1).to(x.dtype)
 
 
 def _copies(images: dict[int, Tensor]) -> dict[int, Tensor]:
     return {id(x): x.clone() for x in images.values()}
-
-
-def _other_shape(x: Tensor, index: int) -> Sequence[int]:
-    """Nothing yet, as it is often written, or something else."""
-    return (0,) if index % 2 else (*x.shape, 2)

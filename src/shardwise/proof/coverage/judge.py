@@ -21,8 +21,7 @@ from shardwise.comm import shards_of
 from shardwise.debug import CommDebugMode
 from shardwise.dispatch.planning import fallback
 from shardwise.errors import FallbackWarning, InPlaceError
-from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
-from shardwise.proof.coverage.forms import RESIZED_OUT
+from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate
 from shardwise.proof.coverage.plain import Case, Wrong, structure, whole
 from shardwise.proof.kit.distance import allowed, distance, equal, largest, same
 from shardwise.proof.kit.placing import place
@@ -111,25 +110,13 @@ def _without_pending(placements: Placements) -> Placements:
 
 
 def _refused(case: Case, inputs: Sequence[DTensor], error: InPlaceError) -> Verdict:
-    """A write may be refused where it needs another layout, if nothing was written before."""
-    if not case.may_refuse or not _needs_another_layout(case, inputs):
+    """A write of another shape, for which there may be no layout, may be refused, if nothing was written before."""
+    if not case.may_refuse or not (case.form.reshapes or (case.form.in_place and case.reshapes)):
         return Verdict("raised", detail=_describe(error))
     for x, d in zip(case.sample.tensors, inputs, strict=True):
         if not same(whole(d), x.detach()):
             return Verdict("wrong", detail="refused after having written")
     return Verdict("refused", detail=_describe(error))
-
-
-def _needs_another_layout(case: Case, inputs: Sequence[DTensor]) -> bool:
-    """What is written keeps its layout, whichever that is, but for another shape there may be none: of a tensor that
-    changes its own, and of `out=` whose placements do not fit the result."""
-    first = len(inputs) - case.num_outs
-    unfit = not all(_fits(d, x) for d, x in zip(inputs[first:], case.leaves[first:], strict=True))
-    return case.form.reshapes or unfit or (case.form.in_place and case.reshapes)
-
-
-def _fits(target: DTensor, resized: Tensor) -> bool:
-    return all(p.dim < resized.dim() for p in target.placements if isinstance(p, Shard))
 
 
 def _way(told: Sequence[Any], comms: CommDebugMode, inputs: Sequence[DTensor], outputs: Sequence[Any]) -> str:
@@ -214,10 +201,7 @@ def _compare(case: Case, name: str, mine: Any, expected: Tensor, position: int) 
 
 
 def _other_strides(case: Case, outputs: Sequence[Any]) -> str:
-    """How the first result that lies otherwise in memory than torch's does, if there is one. What torch resizes it lays
-    out as the op likes."""
-    if case.form.name == RESIZED_OUT:
-        return ""
+    """How the first result that lies otherwise in memory than torch's does, if there is one."""
     for mine, expected in zip(outputs, case.outputs, strict=True):
         if isinstance(mine, DTensor) and not same_strides(expected.shape, mine.stride(), expected.stride()):
             return f"{list(mine.stride())}, not {list(expected.stride())}, as {mine._layout}"
