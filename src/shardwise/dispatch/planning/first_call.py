@@ -23,7 +23,7 @@ from shardwise.dispatch.aliasing.views import (
     Writes,
     only_views,
 )
-from shardwise.dispatch.functions.foreach import in_turn, plan_list_call, written_terms
+from shardwise.dispatch.functions.foreach import plan_list_call
 from shardwise.dispatch.guarded import Changes, Guard, Guarded, Retains, Settles, guarded
 from shardwise.dispatch.interop.mixing import is_collective, refuse_collective
 from shardwise.dispatch.key import is_parameter, variant_key
@@ -62,16 +62,10 @@ def make_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     """Plan one call."""
     if is_collective(func):
         return refuse_collective
-    if any(isinstance(x, CopiedView) for x in flat_tensors((args, kwargs))):
-        return in_turn(OfCopies(func), func)
     if is_list_op(func):
-        if terms := written_terms(func, args, kwargs):
-            return reduced_first(func, terms)
-        try:
-            plan = plan_list_call(func, args, kwargs)
-        except InPlaceError as refusal:
-            return in_turn(written_elsewhere(func, args, kwargs, refusal), func)
-        return Guarded(plan, [Writes(func.__name__, None)]) if func.__name__.endswith("_") else plan
+        return plan_list_call(func, args, kwargs)
+    if any(isinstance(x, CopiedView) for x in flat_tensors((args, kwargs))):
+        return OfCopies(func)
     if "out" in kwargs and (into := plan_out(func, args, kwargs)) is not None:
         return into
     tensors = flat_tensors((args, kwargs))
