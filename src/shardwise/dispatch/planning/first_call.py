@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from shardwise.dispatch.aliasing.copied_views import CopiedView
-from shardwise.dispatch.aliasing.empty_writes import WritesToEmpty
 from shardwise.dispatch.aliasing.global_strides import whole_lies_plainly, whole_strides
 from shardwise.dispatch.aliasing.inplace_via_copy import seen_arguments, written_arguments, written_elsewhere
 from shardwise.dispatch.aliasing.out import plan_out
 from shardwise.dispatch.aliasing.result_strides import Lying, may_hide
+from shardwise.dispatch.aliasing.thin_writes import OnThinShards
 from shardwise.dispatch.aliasing.views import (
     Copies,
     OfAllRanks,
@@ -277,8 +277,8 @@ def _writing(plan: Plan, guards: list[Guard], written: Sequence[int], lowered: L
         guards.append(Changes(written))
     if simulated:
         guards.append(Retains(written))
-    if any(0 in call.layouts[i].pieces(dim) for i in written for dim in range(len(call.layouts[i].shape))):
-        guards.append(WritesToEmpty(call.func, written))
+    if any(call.layouts[i].thinness for i in written):
+        plan = OnThinShards(plan, written)
     guards.append(Writes(call.name, written))
     plan, tensors = Guarded(plan, guards), call.tensors
     shared = simulated and not all(isinstance(tensors[i], DTensor) for i in written)
