@@ -125,14 +125,19 @@ def test_views_in_a_list_that_do_not_show_each_others_writes(placement: sw.Place
         same(program, normal(4, 4), placement)
 
 
-@pytest.mark.parametrize("placement", [S(1), P()], ids=str)
-def test_a_tensor_and_its_views_in_a_list_that_torch_differentiates_wrongly(placement: sw.Placement) -> None:
-    """In torch's graph the write to the tensor takes the place of those to its views."""
-    v = place(normal(4, 4), placement).requires_grad_() * 1
-    before = v.detach().clone()
-    with pytest.raises(sw.errors.InPlaceError):
-        torch._foreach_mul_([v.view(-1), v], 3.0)
-    assert torch.equal(v, before)
+@pytest.mark.parametrize("placement", [S(0), S(1), P(), R], ids=str)
+@pytest.mark.parametrize("first", [False, True])
+def test_a_tensor_and_its_views_in_a_list(placement: sw.Placement, first: bool) -> None:
+    """In torch's graph a write to the tensor takes the place of those to its views before it."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        v = x * 1
+        torch._foreach_mul_([v, v.view(-1)] if first else [v.view(-1), v, v], 3.0)
+        torch._foreach_add_([v, v.view(-1)] if first else [v.view(-1), v], 3.0)
+        (v * v).sum().backward()
+        return v, x.grad
+
+    same(program, normal(4, 4), placement)
 
 
 def test_what_a_list_call_wrote_is_seen_by_its_later_elements() -> None:

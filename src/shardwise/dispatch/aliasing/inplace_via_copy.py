@@ -21,7 +21,7 @@ from shardwise.dispatch.aliasing.copied_views import depend, of_base, storage_of
 from shardwise.dispatch.aliasing.views import Writes
 from shardwise.dispatch.guarded import Guarded
 from shardwise.dispatch.plan import Plan
-from shardwise.dispatch.planning.ask_torch import meta, refused
+from shardwise.dispatch.planning.ask_torch import refused
 from shardwise.dispatch.planning.fallback import report
 from shardwise.dispatch.planning.trace import Trace, flat_tensors, map_tensors
 from shardwise.errors import InPlaceError
@@ -29,7 +29,6 @@ from shardwise.layout import Layout
 from shardwise.redistribute import Move, plan_moves
 from shardwise.rules.kit.registry import refuse_shared_memory
 from shardwise.rules.kit.treatments import treat, treatment_of
-from shardwise.rules.math.foreach import FUSED, is_list_op, list_name
 from shardwise.tensor import DTensor, as_layout, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -60,44 +59,22 @@ def _copy_shards(args: tuple, kwargs: dict[str, Any] | None) -> None:
 # Calls that write to copies
 
 
-def written_elsewhere(
-    func: Callable, args: tuple, kwargs: dict[str, Any], refusal: InPlaceError, trace: Trace | None = None
-) -> Plan:
+def written_elsewhere(func: Callable, args: tuple, kwargs: dict[str, Any], refusal: InPlaceError, trace: Trace) -> Plan:
     """The plan of a call that cannot write where its arguments lie. Raises the refusal where nothing can be done."""
-    written = _written(func, args, kwargs) if trace is None else trace.written_arguments
+    written = trace.written_arguments
     tensors = flat_tensors((args, kwargs))
     layouts = [x._layout for x in (tensors[at] for at in written) if isinstance(x, DTensor)]
     if not written or len(layouts) < len(written):
         raise refusal
-    ways = [way for way in (_settled, _whole) if any(way(layout) is not layout for layout in layouts)]
-    if isinstance(args[0] if args else None, (list, tuple)):
-        ways = [way for way in ways if way is _settled]  # lists are what optimizers step on: never gathered
+    ways = [way for way in (settled, _whole) if any(way(layout) is not layout for layout in layouts)]
     if not ways:
         raise refusal
     if (torchs := refused(func, args, kwargs)) is not None:  # before anything moves
         raise torchs
-    return _Elsewhere(func, written, ways, refusal)
+    return Elsewhere(func, written, ways, refusal)
 
 
-def _written(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[int]:
-    """Positions of the tensor arguments that a call writes to."""
-    metas: list[Tensor] = []
-
-    def stand_in(x: Tensor) -> Tensor:
-        metas.append(meta(x))
-        return metas[-1]
-
-    given = map_tensors(args, stand_in), map_tensors(kwargs, stand_in)
-    try:
-        with torch.no_grad():
-            func(*given[0], **given[1])
-    except Exception:  # no kernel for meta tensors
-        known = is_list_op(func) and list_name(func) not in FUSED and func.__name__.endswith("_")
-        return list(range(len(args[0]))) if known and args else []
-    return [at for at, x in enumerate(metas) if x._version]
-
-
-def _settled(layout: Layout) -> Layout:
+def settled(layout: Layout) -> Layout:
     return layout.with_(pending=[None] * layout.mesh.ndim)
 
 
@@ -108,7 +85,7 @@ def _whole(layout: Layout) -> Layout:
 treat(F.embedding, F.embedding_bag, unrecorded=True)  # they shorten rows of parameters
 
 
-class _Elsewhere:
+class Elsewhere:
     """The call on copies of what it writes to, which are then written back."""
 
     __slots__ = ("func", "name", "refusal", "ways", "written")

@@ -42,7 +42,7 @@ def _set_item(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
             return
         items = items if fills else numbered(items)
         known = tuple(items)
-        _assign(x, items, _apart_from(x, value), fills=fills)
+        _assign(x, items, value, fills=fills)
     except MixedTensorError:
         raise mixed(func, args, kwargs) from None  # what the user called, not what it is made of
     except _StopRecomputationError:  # how checkpoints end what they do again
@@ -73,6 +73,9 @@ def _assign(x: DTensor, items: Sequence[Any], value: Any, *, fills: bool) -> Non
             basic.append(item)
             chosen.append(None)
     view: Any = x[tuple(basic)] if any(item != slice(None) for item in basic) else x
+    if value is view:  # as after `x[:] += 1`
+        return
+    value = _apart_from(x, value)
     if all(item is None for item in chosen):
         _copy(view, lost, value)
     elif fills:

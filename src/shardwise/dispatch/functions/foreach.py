@@ -9,19 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import CreationMeta, _get_creation_meta
 
 from shardwise.comm import shards_of
-from shardwise.dispatch.aliasing.copied_views import depend, is_view, roots_of
+from shardwise.dispatch.aliasing.copied_views import CopiedView, depend, is_view, roots_of
+from shardwise.dispatch.aliasing.inplace_via_copy import Elsewhere, settled
+from shardwise.dispatch.aliasing.views import OfCopies, Writes
+from shardwise.dispatch.guarded import Guarded, retain_anew
 from shardwise.dispatch.interop.autograd_function import flat_shards, joined
 from shardwise.dispatch.interop.nodes import pass_nothing_on
-from shardwise.dispatch.plan import Mover, Plan, direct_list, has_terms, mover_of, runs_in_cpp
+from shardwise.dispatch.plan import Mover, Plan, direct_list, has_terms, mover_of, reduced_first, runs_in_cpp
 from shardwise.dispatch.planning.ask_torch import refused
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.dispatch.steps import Whole
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh, Partial
 from shardwise.redistribute import Group, plan_moves
-from shardwise.rules.math.foreach import FUSED, REDUCING, STATE, UNSCALE, is_list_op, list_name
+from shardwise.rules.math.foreach import FUSED, REDUCING, STATE, UNSCALE, list_name
 from shardwise.tensor import DTensor, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -29,8 +33,19 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 
 def plan_list_call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     """Bring the lists into the layouts of the first one, element by element, and run the call as it is."""
+    name, written = list_name(func), _lead(args, kwargs) if list_name(func).endswith("_") else []
+    is_step = name in (*FUSED, UNSCALE)
+    if any(isinstance(x, CopiedView) for x in flat_tensors((args, kwargs))):
+        several = len(written) > 1 and any(x.__class__ is CopiedView for x in written)
+        return partial(_in_turn, func) if several and not is_step else OfCopies(func)
+    if terms := [at for at, x in enumerate(written) if isinstance(x, DTensor) and has_terms(x._layout)]:
+        return reduced_first(func, terms)
     plan = _plan_together(func, args, kwargs)
-    return plan if list_name(func) in (*FUSED, UNSCALE) or isinstance(plan, _ByMesh) else _Recorded(plan, func)
+    if isinstance(plan, _ByMesh):
+        return plan
+    if written and not isinstance(plan, Elsewhere):
+        plan = Guarded(plan, [Writes(name, None)])
+    return plan if is_step else _Recorded(plan, func)
 
 
 def _plan_together(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
@@ -38,10 +53,15 @@ def _plan_together(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     in_place = name.endswith("_")
     lead = _lead(args, kwargs)
     _refuse(func, args, kwargs)
-    wanted = [_target(x, in_place, name) for x in lead]
+    wanted = [settled(layout) for layout in _layouts(lead, name)]
     meshes = list(dict.fromkeys(layout.mesh for layout in wanted))
     if len(meshes) > 1:
         return _ByMesh(func, {mesh: [at for at, lay in enumerate(wanted) if lay.mesh is mesh] for mesh in meshes})
+    if in_place and (pending := [x._layout for x in lead if x._layout.has_pending]):
+        refusal = InPlaceError(f"{name} cannot write to a tensor that lies as {pending[0]}; redistribute it first")
+        if name in (*FUSED, UNSCALE):
+            raise refusal
+        return Elsewhere(func, range(len(lead)), [settled], refusal)
     _check_state(func, args, kwargs, wanted)
     if name == UNSCALE:
         return _Unscale(func, wanted[0].mesh)
@@ -54,15 +74,11 @@ def _plan_together(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     if name in REDUCING:
         return _Reduced(func, movers, wanted)
     mesh = wanted[0].mesh
-    plan: Plan
     if not any(movers) and runs_in_cpp(mesh):
-        plan = _direct_in_place(func) if in_place else direct_list(func, wanted)
-    elif in_place:
-        plan = _InPlace(func, movers, mesh)
-    else:
-        plan = Whole(func, movers, wanted, [None] * len(wanted), mesh)
-    shared = any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values()))
-    return _UnlessShared(plan, func) if shared and name not in FUSED else plan
+        return _direct_in_place(func) if in_place else direct_list(func, wanted)
+    if in_place:
+        return _InPlace(func, movers, mesh)
+    return Whole(func, movers, wanted, [None] * len(wanted), mesh)
 
 
 def _refuse(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -85,14 +101,10 @@ def _is_tensors(argument: Any) -> bool:
     return isinstance(argument, (list, tuple)) and bool(argument) and isinstance(argument[0], Tensor)
 
 
-def _target(x: Tensor, in_place: bool, name: str) -> Layout:
-    layout = x._layout if isinstance(x, DTensor) else None
-    if layout is None:
+def _layouts(lead: Sequence[Tensor], name: str) -> list[Layout]:
+    if not all(isinstance(x, DTensor) for x in lead):
         raise InPlaceError(f"{name} mixes plain tensors and DTensors in one list; distribute the plain ones first")
-    settled = layout.with_(pending=[None] * layout.mesh.ndim)
-    if in_place and settled is not layout and name not in ("_foreach_zero_",):
-        raise InPlaceError(f"{name} cannot write to a tensor that lies as {layout}; redistribute it first")
-    return layout if name == "_foreach_zero_" else settled
+    return [x._layout for x in lead]
 
 
 def _check_state(func: Callable, args: tuple, kwargs: dict[str, Any], wanted: Sequence[Layout]) -> None:
@@ -156,24 +168,28 @@ def _split_axes(layout: Layout) -> set[int]:
 class _Recorded:
     """A plan that holds for what autograd does not record. In its graph torch makes one node of the call, which runs
     for all elements, whichever of them a loss depends on: what came before the others is given no gradient. In place
-    each element has a node of its own, so each gets a call of its own."""
+    each element has a node of its own, so each gets a call of its own. A tensor that all elements share, and that needs
+    a gradient, is taken by each on its own."""
 
-    __slots__ = ("func", "plan")
+    __slots__ = ("func", "in_place", "plan")
 
     def __init__(self, plan: Plan, func: Callable) -> None:
-        self.plan, self.func = plan, func
+        self.plan, self.func, self.in_place = plan, func, list_name(func).endswith("_")
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        if isinstance(self.plan, Elsewhere) and depend(args[0], list_name(self.func)):
+            return _in_turn(self.func, args, kwargs)  # a copy does not show what was written to another
         if not _is_recorded(args, kwargs):
             return self.plan(args, kwargs)
-        lead = _lead(args, kwargs or {})
-        name = list_name(self.func)
-        if len(lead) == 1 or (name.endswith("_") and _is_torchs_own(lead, name)):
-            return self.plan(args, kwargs)
-        if name.endswith("_"):
-            return _one_by_one(self.func, args, kwargs)
-        out = self.plan(args, kwargs)
-        pass_nothing_on(out)
+        several = len(_lead(args, kwargs or {})) > 1
+        if self.in_place and several:
+            _refuse_unwritable(args[0])
+            if not _forgets(args[0], self.func):
+                return _in_turn(self.func, args, kwargs)
+        shared = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *(kwargs or {}).values()))
+        out = (_each(self.func) if shared else self.plan)(args, kwargs)
+        if several and not self.in_place:
+            pass_nothing_on(out)
         return out
 
 
@@ -181,63 +197,47 @@ def _is_recorded(args: tuple, kwargs: dict[str, Any] | None) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in flat_tensors((args, kwargs or {})))
 
 
-def _one_by_one(func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-    """A call in place for one element after the other, which is how torch runs it too."""
-    for at in range(len(_lead(args, kwargs or {}))):
-        func(*(_element(x, at) for x in args), **{name: _element(x, at) for name, x in (kwargs or {}).items()})
+# Writing to one element after the other
+
+
+def _in_turn(func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+    """A call in place for one element after the other, which is how torch runs it on the CPU. What it refuses, it
+    refuses before it writes."""
+    written, *rest = args
+    recorded = _is_recorded(args, kwargs)
+    if recorded:
+        _refuse_unwritable(written)
+    former = {id(x): _of_one_node([x])[0] for x in _forgets(written, func) if recorded}
+    for at, x in enumerate(written):
+        own = former[id(x)].clone() if id(x) in former else x
+        named = {name: _element(arg, at) for name, arg in (kwargs or {}).items()}
+        func([own], *(_element(arg, at) for arg in rest), **named)
+        if own is not x:
+            x.copy_(own)
     return _returned(func, args, kwargs, ())
 
 
-def in_turn(plan: Plan, func: Callable) -> Plan:
-    """A plan that writes to copies, of elements or of what is pending on them. Where a write to one element is one to
-    another, which does not show it, the elements are written to one after the other."""
-    if not is_list_op(func) or not list_name(func).endswith("_") or list_name(func) in (*FUSED, UNSCALE):
-        return plan
-
-    def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        lead, name = _lead(args, kwargs or {}), list_name(func)
-        if not depend(lead, name) or (_is_recorded(args, kwargs) and _is_torchs_own(lead, name)):
-            return plan(args, kwargs)  # which refuses those that depend on each other
-        return _one_by_one(func, args, kwargs)
-
-    return run
-
-
-def written_terms(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[int]:
-    """Positions of tensors that a call writes to and that consist of the terms of products or norms."""
-    if not list_name(func).endswith("_") or list_name(func) in (*FUSED, UNSCALE, "_foreach_zero_"):
-        return []
-    return [at for at, x in enumerate(_lead(args, kwargs)) if isinstance(x, DTensor) and has_terms(x._layout)]
-
-
-def _is_torchs_own(written: Sequence[Tensor], name: str) -> bool:
-    """Whether a list is left to torch as a whole, because it refuses one of its tensors, before it writes to any; or
-    because one that is no view is written to several times, of which the graph knows only once."""
-    if any(x.requires_grad and x.is_leaf for x in written):
-        return True
-    roots = roots_of(written, name)
-    several = {root for root in roots if roots.count(root) > 1}
-    return any(root in several and not is_view(x) for root, x in zip(roots, written, strict=True))
+def _forgets(written: Sequence[Tensor], func: Callable) -> list[Tensor]:
+    """The elements that are no views and share memory with others: torch's graph has only the last write to them."""
+    roots = roots_of(written, list_name(func))
+    return [x for x, root in zip(written, roots, strict=True) if roots.count(root) > 1 and not is_view(x)]
 
 
 def _element(argument: Any, at: int) -> Any:
-    """A list of one element; what all elements share, as it is."""
-    return argument[at : at + 1] if isinstance(argument, (list, tuple)) else argument
+    """A list of one element, or of a number; what all elements share, as it is."""
+    several = argument.dim() if isinstance(argument, Tensor) else isinstance(argument, (list, tuple))
+    return argument[at : at + 1] if several else argument
 
 
-class _UnlessShared:
-    """A plan that holds unless a tensor that all elements share needs a gradient: then each takes it on its own."""
-
-    __slots__ = ("each", "plan")
-
-    def __init__(self, plan: Plan, func: Callable) -> None:
-        self.plan, self.each = plan, _each(func)
-
-    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        shared = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)]
-        if shared and torch.is_grad_enabled() and any(x.requires_grad for x in shared):
-            return self.each(args, kwargs)
-        return self.plan(args, kwargs)
+def _refuse_unwritable(written: Sequence[Tensor]) -> None:
+    """Let torch say that it does not write to leaves, to views of them, or to one of several views."""
+    with _disabled():
+        for shard in (shard for x in written for shard in shards_of(x)):
+            leaves = [x for x in (shard, shard._base) if x is not None and x.requires_grad and x.grad_fn is None]
+            if leaves or (
+                shard.requires_grad and shard._is_view() and _get_creation_meta(shard) == CreationMeta.MULTI_OUTPUT_NODE
+            ):
+                shard.mul_(torch.ones((), requires_grad=True))
 
 
 class _ByMesh:
@@ -336,7 +336,8 @@ def _reduced(layout: Layout, pending: Partial) -> Layout:
 
 class _InPlace:
     """An in-place list call: the results are the arguments. Every rank's shards are written to themselves: the graph of
-    a write to aliases is another where a tensor is in the list twice."""
+    a write to aliases is another where a tensor is in the list twice. But not those that retain their gradient: torch
+    cannot write to one of several results of a node that all do."""
 
     __slots__ = ("func", "mesh", "movers")
 
@@ -344,20 +345,20 @@ class _InPlace:
         self.func, self.movers, self.mesh = func, movers, mesh
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        written = {id(x) for x in _lead(args, kwargs or {})}
-        movers = iter(self.movers)
+        lead, movers = _lead(args, kwargs or {}), iter(self.movers)
+        written = {id(x) for x in lead if not x.retains_grad} if self.mesh.device_type != "meta" else ()
 
         def shards(x: Tensor) -> Tensor:
             mover = next(movers)
             y = mover(x) if mover is not None else x
-            itself = id(y) in written and self.mesh.device_type != "meta"
-            return y if itself or y.__class__ is not DTensor else localise(y)
+            return y if id(y) in written or y.__class__ is not DTensor else localise(y)
 
         with _disabled():
             local = map_tensors(args, shards), map_tensors(kwargs or {}, shards)
             for rank in range(len(self.mesh.held)):
                 mine = [map_tensors(tree, partial(_of_rank, rank)) for tree in local]
                 self.func(*mine[0], **mine[1])
+        retain_anew(lead)
         return _returned(self.func, args, kwargs, ())
 
 
@@ -417,9 +418,8 @@ def _each(func: Callable) -> Plan:
     base = _base(list_name(func).removeprefix("_foreach_"))
 
     def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        length = len(_lead(args, kwargs or {}))
         results = []
-        for at in range(length):
+        for at in range(len(_lead(args, kwargs or {}))):
             mine = [arg[at] if isinstance(arg, (list, tuple)) else arg for arg in args]
             named = {k: arg[at] if isinstance(arg, (list, tuple)) else arg for k, arg in (kwargs or {}).items()}
             results.append(base(*mine, **named))
@@ -460,4 +460,6 @@ def _base(name: str) -> Callable[..., Tensor]:
             return lambda x, ord=2, dtype=None: x.abs().pow(ord).sum(dtype=dtype)
         case "max" | "pow" | "mm":
             return getattr(torch, name)
+        case "maximum_" | "minimum_":
+            return Tensor.clamp_min_ if name == "maximum_" else Tensor.clamp_max_
     return getattr(Tensor, name)

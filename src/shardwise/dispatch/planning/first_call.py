@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from shardwise.dispatch.aliasing.copied_views import CopiedView
-from shardwise.dispatch.aliasing.empty_writes import WritesToEmpty
 from shardwise.dispatch.aliasing.global_strides import whole_lies_plainly, whole_strides
 from shardwise.dispatch.aliasing.inplace_via_copy import written_elsewhere
 from shardwise.dispatch.aliasing.out import plan_out
 from shardwise.dispatch.aliasing.result_strides import Lying, may_hide
+from shardwise.dispatch.aliasing.thin_writes import OnThinShards
 from shardwise.dispatch.aliasing.views import (
     Copies,
     OfAllRanks,
@@ -22,7 +22,7 @@ from shardwise.dispatch.aliasing.views import (
     Writes,
     only_views,
 )
-from shardwise.dispatch.functions.foreach import in_turn, plan_list_call, written_terms
+from shardwise.dispatch.functions.foreach import plan_list_call
 from shardwise.dispatch.guarded import Changes, Guard, Guarded, Retains, Settles, guarded
 from shardwise.dispatch.interop.mixing import is_collective, refuse_collective
 from shardwise.dispatch.key import variant_key
@@ -61,11 +61,11 @@ def make_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     """Plan one call."""
     if is_collective(func):
         return refuse_collective
+    if is_list_op(func):
+        return plan_list_call(func, args, kwargs)
     tensors = flat_tensors((args, kwargs))
     if any(isinstance(x, CopiedView) for x in tensors):
-        return in_turn(OfCopies(func), func)
-    if is_list_op(func):
-        return _plan_list(func, args, kwargs)
+        return OfCopies(func)
     if "out" in kwargs and (into := plan_out(func, args, kwargs)) is not None:
         return into
     if any(isinstance(kwargs.get(name), Tensor) for name in NUMBERS):
@@ -80,16 +80,6 @@ def make_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
         # It may do with the dtypes that it will be given. Outside autocast it is planned, and refused, as usual.
         return Autocast(lambda args, kwargs: make_plan(func, args, kwargs or {})(args, kwargs), func)
     return plan if invariant else Variants(func, layouts, variant_key_now(args, kwargs), plan)
-
-
-def _plan_list(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
-    if terms := written_terms(func, args, kwargs):
-        return reduced_first(func, terms)
-    try:
-        plan = plan_list_call(func, args, kwargs)
-    except InPlaceError as refusal:
-        return in_turn(written_elsewhere(func, args, kwargs, refusal), func)
-    return Guarded(plan, [Writes(func.__name__, None)]) if func.__name__.endswith("_") else plan
 
 
 NUMBERS = ("alpha", "beta", "value")
@@ -284,8 +274,8 @@ def _writing(plan: Plan, guards: list[Guard], written: Sequence[int], lowered: L
         guards.append(Changes(written))
     if simulated:
         guards.append(Retains(written))
-    if any(0 in call.layouts[i].pieces(dim) for i in written for dim in range(len(call.layouts[i].shape))):
-        guards.append(WritesToEmpty(call.func, written))
+    if any(call.layouts[i].thinness for i in written):
+        plan = OnThinShards(plan, written)
     guards.append(Writes(call.name, written))
     plan = Guarded(plan, guards)
     shared = simulated and not all(isinstance(call.tensors[i], DTensor) for i in written)

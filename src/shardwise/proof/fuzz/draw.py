@@ -123,6 +123,21 @@ class Draw:
             return self.leaf(shape, dtype)
         return found
 
+    def is_saved(self, x: Var) -> bool:
+        """Whether a call that is part of a graph was given a tensor."""
+        names = [name for part in self.parts if x in part.takes for name in part.gives]
+        return any(value.requires_grad for _, value in self.run.tensors(names))
+
+    def target(self, *dims: int) -> Var:
+        """A tensor to write to: not a gradient in memory that autograd chose, which may be another's, or repeated."""
+        x = self.tensor(*dims)
+        gradients = [name for part in self.parts if "autograd.grad(" in part.text for name in part.gives]
+        memory = x.value.untyped_storage()._cdata
+        same = [g for _, g in self.run.tensors(gradients) if g.untyped_storage()._cdata == memory]
+        if len(same) > 1 or not all(g.is_contiguous() for g in same):
+            raise Refused("where a gradient is in memory is not defined")
+        return x
+
     # Leaves
 
     def shape(self, num_dims: int) -> tuple[int, ...]:

@@ -181,15 +181,16 @@ class _Overwrite:
 def refuse_shared_memory(x: Tensor) -> None:
     """Refuse to write to a shard with nothing in it if torch refuses that to ranks that hold something, as their
     elements share memory."""
-    if is_empty_expanded(x):
+    if 0 in _size(x) and is_expanded(x):
         torch.zeros(()).expand(2).copy_(torch.zeros(2))
 
 
-def is_empty_expanded(x: Tensor) -> bool:
-    """Whether a shard has nothing in it, and its elements would share memory if it had (those of `expand`). Of what is
-    not a view, the strides of nothing mean nothing; nor do they if it already had such."""
+def is_expanded(x: Tensor) -> bool:
+    """Whether elements of a shard share memory (those of `expand`), or would if it had any. Of what is not a view, the
+    strides of nothing mean nothing; nor do they if it already had such."""
     with _disabled():
-        return 0 in _size(x) and x._is_view() and repeats(x) and not repeats(x._base)  # type: ignore[arg-type]
+        means_nothing = 0 in _size(x) and (not x._is_view() or repeats(x._base))  # type: ignore[arg-type]
+        return repeats(x) and not means_nothing
 
 
 def repeats(x: Tensor) -> bool:

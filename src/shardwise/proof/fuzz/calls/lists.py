@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
-from shardwise.proof.fuzz.draw import Do, Draw, Var
+from shardwise.proof.fuzz.draw import Do, Draw, Refused, Var
 
 
-def _list(d: Draw, *, repeats: bool = True) -> str:
+def _list(d: Draw, *, repeats: bool = True, written: bool = False) -> str:
     """A list of tensors, in which one may stand twice."""
-    found = [d.tensor(0, 1, 2, 3) for _ in range(d.chance.randint(1, 3))]
+    draw = d.target if written else d.tensor
+    found = [draw(0, 1, 2, 3) for _ in range(d.chance.randint(1, 3))]
     names = list(map(str, found)) if repeats else list(dict.fromkeys(map(str, found)))
     return f"[{', '.join(names)}]"
 
@@ -47,8 +51,16 @@ def foreach_written(d: Draw) -> Do:
             "torch._foreach_mul_({l}, {l})",
         ),
     )
-    text = d.pick(*ways).format(l=_list(d), c=d.number())
-    return Do(f"with torch.no_grad(): {text}" if d.likely(0.5) else text)
+    names = _list(d, written=True)
+    text = d.pick(*ways).format(l=names, c=d.number())
+    recorded = not d.likely(0.5)
+    if recorded and "tanh_" in text and _share_memory(eval(names, d.run.names)):
+        raise Refused("torch saves what is there after the last of them was written to")
+    return Do(text if recorded else f"with torch.no_grad(): {text}")
+
+
+def _share_memory(tensors: Sequence[Tensor]) -> bool:
+    return len({x.untyped_storage().data_ptr() for x in tensors}) < len(tensors)
 
 
 def clip(d: Draw) -> str:

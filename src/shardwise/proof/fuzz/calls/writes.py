@@ -75,10 +75,10 @@ def write(d: Draw) -> Do:
 
 def _target(d: Draw) -> Var:
     """Something to write to: a tensor, or what a view of it, or a copy, is."""
-    x = d.tensor(1, 2, 3)
+    x = d.target(1, 2, 3)
     dim = d.dim(x)
     text = d.pick(*VIEWS).format(x=x, d=dim, i=d.chance.randrange(max(x.shape[dim], 1)))
-    if text.endswith(".data") and x.value.requires_grad:
+    if text.endswith(".data") and (x.value.requires_grad or d.is_saved(x)):
         raise Refused("what a backward pass saved of it would change, or would not, without a word")
     with torch.no_grad():
         return Var.of(text, eval(text, d.run.names))
@@ -89,7 +89,7 @@ def _maybe_unrecorded(d: Draw, text: str) -> str:
 
 
 def assign(d: Draw) -> Do:
-    x = d.tensor(1, 2, 3)
+    x = d.target(1, 2, 3)
     cuts = ", ".join(cut(d, size) for size in x.shape[: d.chance.randint(1, x.ndim)])
     with torch.no_grad():
         part = eval(f"{x}[{cuts}]", d.run.names)
@@ -98,14 +98,14 @@ def assign(d: Draw) -> Do:
 
 
 def assign_by_tensor(d: Draw) -> Do:
-    x = d.tensor(1, 2)
+    x = d.target(1, 2)
     index = d.index(d.pick((), (1,)), x.shape[0])
     places = d.pick(str(index), str(d.mask(x.shape)))
     return Do(_maybe_unrecorded(d, f"{x}[{places}] = {d.number()}"))
 
 
 def indexed(d: Draw) -> Do:
-    x = d.tensor(1, 2, 3)
+    x = d.target(1, 2, 3)
     dim = d.chance.randrange(x.ndim)
     index = d.index((d.size(),), x.shape[dim])
     source = d.fit((*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :]), x.dtype)
@@ -121,7 +121,7 @@ def indexed(d: Draw) -> Do:
 
 def returned(d: Draw) -> str:
     """The tensor itself, under another name."""
-    return d.pick("{x}.add_({c})", "{x}.mul_({c})", "{x}[0].mul_({c})").format(x=d.tensor(1, 2), c=d.number())
+    return d.pick("{x}.add_({c})", "{x}.mul_({c})", "{x}[0].mul_({c})").format(x=d.target(1, 2), c=d.number())
 
 
 CALLS: tuple[Maker, ...] = (*[write] * 7, assign, assign, assign_by_tensor, indexed, returned)
