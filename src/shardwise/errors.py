@@ -19,6 +19,10 @@ class ShardShapeError(ShardwiseError, ValueError, RuntimeError):
     """A shard has a shape that its layout does not allow, or a gradient one that its tensor does not."""
 
 
+class IndexRangeError(ShardwiseError, IndexError, RuntimeError):
+    """An index is out of bounds. Torch raises one or the other of these, by the function."""
+
+
 class ReplicaError(ShardwiseError, ValueError):
     """Ranks disagree about a value they all must hold alike."""
 

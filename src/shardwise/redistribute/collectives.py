@@ -58,6 +58,8 @@ class Group:
             return self._local([torch.stack(row) for row in rows], x)
 
     def window(self, x: Tensor, dim: int, have: Sequence[Interval], want: Sequence[Interval]) -> Tensor:
+        if all(w[0] >= w[1] or (h[0] <= w[0] and w[1] <= h[1]) for h, w in zip(have, want, strict=True)):
+            return self.map(_narrowed, x, dim, tuple(have), tuple(want), self.index())
         return self._exchange(exchange.window(exchange.Along(self.mesh, self.axes, dim), have, want), x)
 
     def gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -79,7 +81,7 @@ class Group:
         return per_rank([members(self.mesh, self.axes, at).index(tuple(at)) for at in self.mesh.held])
 
     def offset(self, position: int, dim: int) -> Any:
-        return per_rank([self.ins[position].box(coordinate)[0][dim] for coordinate in self.mesh.held])
+        return per_rank([start[dim] for start in self.ins[position].held_starts])
 
     def map(self, function: Callable[..., Any], *args: Any) -> Any:
         if not any(isinstance(arg, (Ranked, PerRank)) for arg in args):
@@ -101,6 +103,12 @@ class Group:
     @staticmethod
     def _local(shards: Sequence[Tensor], like: Tensor) -> Tensor:
         return join(shards) if isinstance(like, Ranked) else shards[0]
+
+
+def _narrowed(x: Tensor, dim: int, have: Sequence[Interval], want: Sequence[Interval], me: int) -> Tensor:
+    """A window of our own shard."""
+    (start, stop), first = want[me], have[me][0]
+    return x.narrow(dim, start - first, stop - start) if start < stop else x.narrow(dim, 0, 0)
 
 
 class _Softmax(torch.autograd.Function):

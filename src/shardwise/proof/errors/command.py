@@ -21,6 +21,7 @@ from typing import Any
 from shardwise.debug import CommDebugMode
 from shardwise.dispatch import clear_cache
 from shardwise.dispatch.planning.fallback import Gathered
+from shardwise.errors import ShardwiseError
 from shardwise.layout import Mesh
 from shardwise.proof.coverage.command import Assignment, assignments, mesh_of, show_assignment
 from shardwise.proof.errors.bad_calls import DATA, Bad, bad_calls, call, same_values
@@ -113,7 +114,7 @@ def judge(bad: Bad, mesh: Mesh, way: Assignment) -> Verdict:
     moved = "" if bad.of_data or not comm.comms or _is_of_the_whole(raised) else f"{comm.get_comm_counts()} before "
     if not isinstance(raised, type(bad.error)):
         return Verdict("type", f"{moved}{line(raised)} instead of {line(bad.error)}")
-    if said(raised) != said(bad.error):
+    if said(raised) != said(bad.error) and not isinstance(raised, ShardwiseError):  # ours have their own words
         return Verdict("words", f"{moved}{line(raised)} instead of {line(bad.error)}")
     if moved:
         return Verdict("told", f"{moved}{line(raised)}")

@@ -1,4 +1,4 @@
-"""A dim rebuilt from runs of an old one: what rolls, flips and pads do to a dim, and how its pieces are exchanged.
+"""A dim rebuilt from runs of an old one: what rolls, flips, repeats and pads do to a dim, and how its pieces move.
 
 Everything here is known when a call is planned: which piece of the old dim every rank has, and which piece of the new
 one it gets. So a rank fetches exactly the intervals that its new piece is made of, one exchange per run, and none for
@@ -7,15 +7,16 @@ a run that every rank finds in its own shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.layout import Layout, offsets
+from shardwise.layout import Layout, intervals
 from shardwise.rules.kit.types import Collectives, Interval, Local, Value
+from shardwise.rules.kit.windows import inside
 
 Sizes = tuple[int, ...]
 
@@ -59,38 +60,25 @@ class Rebuilt:
     runs: tuple[Run, ...]
     fill: Any = 0
 
-    @property
-    def is_split(self) -> bool:
-        return len(self.have) > 1
-
 
 def rebuilding(x: Value, layout: Layout, steps: Sequence[Rebuilt]) -> Local:
-    """The program that rebuilds some dims of a call's input, which lies as `layout`."""
-    return Local(rebuild, [x, tuple(steps)], groups=groups_of(layout, steps))
-
-
-def groups_of(layout: Layout, steps: Sequence[Rebuilt]) -> tuple[tuple[int, ...], ...]:
-    """The axes along which each step communicates: those that split its dim."""
-    return tuple(layout.splits[step.dim] for step in steps if step.is_split)
+    """The program that rebuilds some dims of a call's input, which has `layout`."""
+    return Local(rebuild, [x, tuple(steps)], groups=tuple(layout.splits[step.dim] for step in steps))
 
 
 def rebuild(*arguments: Any) -> Tensor:
-    """`(a group for each split dim, x: S(dims), steps) -> S(dims)`: dim by dim."""
+    """`(a group for each step, x: S(dims), steps) -> S(dims)`: dim by dim."""
     *groups, x, steps = arguments
-    left, alone = iter(groups), _Alone(groups)
-    for step in steps:
-        x = _rebuild_dim(next(left) if step.is_split else alone, x, step)
+    for group, step in zip(groups, steps, strict=True):
+        x = _rebuild_dim(group, x, step)
     return x if steps else x.clone()
 
 
-def _rebuild_dim(group: Collectives | _Alone, x: Tensor, new: Rebuilt) -> Tensor:
-    have, give = intervals(new.have), intervals(new.give)
-    parts: list[Tensor] = []
-    at = 0
-    connected = False
+def _rebuild_dim(group: Collectives, x: Tensor, new: Rebuilt) -> Tensor:
+    have, parts, at, connected = intervals(new.have), [], 0, False
     for run in new.runs:
-        spans = [(max(begin - at, 0), min(end - at, run.length)) for begin, end in give]
-        counts = tuple(max(end - begin, 0) for begin, end in spans)
+        spans = [inside(piece, run.length, at) for piece in intervals(new.give)]
+        counts = tuple(end - begin for begin, end in spans)
         at += run.length
         if not any(counts):
             continue
@@ -98,11 +86,11 @@ def _rebuild_dim(group: Collectives | _Alone, x: Tensor, new: Rebuilt) -> Tensor
             parts.append(group.map(_filled, x, new.dim, counts, new.fill, group.index()))
             continue
         connected = True
-        part = fetch(group, x, new.dim, have, [run.source(*span) for span in spans])
+        part = group.window(x, new.dim, have, [run.source(*span) for span in spans])
         if run.step < 0:
             part = part.flip(new.dim)
         elif run.step == 0:
-            part = group.map(_spread, part, new.dim, counts, group.index())
+            part = group.map(_repeated, part, new.dim, counts, group.index())
         parts.append(part)
     if not connected:  # nothing of `x` is left, but it still has a gradient, and every rank takes part in backward
         parts.append(x.narrow(new.dim, 0, 0))
@@ -117,60 +105,22 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat([part.unsqueeze(0) for part in parts], 1).squeeze(0)
 
 
-def fetch(
-    group: Collectives | _Alone, x: Tensor, dim: int, have: Sequence[Interval], want: Sequence[Interval]
-) -> Tensor:
-    """`S(dim) -> S(dim)`: from the intervals the ranks have to those they want; alone, if all have what they want."""
-    if all(w[0] >= w[1] or (h[0] <= w[0] and w[1] <= h[1]) for h, w in zip(have, want, strict=True)):
-        return group.map(_own, x, dim, tuple(have), tuple(want), group.index())
-    return group.window(x, dim, have, want)
-
-
-def intervals(sizes: Sequence[int]) -> list[Interval]:
-    return [(start, start + size) for start, size in zip(offsets(sizes), sizes, strict=True)]
-
-
-def _own(x: Tensor, dim: int, have: Sequence[Interval], want: Sequence[Interval], me: int) -> Tensor:
-    (begin, end), start = want[me], have[me][0]
-    return x.narrow(dim, begin - start, end - begin) if begin < end else x.narrow(dim, 0, 0)
-
-
 def _filled(x: Tensor, dim: int, counts: Sizes, fill: Any, me: int) -> Tensor:
     return x.new_full((*x.shape[:dim], counts[me], *x.shape[dim + 1 :]), fill)
 
 
-def _spread(x: Tensor, dim: int, counts: Sizes, me: int) -> Tensor:
+def _repeated(x: Tensor, dim: int, counts: Sizes, me: int) -> Tensor:
     """One element as often as wanted; or none, where none was fetched."""
     return x.expand(*x.shape[:dim], counts[me], *x.shape[dim + 1 :])
 
 
-class _Alone:
-    """The group of a dim that is whole on every rank: nobody to talk to. Shapes may still differ between the ranks, by
-    dims that are split, so functions run as the groups of those dims run them."""
-
-    def __init__(self, others: Sequence[Collectives]) -> None:
-        self.map: Callable[..., Any] = others[0].map if others else lambda function, *args: function(*args)
-
-    def index(self) -> int:
-        return 0
-
-    def window(self, x: Tensor, dim: int, have: Sequence[Interval], want: Sequence[Interval]) -> Tensor:
-        raise AssertionError(f"{want} is not within {have}, which is all there is")
-
-
-# The sizes of the new pieces
-
-
-def balanced(sizes: Sizes) -> Sizes | None:
-    """The sizes, as long as no rank has more than twice its share; else None: cut evenly."""
-    share = -(-sum(sizes) // len(sizes))
-    return sizes if max(sizes) <= 2 * share else None
-
-
 def grown(sizes: Sizes, before: int, after: int) -> Sizes | None:
-    """Pieces of a dim that grows at its ends, or shrinks where negative: all else stays where it lies."""
+    """The pieces of a dim that grows at its ends, or shrinks where negative: all else stays on its rank. None, for an
+    even cut, where that would leave a rank with more than twice its share."""
     first, last = max(-before, 0), sum(sizes) - max(-after, 0)
-    new = [max(min(end, last) - max(start, first), 0) for start, end in intervals(sizes)]
+    kept = [inside(piece, max(last - first, 0), first) for piece in intervals(sizes)]
+    new = [stop - start for start, stop in kept]
     new[0] += max(before, 0)
     new[-1] += max(after, 0)
-    return balanced(tuple(new))
+    share = -(-sum(new) // len(new))
+    return tuple(new) if max(new) <= 2 * share else None

@@ -9,70 +9,69 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.errors import IndexRangeError
 from shardwise.layout import Layout
 from shardwise.rules.kit.agreement import unknown
 from shardwise.rules.kit.types import Call, Collectives, HeldValues, Local
-from shardwise.rules.math.reductions import LAST
 
-# Out-of-range indices: refused by all ranks alike, in torch's words
+IN_RANGE = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The range of one index tensor. `refuse` makes a small call that torch refuses for the same reason as ours.
+    """What the indices of one tensor may be. All ranks refuse others alike, where torch would on some ranks only.
 
     `split` says that ranks hold different parts of the indices, and must ask each other; `own`, that a kernel of torch
-    will look these very indices up among all there is: where nobody waits for the check, it makes it itself.
+    looks these very indices up in an unsharded dim: where nobody waits for the check, it makes it itself.
     """
 
-    low: int
-    size: int
+    allowed: range
     split: bool
-    refuse: Callable[[int], Any]
     own: bool = False
+    noun: str = "index"
 
     def is_needed(self, index: Tensor) -> bool:
         return not self.own or index.device.type in ("cpu", "meta")
 
     def check(self, group: Collectives, index: Tensor) -> None:
         if index.device.type == "cpu":
-            worst = group.map(_first_outside, index, self.low, self.size)
+            worst = group.map(_first_outside, index, self.allowed)
             found = int(group.reduce(worst, "min") if self.split else worst)
-            if found != LAST:
-                self.refuse(found)
-                raise IndexError(f"index {found} is out of bounds for dimension with size {self.size}")
+            if found != IN_RANGE:
+                first, last = self.allowed.start, self.allowed.stop - 1
+                raise IndexRangeError(f"{self.noun} {found} is out of bounds: it must be from {first} to {last}")
         elif index.is_meta:
             if self.split:
                 unknown(group, index)
         elif not self.own:  # without waiting for it, as torch does there
-            torch._assert_async(((index >= self.low) & (index < self.size)).all())
+            torch._assert_async(((index >= self.allowed.start) & (index < self.allowed.stop)).all())
 
 
-def _first_outside(index: Tensor, low: int, size: int) -> Tensor:
-    outside = index[(index < low) | (index >= size)].reshape(-1)
-    return outside[0].long() if outside.numel() else torch.tensor(LAST)
-
-
-def guarded(group: Collectives, step: Callable[..., Any], bounds: Sequence[Bound | None], *args: Any) -> Any:
-    """Run an ordinary local function if all indices are in range. `args` are: where the shard starts, the shard, and
-    the op's other arguments, of which the index, or the list of them, is the first that is or holds a tensor."""
-    for index, bound in zip(_indices(args[2:]), bounds, strict=True):
-        if bound is not None and index is not None:
-            bound.check(group, index)
-    return group.map(step, *args)
-
-
-def _indices(args: Sequence[Any]) -> Sequence[Any]:
-    held = next(arg for arg in args if isinstance(arg, (Tensor, list)))
-    return [held] if isinstance(held, Tensor) else held
+def _first_outside(index: Tensor, allowed: range) -> Tensor:
+    outside = index[(index < allowed.start) | (index >= allowed.stop)].reshape(-1)
+    return outside[0].long() if outside.numel() else torch.tensor(IN_RANGE)
 
 
 def guarded_call(
-    call: Call, step: Callable[..., Any], bounds: Sequence[Bound | None], ins: Sequence[Layout], axes: set[int]
+    call: Call,
+    step: Callable[..., Any],
+    bounds: Sequence[Bound | None],
+    ins: Sequence[Layout],
+    indices: Sequence[Layout],
 ) -> Local:
-    """`step` on the shards, behind a check in which the ranks along `axes`, those that split the indices, confer."""
-    starts = HeldValues(ins[0].held_starts)
-    return Local(guarded, [step, bounds, starts, *call.args], groups=(tuple(sorted(axes)),))
+    """`step` on the shards and where they start, after the ranks that hold different `indices` have checked them."""
+    args = [step, bounds, HeldValues(ins[0].held_starts), *call.args]
+    return Local(_guarded, args, groups=(tuple(sorted(axes_of(indices))),))
+
+
+def _guarded(group: Collectives, step: Callable[..., Any], bounds: Sequence[Bound | None], *args: Any) -> Any:
+    """`args` are: where the shard starts, the shard, and the op's other arguments, of which the index, or the list of
+    them, is the first that is or holds a tensor."""
+    indices = next(arg for arg in args[2:] if isinstance(arg, (Tensor, list)))
+    for index, bound in zip([indices] if isinstance(indices, Tensor) else indices, bounds, strict=True):
+        if bound is not None and index is not None:
+            bound.check(group, index)
+    return group.map(step, *args)
 
 
 def axes_of(layouts: Sequence[Layout]) -> set[int]:
@@ -95,20 +94,17 @@ def wrapped(index: Tensor, size: int) -> Tensor:
 
 def not_empty(x: Tensor, dims: Sequence[int]) -> Tensor:
     """Something to look up in: a row of zeros in dims of which the shard has nothing, still part of the graph."""
-    for dim in dims:
-        if not x.shape[dim]:
-            x = padded(x, [dim])
-    return x
+    return padded(x, [dim for dim in dims if not x.shape[dim]])
 
 
 def padded(x: Tensor, dims: Sequence[int]) -> Tensor:
     """The shard with one more row of zeros at the end of some dims."""
     pads = [0] * (2 * x.ndim)
     for dim in dims:
-        pads[2 * (x.ndim - 1 - dim) + 1] = 1
-    return torch.constant_pad_nd(x, pads)
+        pads[2 * (x.ndim - 1 - dim % x.ndim) + 1] = 1
+    return torch.constant_pad_nd(x, pads) if dims else x
 
 
 def along(index: Tensor, dim: int, ndim: int) -> Tensor:
-    """A 1-d (or 0-d) tensor as one that broadcasts along a dim."""
-    return index.reshape([-1 if d == dim else 1 for d in range(ndim)])
+    """A tensor as one that broadcasts along a dim, unless it has all dims already."""
+    return index if index.ndim == ndim else index.reshape([-1 if d == dim % ndim else 1 for d in range(ndim)])

@@ -6,7 +6,7 @@ carries it; an output without it is then a pending reduction. Everything else is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.layout import Partial
@@ -81,3 +81,14 @@ def factor_rule(factors: Callable[[Call], Factors], local: Callable | None = Non
 def dims_of(ndim: int, prefix: str = "") -> tuple[str, ...]:
     """Factors for all dims of a tensor, by position."""
     return tuple(f"{prefix}{dim}" for dim in range(ndim))
+
+
+def dims_but(ndim: int, unsharded: Collection[int]) -> list[Factor]:
+    """Factors for all dims of a tensor, by position, but for those that must not be sharded."""
+    return [None if dim in unsharded else name for dim, name in enumerate(dims_of(ndim))]
+
+
+def other_dims(call: Call, unsharded: Collection[int] = ()) -> list[Strategy]:
+    """All dims but some may be sharded, in a call whose input and outputs have the same dims."""
+    names = dims_but(call.inputs[0].ndim, unsharded)
+    return Factors([names], [names] * len(call.outputs)).strategies()

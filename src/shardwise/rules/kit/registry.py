@@ -65,20 +65,21 @@ def register_function(
     *,
     rule: Rule,
     before: Callable | None = None,
-    returns: str = "Tensor",
     meta: Callable | None = None,
     traced_if: Callable[..., bool] | None = None,
     otherwise: Callable | None = None,
 ) -> Rule:
-    """Give a Python function a rule: in traces it is the op `shardwise::{its name}`, whose schema lists the function's
-    own parameters. The op exists on meta tensors only, so the rule's `local` must always say what runs instead.
+    """Give a Python function a rule: in traces it is the op `shardwise::{its name}`. The schema lists its parameters,
+    and its results where they are not one tensor (`"Tensor x -> (Tensor, Tensor)"`). The op exists on meta tensors
+    only, so the rule's `local` must always say what runs instead.
 
     `before` may do some of the function's work, in ops that are traced, and gives the arguments for the rest. `meta` is
     another function that gives the same results on meta tensors; `traced_if` says which calls are that op, and
-    `otherwise` stands for the function in those that are not.
+    `otherwise` takes the place of the function in those that are not.
     """
     name = function.__name__
-    _library.define(f"{name}({schema}) -> {returns}")
+    parameters, _, results = schema.partition(" -> ")
+    _library.define(f"{name}({parameters}) -> {results or 'Tensor'}")
     _library.impl(name, meta or function, "Meta")
     op = getattr(torch.ops.shardwise, name).default
     treat(op, function=function)
@@ -159,7 +160,7 @@ def _in_place(rule: Rule) -> Rule:
 
 
 class _Overwrite:
-    """A function whose result is written to its last argument, of which it may need the old values for gradients."""
+    """A function whose result is written to its last argument, the old values of which gradients may need."""
 
     __slots__ = ("function", "some_hold_nothing")
 
@@ -179,15 +180,14 @@ class _Overwrite:
 
 
 def refuse_shared_memory(x: Tensor) -> None:
-    """Refuse to write to a shard with nothing in it if torch refuses that to ranks that hold something, as their
-    elements share memory."""
+    """Refuse to write to an empty shard if torch refuses that to the other ranks, whose elements share memory."""
     if 0 in _size(x) and is_expanded(x):
         torch.zeros(()).expand(2).copy_(torch.zeros(2))
 
 
 def is_expanded(x: Tensor) -> bool:
-    """Whether elements of a shard share memory (those of `expand`), or would if it had any. Of what is not a view, the
-    strides of nothing mean nothing; nor do they if it already had such."""
+    """Whether elements of a shard share memory (those of `expand`), or would if it had any. The strides of an empty
+    tensor that is no view, or a view of one that already had such strides, mean nothing."""
     with _disabled():
         means_nothing = 0 in _size(x) and (not x._is_view() or repeats(x._base))  # type: ignore[arg-type]
         return repeats(x) and not means_nothing
@@ -218,7 +218,18 @@ def _with_out(rule: Rule) -> Rule:
 def _without_out(call: Call) -> Call:
     outs = {argument.name for argument in call.op._schema.arguments if argument.is_out}
     kwargs = {name: value for name, value in call.kwargs.items() if name not in outs}
-    return Call(call.op, call.args, kwargs, call.inputs[: len(call.inputs) - len(outs)], call.outputs)
+    return Call(functional(call.op), call.args, kwargs, call.inputs[: len(call.inputs) - len(outs)], call.outputs)
+
+
+def functional(op: Any) -> Any:
+    """The overload that returns its result, of one that writes it to an argument; itself if there is none."""
+    namespace, name = op._schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"))
+    wanted = [(argument.name, str(argument.type)) for argument in op._schema.arguments if not argument.is_out]
+    for overload in (getattr(packet, overload) for overload in packet.overloads()):
+        if [(argument.name, str(argument.type)) for argument in overload._schema.arguments] == wanted:
+            return overload
+    return op
 
 
 class _Into:

@@ -110,7 +110,8 @@ class Collectives(Protocol):
 
     def window(self, x: Tensor, dim: int, have: Sequence[Interval], want: Sequence[Interval]) -> Tensor:
         """S -> S: member i has the interval `have[i]` of a global dim, and gets `want[i]`, which lies within the dim.
-        Wanted intervals may overlap: a halo. The gradient adds up where they do."""
+        Wanted intervals may overlap: a halo. The gradient adds up where they do. Where every member has what it wants,
+        nothing is exchanged, and the result is a view."""
 
     def gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """S -> V: every member's part, of `sizes[i]` in `dim`, joined along it, to be used differently on each rank."""

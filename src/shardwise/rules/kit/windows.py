@@ -55,10 +55,16 @@ class Fetch:
     want: tuple[Interval, ...]
 
 
-def inside(interval: Interval, size: int) -> Interval:
-    """The part of an interval that lies in a dim of a size."""
-    start = min(max(interval[0], 0), size)
-    return start, min(max(interval[1], start), size)
+def inside(interval: Interval, size: int, first: int = 0) -> Interval:
+    """The part of an interval that lies in the `size` places from `first` on, counted from there."""
+    start = min(max(interval[0] - first, 0), size)
+    return start, min(max(interval[1] - first, start), size)
+
+
+def indices_inside(wanted: range, piece: Interval) -> range:
+    """Which of some indices lie in an interval: their numbers among those wanted."""
+    before, until = (len(range(wanted.start, min(end, wanted.stop), wanted.step)) for end in piece)
+    return range(before, until)
 
 
 def around(interval: Interval, size: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Reading at indices: gather, index, take, searches.
+"""Reading at indices: gather, index, searches.
 
 Dims that are not indexed are free, and so are the dims of the indices, which the output shares. Where the indexed dim
 is sharded, each rank looks up the indices that fall into its part and contributes zeros for the others: the big tensor
@@ -23,7 +23,6 @@ from shardwise.rules.kit.types import (
     SUM,
     Call,
     Collectives,
-    HeldValues,
     Local,
     Rule,
     Strategy,
@@ -41,7 +40,7 @@ def looked_up(dtype: torch.dtype) -> Partial:
     return Partial("max") if dtype == torch.bool else SUM
 
 
-# gather
+# Along a dim: gather with an index of as many dims, index_select with one of rows
 
 
 def gather_sizes_agree(call: Call) -> bool:
@@ -56,7 +55,6 @@ def gather_sizes_agree(call: Call) -> bool:
 
 
 def _gather(call: Call) -> list[Strategy]:
-    """An index that is shorter than the input in some other dim reads the beginning of it."""
     x, index = call.inputs
     found = [replicated(call), Strategy((PENDING, None), (PENDING,))]
     if call["sparse_grad"] or not gather_sizes_agree(call):
@@ -64,61 +62,9 @@ def _gather(call: Call) -> list[Strategy]:
     (dim,) = call.dims()
     found.append(Strategy((dim, None), (looked_up(x.dtype),)))
     for d in range(x.ndim):
-        alike = d != dim and x.shape[d] == index.shape[d]
-        found.append(Strategy((d if alike else None, d), (d,), PROGRAM_COST))
+        if d == dim or x.shape[d] == index.shape[d]:
+            found.append(Strategy((None if d == dim else d, d), (d,), PROGRAM_COST))
     return found
-
-
-def _gather_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    x, index = call.inputs
-    if not any(ins[1].splits) and (not x.ndim or not ins[0].splits[call.dims()[0]]) and not has_empty(ins):
-        return None
-    (dim,) = call.dims()
-    shorter = [d for d in range(x.ndim) if d != dim and ins[1].splits[d] and x.shape[d] != index.shape[d]]
-    begins = HeldValues(ins[1].held_starts)
-    step = partial(_gather_here, shorter=shorter, split=bool(ins[0].splits[dim]))
-    bound = Bound(0, x.shape[dim], any(ins[1].splits), partial(refuse_along, call, dim))
-    found = guarded_call(call, step, [bound], ins, axes_of([ins[1]]))
-    return Local(found.function, [*found.args[:3], x, dim, index, begins], groups=found.groups)
-
-
-def _gather_here(
-    starts: tuple[int, ...], x: Tensor, dim: int, index: Tensor, begins: tuple[int, ...], *, shorter: list, split: bool
-) -> Tensor:
-    for d in shorter:
-        x = x.narrow(d, begins[d], index.shape[d])
-    if not split:
-        return x.gather(dim, index)
-    mine, local = owned(index, starts[dim], x.shape[dim])
-    x = not_empty(x, [dim])
-    return x.gather(dim, local.clamp(0, x.shape[dim] - 1)).masked_fill(~mine, 0)
-
-
-def refuse_along(call: Call, dim: int, index: int) -> None:
-    """What torch says about an index that is not in `dim`."""
-    shape = [call.inputs[0].shape[d] if d == dim else 1 for d in range(call.inputs[0].ndim)]
-    one, at = torch.zeros([1] * len(shape), dtype=call.inputs[0].dtype), torch.tensor([index])
-    match call.name.rstrip("_"):
-        case "index_select":
-            torch.index_select(one.expand(shape).contiguous(), dim, at)
-        case "index_fill":
-            one.expand(shape).index_fill(dim, at, 0)
-        case "index_copy":
-            one.expand(shape).index_copy(dim, at, one)
-        case "index_reduce" if not call["include_self"] and not -shape[dim] <= index < shape[dim]:
-            one.expand(shape).index_fill(dim, at, 0)
-        case "index_reduce":
-            torch.index_select(torch.zeros(shape[dim]), 0, at)
-        case "index_add" if call["alpha"] != 1 or dim not in (0, len(shape) - 1) or len(shape) == 1:
-            torch.index_select(torch.zeros(shape[dim]), 0, at)
-        case _:
-            one.expand(shape).gather(dim, at.reshape([1] * len(shape)))
-
-
-register("gather", rule=Rule(_gather, _gather_local))
-
-
-# index_select
 
 
 def _index_select(call: Call) -> list[Strategy]:
@@ -131,82 +77,37 @@ def _index_select(call: Call) -> list[Strategy]:
     return [*found, Strategy((None, 0), (dim,), PROGRAM_COST)] if index.ndim else found
 
 
-def _index_select_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+def _along_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     x = call.inputs[0]
-    if not x.ndim or (not any(ins[1].splits) and not ins[0].splits[call.dims()[0]] and not has_empty(ins)):
+    if not x.ndim or not (any(ins[1].splits) or ins[0].splits[call.dims()[0]] or has_empty(ins)):
         return None
     (dim,) = call.dims()
-    step = partial(_select_here, split=bool(ins[0].splits[dim]))
-    bound = Bound(0, x.shape[dim], any(ins[1].splits), partial(refuse_along, call, dim))
-    return guarded_call(call, step, [bound], ins, axes_of([ins[1]]))
+    op = torch.gather if call.name == "gather" else torch.index_select
+    step = partial(_look_up, op=op, split=bool(ins[0].splits[dim]))
+    return guarded_call(call, step, [Bound(range(x.shape[dim]), any(ins[1].splits))], ins, ins[1:])
 
 
-def _select_here(starts: tuple[int, ...], x: Tensor, dim: int, index: Tensor, *, split: bool) -> Tensor:
+def _look_up(starts: Sequence[int], x: Tensor, dim: int, index: Tensor, *, op: Any, split: bool) -> Tensor:
     if not split:
-        return x.index_select(dim, index)
-    dim %= x.ndim
+        return op(x, dim, index)
     mine, local = owned(index, starts[dim], x.shape[dim])
     x = not_empty(x, [dim])
-    return x.index_select(dim, local.clamp(0, x.shape[dim] - 1)).masked_fill(~along(mine, dim, x.ndim), 0)
+    found = op(x, dim, local.clamp(0, x.shape[dim] - 1))
+    return found.masked_fill(~along(mine, dim, x.ndim), 0)
 
 
-register("index_select", rule=Rule(_index_select, _index_select_local))
-
-
-# take: indices into the flattened tensor
-
-
-def _take(call: Call) -> list[Strategy]:
-    x, index = call.inputs
-    found = [replicated(call), Strategy((PENDING, None), (PENDING,))]
-    if x.numel:
-        found += [Strategy((d, None), (looked_up(x.dtype),)) for d in range(x.ndim)]
-    return [*found, *(Strategy((None, d), (d,), PROGRAM_COST) for d in range(index.ndim))]
-
-
-def flat_bound(call: Call, index: Layout) -> Bound:
-    count = call.inputs[0].numel
-    return Bound(-count, count, any(index.splits), lambda bad: torch.zeros(()).expand(count).take(torch.tensor([bad])))
-
-
-def _take_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if not any(ins[1].splits) and not any(ins[0].splits):
-        return None
-    step = partial(_take_here, shape=call.inputs[0].shape)
-    return guarded_call(call, step, [flat_bound(call, ins[1])], ins, axes_of([ins[1]]))
-
-
-def _take_here(starts: tuple[int, ...], x: Tensor, index: Tensor, *, shape: tuple[int, ...]) -> Tensor:
-    if x.shape == shape:
-        return x.take(index)
-    mine, local = owned_flat(index, starts, x.shape, shape)
-    flat = not_empty(x.reshape(-1), [0])
-    return flat.take(torch.where(mine, local, 0)).masked_fill(~mine, 0)
-
-
-def owned_flat(
-    index: Tensor, starts: Sequence[int], extents: Sequence[int], shape: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Which flat indices of a tensor fall into a box of it, and where in the flattened box."""
-    left = wrapped(index, torch.Size(shape).numel())
-    mine, flat, step = torch.ones_like(left, dtype=torch.bool), torch.zeros_like(left), 1
-    for start, extent, size in zip(reversed(starts), reversed(extents), reversed(shape), strict=True):
-        here, local = owned(left % size, start, extent)
-        mine, flat, step, left = mine & here, flat + local * step, step * extent, left // size
-    return mine, flat
-
-
-register("take", rule=Rule(_take, _take_local))
+register("gather", rule=Rule(_gather, _along_local))
+register("index_select", rule=Rule(_index_select, _along_local))
 
 
 # index: `x[i, :, j]`, with index tensors that broadcast
 
 
 class Indexed:
-    """The dims of `x[indices]`: which of the input are indexed, and where the indices' own dims stand in the output."""
+    """The dims of `x[indices]`: which of the input are indexed, and which of the output are the indices' own."""
 
     def __init__(self, x: Value, indices: Sequence[Value | None]) -> None:
-        self.ndim = x.ndim
+        self.count = len(indices)
         self.at = {dim: index for dim, index in enumerate(indices) if index is not None}
         self.shape = torch.broadcast_shapes(*(index.shape for index in self.at.values()))
         dims = sorted(self.at)
@@ -227,18 +128,10 @@ class Indexed:
         ]
 
     def bounds(self, x: Value, layouts: Sequence[Layout]) -> list[Bound | None]:
-        """One for each of the op's indices."""
-        split = {dim: any(layout.splits) for dim, layout in zip(self.at, layouts, strict=True)}
-        return [
-            Bound(-x.shape[dim], x.shape[dim], split[dim], partial(self._refuse, x, dim)) if dim in self.at else None
-            for dim in range(max(self.at) + 1)
-        ]
-
-    def _refuse(self, x: Value, dim: int, index: int) -> None:
-        shape = [size if d in self.at else 1 for d, size in enumerate(x.shape)]
-        at = [torch.tensor([index if d == dim else 0]) if d in self.at else None for d in range(dim + 1)]
-        at += [torch.tensor([0]) if d in self.at else None for d in range(dim + 1, x.ndim)]
-        torch.ops.aten.index.Tensor(torch.zeros(()).expand(shape), at)
+        """One for each of the op's indices, which have these layouts."""
+        left = iter(layouts)
+        sizes = [x.shape[dim] if dim in self.at else None for dim in range(self.count)]
+        return [None if size is None else Bound(range(-size, size), any(next(left).splits)) for size in sizes]
 
 
 def _index(call: Call) -> list[Strategy]:
@@ -261,9 +154,7 @@ def _index_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> L
     if not split and not any(any(layout.splits) for layout in ins[1:]) and not has_empty(ins):
         return Local(torch.ops.aten.index.Tensor, call.args)
     step = partial(_index_here, split=split, shape=x.shape)
-    bounds = dims.bounds(x, ins[1:])
-    bounds += [None] * (len(call["indices"]) - len(bounds))
-    return guarded_call(call, step, bounds, ins, axes_of(ins[1:]))
+    return guarded_call(call, step, dims.bounds(x, ins[1:]), ins, ins[1:])
 
 
 def _index_here(
@@ -336,9 +227,8 @@ def _one_hot(call: Call) -> list[Strategy]:
 def _one_hot_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     if not any(ins[0].splits):
         return None
-    classes = call["num_classes"]
-    bound = Bound(0, classes, True, lambda bad: torch.nn.functional.one_hot(torch.tensor([bad]), classes))
-    return Local(_checked_one_hot, [bound, call.inputs[0], classes], groups=(tuple(sorted(axes_of(ins))),))
+    args = [Bound(range(call["num_classes"]), True), call.inputs[0], call["num_classes"]]
+    return Local(_checked_one_hot, args, groups=(tuple(sorted(axes_of(ins))),))
 
 
 def _checked_one_hot(group: Collectives, bound: Bound, index: Tensor, classes: int) -> Tensor:

@@ -1,6 +1,6 @@
 """masked_scatter: the places of a mask, filled with the elements of a source in order.
 
-A rank that sees the mask of all knows which elements are its own, so only the mask and the source must be whole.
+A rank that sees the whole mask knows which elements are its own, so only the mask and the source are replicated.
 """
 
 from __future__ import annotations
@@ -27,14 +27,11 @@ def _local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local |
     target = ins[0]
     if not any(target.splits):
         return None
-    starts = HeldValues(target.held_starts)
-    return Local(_fill, [*call.inputs, target.shape, starts, bool(call.mutated)])
+    return Local(_fill, [*call.inputs, target.shape, HeldValues(target.held_starts)])
 
 
-def _fill(
-    x: Tensor, mask: Tensor, source: Tensor, shape: Sequence[int], starts: Sequence[int], in_place: bool
-) -> Tensor:
-    """A part of the target of a whole shape, which begins at `starts`."""
+def _fill(x: Tensor, mask: Tensor, source: Tensor, shape: Sequence[int], starts: Sequence[int]) -> Tensor:
+    """The shard `x` of a target of a global shape, which begins at `starts`."""
     mask = mask.expand(shape)
     places = mask.flatten().cumsum(0)
     _check(places[-1:].sum(), source.numel())
@@ -43,8 +40,7 @@ def _fill(
         mask, places = (y.narrow(dim, start, x.shape[dim]) for y in (mask, places))
     # Where the mask is false there may be no element.
     found = padded(source.flatten(), [0])[places.clamp(0, source.numel())]
-    result = torch.where(mask, found, x)
-    return x.copy_(result) if in_place else result
+    return torch.where(mask, found, x)
 
 
 def _check(needed: Tensor, given: int) -> None:

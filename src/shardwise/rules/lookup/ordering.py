@@ -1,35 +1,32 @@
 """Sorting and the largest elements. Other dims are free, so a sharded dim is usually sorted after an all-to-all that
-makes it whole; where there is no other dim, ranks exchange sorted parts, and none ever holds more than two of them."""
+shards another; where there is no other dim, ranks exchange sorted parts, and none ever holds more than two of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shardwise.layout import Layout
-from shardwise.layout.sizes import chunk_sizes, offsets
+from shardwise.layout import Layout, chunk_sizes, intervals, offsets
 from shardwise.rules.kit.dim_rebuild import joined
-from shardwise.rules.kit.notation import Factor, Factors, dims_of
+from shardwise.rules.kit.indices import owned
+from shardwise.rules.kit.notation import other_dims
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import Call, Collectives, Interval, Local, Rule, Strategy, Value
+from shardwise.rules.kit.types import Call, Collectives, Local, Rule, Strategy, Value
 from shardwise.rules.math.reductions import PROGRAM_COST
+
+Part = tuple[Tensor, Tensor]
+"""Sorted values, and where they were in the unsorted dim."""
 
 EXCHANGES = 30 * PROGRAM_COST
 """What exchanging sorted parts counts for where another dim could take the sharding: more than an all-to-all."""
 
 
-def other_dims(call: Call) -> list[Strategy]:
-    """Every dim but the one that is sorted is free."""
-    value, (dim,) = call.inputs[0], call.dims()
-    free: list[Factor] = [None if d == dim else name for d, name in enumerate(dims_of(value.ndim))]
-    return Factors([free], [free] * len(call.outputs)).strategies()
-
-
 def _sort(call: Call) -> list[Strategy]:
     value, (dim,) = call.inputs[0], call.dims()
-    found = other_dims(call)
+    found = other_dims(call, [dim])
     if value.ndim:
         found.append(Strategy((dim,), (dim, dim), _exchange_cost(value, dim)))
     return found
@@ -61,11 +58,11 @@ def _sharded_sort(
     even = chunk_sizes(sum(pieces), (group.size,))
     x = _recut(group, x, dim, pieces, even)
     values, indices = group.map(_sorted_part, x, dim, descending, group.index(), offsets(even))
-    have = _intervals(even)
+    have = intervals(even)
     for pairs in network(sum(size > 0 for size in even)):
         want = [have[pairs[i]] if i in pairs else (0, 0) for i in range(group.size)]
         theirs = group.window(values, dim, have, want), group.window(indices, dim, have, want)
-        values, indices = group.map(_merged, values, indices, *theirs, dim, descending, group.index(), pairs)
+        values, indices = group.map(_Merge(dim, descending, pairs), group.index(), (values, indices), theirs)
     return _recut(group, values, dim, even, wanted), _recut(group, indices, dim, even, wanted)
 
 
@@ -86,12 +83,8 @@ def network(size: int) -> list[dict[int, int]]:
     return rounds
 
 
-def _intervals(sizes: Sequence[int]) -> list[Interval]:
-    return [(start, start + size) for start, size in zip(offsets(sizes), sizes, strict=True)]
-
-
 def _recut(group: Collectives, x: Tensor, dim: int, have: tuple[int, ...], want: tuple[int, ...]) -> Tensor:
-    return x if have == want else group.window(x, dim, _intervals(have), _intervals(want))
+    return x if have == want else group.window(x, dim, intervals(have), intervals(want))
 
 
 def _sorted_part(x: Tensor, dim: int, descending: bool, index: int, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -99,26 +92,26 @@ def _sorted_part(x: Tensor, dim: int, descending: bool, index: int, starts: Sequ
     return values, indices + starts[index]
 
 
-def _merged(
-    values: Tensor,
-    indices: Tensor,
-    their_values: Tensor,
-    their_indices: Tensor,
-    dim: int,
-    descending: bool,
-    index: int,
-    pairs: dict[int, int],
-) -> tuple[Tensor, Tensor]:
-    """The first of both parts on the lower rank, as many as it had; the last ones on the other."""
-    if index not in pairs:  # nothing came, but the exchange is part of the graph on every rank
-        return joined([values, their_values], dim), indices
-    size = values.shape[dim]
-    both, places = joined([values, their_values], dim), torch.cat([indices, their_indices], dim)
-    by_index = places.argsort(dim)
-    by_value = both.detach().gather(dim, by_index).sort(dim=dim, descending=descending, stable=True).indices
-    order = by_index.gather(dim, by_value)
-    order = order.narrow(dim, 0 if index < pairs[index] else order.shape[dim] - size, size)
-    return both.gather(dim, order), places.gather(dim, order)
+@dataclass(frozen=True, slots=True)
+class _Merge:
+    """A round of the network on one rank: in `pairs`, the lower rank keeps the first elements of both parts, as many as
+    it had, and the other one the last."""
+
+    dim: int
+    descending: bool
+    pairs: dict[int, int]
+
+    def __call__(self, me: int, mine: Part, theirs: Part) -> Part:
+        dim, size = self.dim, mine[0].shape[self.dim]
+        both = joined([mine[0], theirs[0]], dim)
+        if me not in self.pairs:  # nothing came, but the exchange is part of the graph on every rank
+            return both, mine[1]
+        places = torch.cat([mine[1], theirs[1]], dim)
+        by_index = places.argsort(dim)
+        ordered = both.detach().gather(dim, by_index)
+        order = by_index.gather(dim, ordered.sort(dim=dim, descending=self.descending, stable=True).indices)
+        order = order.narrow(dim, 0 if me < self.pairs[me] else order.shape[dim] - size, size)
+        return both.gather(dim, order), places.gather(dim, order)
 
 
 register("sort", rule=Rule(_sort, _sort_local))
@@ -130,7 +123,7 @@ register("sort", rule=Rule(_sort, _sort_local))
 
 def _topk(call: Call) -> list[Strategy]:
     value, (dim,) = call.inputs[0], call.dims()
-    found = other_dims(call)
+    found = other_dims(call, [dim])
     if value.ndim and 4 * call["k"] <= value.shape[dim]:
         found.append(Strategy((dim,), (None, None), 2 * PROGRAM_COST))
     elif value.ndim:
@@ -187,8 +180,7 @@ def _own(x: Tensor, dim: int, indices: Tensor, offset: int) -> Tensor:
     size = x.shape[dim]
     if not size:
         return x.sum(dim, keepdim=True).to(x.dtype).expand(indices.shape)
-    local = indices - offset
-    mine = (local >= 0) & (local < size)
+    mine, local = owned(indices, offset, size)
     # not `gather`, which keeps all of `x` for its gradient: torch's topk keeps indices, and `x` may be written to
     places = torch.meshgrid(*(torch.arange(n, device=x.device) for n in indices.shape), indexing="ij")
     places = tuple(local.clamp(0, size - 1) if d == dim % x.ndim else at for d, at in enumerate(places))

@@ -7,7 +7,8 @@ source: each rank adds its own sources to a pending result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,15 +17,15 @@ from torch import Tensor
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.empty import has_empty
-from shardwise.rules.kit.indices import Bound, along, axes_of, guarded_call, owned, padded, wrapped
+from shardwise.rules.kit.indices import Bound, along, guarded_call, owned, padded, wrapped
 from shardwise.rules.kit.notation import LINEAR
-from shardwise.rules.kit.registry import register
+from shardwise.rules.kit.registry import functional, register
 from shardwise.rules.kit.types import PENDING, SUM, Call, Local, Rule, Strategy, replicated
-from shardwise.rules.lookup.indexing import Indexed, flat_bound, gather_sizes_agree, owned_at, owned_flat, refuse_along
+from shardwise.rules.lookup.indexing import Indexed, gather_sizes_agree, owned_at
 from shardwise.rules.math.pointwise import broadcast
 from shardwise.rules.math.reductions import PROGRAM_COST
 
-MOVES = {"scatter", "index_copy", "index_put", "_index_put_impl", "put", "select_scatter", "slice_scatter"}
+MOVES = {"scatter", "index_copy", "index_put", "_index_put_impl"}
 """Ops that only copy: whatever reduction is pending on target and source passes through."""
 
 
@@ -57,21 +58,11 @@ def _pending(call: Call, num_indices: int) -> list[Strategy]:
     return []
 
 
-def functional(op: Any) -> Any:
-    """The op that returns its result, of one that writes it to an argument."""
-    name = op._schema.name.split("::")[1].rstrip("_")
-    packet = getattr(torch.ops.aten, "index_put" if name == "_index_put_impl" else name)
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out and a.name != "unsafe"]
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    return next(o for o in overloads if [(a.name, str(a.type)) for a in o._schema.arguments] == wanted)
-
-
-def _written(x: Tensor, result: Tensor, in_place: bool) -> Tensor:
-    """The part of the result that is ours, where it belongs."""
-    for dim, size in enumerate(x.shape):
-        if result.shape[dim] != size:
-            result = result.narrow(dim, 0, size)
-    return x.copy_(result) if in_place else result.contiguous()
+def _unpadded(result: Tensor, x: Tensor) -> Tensor:
+    """The part of a result that belongs to the shard `x`, without the spare rows."""
+    if result.shape == x.shape:
+        return result
+    return result[tuple(map(slice, x.shape))].contiguous()
 
 
 # Along a dim: scatter with an index of the source's shape, index_add with a 1-d index
@@ -83,13 +74,12 @@ def _scatter(call: Call) -> list[Strategy]:
     if not gather_sizes_agree(call) or any(source.ndim != x.ndim for source in sources):
         return found
     (dim,) = call.dims()
+    found.append(Strategy((dim, *[None] * (len(call.inputs) - 1)), (dim,)))
     for d in range(x.ndim):
         alike = all(value.shape[d] == index.shape[d] for value in (*sources, *((x,) if d != dim else ())))
-        if d == dim or not alike:  # ours of the index, and of the source
-            found.append(Strategy((d, *[None] * (len(call.inputs) - 1)), (d,)))
-        else:
+        if alike and d != dim:
             found.append(Strategy((d,) * len(call.inputs), (d,), PROGRAM_COST))
-        if d == dim and alike and _accumulates(call):
+        elif alike and _accumulates(call):
             found.append(Strategy((SUM, d, d), (SUM,), PROGRAM_COST))
     return found
 
@@ -113,59 +103,34 @@ def _index_write(call: Call) -> list[Strategy]:
 def _along_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     x = call.inputs[0]
     dim = call.dims()[0] if x.ndim else 0
-    same_shape = _name(call).startswith("scatter")
     split = bool(x.ndim and ins[0].splits[dim])
-    parts = [d for d in range(x.ndim) if d != dim and ins[0].splits[d] and not ins[1].splits[d]] if same_shape else []
-    if not split and not parts and not any(ins[1].splits) and not has_empty(ins):
+    if not split and not any(ins[1].splits) and not has_empty(ins):
         return None
-    in_place = bool(call.mutated) and split
-    op = functional(call.op) if split or not call.mutated else call.op
-    step = partial(
-        _write_along,
-        op=partial(op, **call.kwargs),
-        split=x.shape[dim] if split else None,
-        parts=parts,
-        mask=_name(call) in ("scatter_reduce", "index_reduce"),
-        rows=not same_shape,
-        in_place=in_place,
-    )
-    low = -x.shape[dim] if _name(call) == "index_fill" else 0
-    bound = Bound(low, x.shape[dim], any(ins[1].splits), partial(refuse_along, call, dim))
-    return guarded_call(call, step, [bound], ins, axes_of([ins[1]]))
-
-
-def _write_along(
-    starts: tuple[int, ...],
-    x: Tensor,
-    dim: int,
-    index: Tensor,
-    *sources: Any,
-    op: Any,
-    split: int | None,
-    parts: list[int],
-    mask: bool,
-    rows: bool,
-    in_place: bool,
-) -> Tensor:
-    """Write to a shard. `parts` are other dims of which only the target is cut; `split` is the whole size of `dim` if
-    that is. With `mask`, sources that are not ours count as zeros: a NaN in the spare row would reach all gradients."""
-    source, *rest = sources
-    for d in parts:
-        start = min(starts[d], index.shape[d])
-        count = min(x.shape[d], index.shape[d] - start)
-        index = index.narrow(d, start, count)
-        source = source.narrow(d, start, count) if isinstance(source, Tensor) else source
-    if split is None:
-        return op(x, dim, index, source, *rest)
-    dim %= x.ndim
+    op = partial(functional(call.op), **call.kwargs)
     size = x.shape[dim]
-    mine, local = owned(wrapped(index, split), starts[dim], size)
-    if mask and rows:
-        source = torch.where(along(mine, dim, x.ndim), source, source.new_zeros(()))
-    elif mask:
-        source = torch.where(mine, source[tuple(map(slice, index.shape))], source.new_zeros(()))
-    result = op(padded(x, [dim]), dim, torch.where(mine, local, size), source, *rest)
-    return _written(x, result, in_place)
+    step = _WriteAlong(op, size if split else None, _name(call) in ("scatter_reduce", "index_reduce"))
+    allowed = range(-size if _name(call) == "index_fill" else 0, size)
+    return guarded_call(call, step, [Bound(allowed, any(ins[1].splits))], ins, ins[1:2])
+
+
+@dataclass(frozen=True, slots=True)
+class _WriteAlong:
+    """A write to a shard along a dim, which has `size` elements in all if it is sharded. With `mask`, sources that are
+    not ours count as zeros: a NaN in the spare row would reach all gradients."""
+
+    op: Callable[..., Tensor]
+    size: int | None
+    mask: bool
+
+    def __call__(self, starts: Sequence[int], x: Tensor, dim: int, index: Tensor, source: Any, *rest: Any) -> Tensor:
+        if self.size is None:
+            return self.op(x, dim, index, source, *rest)
+        mine, local = owned(wrapped(index, self.size), starts[dim], x.shape[dim])
+        if self.mask:
+            used = source[tuple(map(slice, index.shape))] if index.ndim == x.ndim else source
+            source = torch.where(along(mine, dim, x.ndim), used, source.new_zeros(()))
+        local = torch.where(mine, local, x.shape[dim])
+        return _unpadded(self.op(padded(x, [dim]), dim, local, source, *rest), x)
 
 
 register("scatter", "scatter_add", "scatter_reduce", rule=Rule(_scatter, _along_local))
@@ -175,7 +140,7 @@ register("index_add", "index_copy", "index_fill", "index_reduce", rule=Rule(_ind
 # index_put: `x[i, :, j] = values`, with index tensors and values that broadcast
 
 
-def _index_put(call: Call) -> list[Strategy]:
+def _index_put_ways(call: Call) -> list[Strategy]:
     x, *indices, values = call.inputs
     dims = Indexed(x, call["indices"])
     if dims.masked:
@@ -231,80 +196,27 @@ def _index_put_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) 
     """Never None: a plan for the op itself would be taken for masks, too, which have other ways."""
     x, dims = call.inputs[0], Indexed(call.inputs[0], call["indices"])
     split = [dim for dim in dims.at if ins[0].splits[dim]]
-    op = call.op if call.mutated and not split else functional(call.op)
     if dims.masked or not (split or any(any(layout.splits) for layout in ins[1:-1]) or has_empty(ins)):
-        return Local(op, call.args)
-    step = partial(_put_at, op=op, split=split, shape=x.shape, in_place=bool(call.mutated and split))
-    bounds = dims.bounds(x, ins[1:-1])
-    bounds += [None] * (len(call["indices"]) - len(bounds))
-    return guarded_call(call, step, bounds, ins, axes_of(ins[1:-1]))
+        return Local(call.op if call.mutated else _index_put, call.args)
+    step = partial(_put_at, split=split, shape=x.shape)
+    return guarded_call(call, step, dims.bounds(x, ins[1:-1]), ins, ins[1:-1])
 
 
 def _put_at(
-    starts: tuple[int, ...],
+    starts: Sequence[int],
     x: Tensor,
     indices: list[Tensor | None],
-    values: Tensor,
-    accumulate: bool = False,
-    unsafe: bool = False,
-    *,
-    op: Any,
-    split: list[int],
-    shape: tuple[int, ...],
-    in_place: bool,
+    *rest: Any,
+    split: Sequence[int],
+    shape: Sequence[int],
 ) -> Tensor:
-    if not split:
-        return op(x, indices, values, accumulate)
+    """`rest` are values, and whether they are added up. (A last one, whether indices go unchecked, does not matter.)"""
     mine, local = owned_at(starts, x, indices, split, shape)
     for dim in split:
         local[dim] = torch.where(mine, local[dim], x.shape[dim])
-    return _written(x, op(padded(x, split), local, values, accumulate), in_place)
+    return _unpadded(_index_put(padded(x, split), local, *rest[:2]), x)
 
 
-register("index_put", "_index_put_impl", "_unsafe_index_put", rule=Rule(_index_put, _index_put_local))
+_index_put = torch.ops.aten.index_put.default
 
-
-# put: into the flattened tensor
-
-
-def _put(call: Call) -> list[Strategy]:
-    x, index, source = call.inputs
-    found = [replicated(call), *_pending(call, 1)]
-    if x.numel:
-        found += [Strategy((d, None, None), (d,)) for d in range(x.ndim)]
-    if _accumulates(call) and index.shape == source.shape:
-        found += [Strategy((SUM, d, d), (SUM,), PROGRAM_COST) for d in range(index.ndim)]
-    return found
-
-
-def _put_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    split = any(ins[0].splits)
-    if not split and not any(ins[1].splits):
-        return None
-    op = call.op if call.mutated and not split else functional(call.op)
-    step = partial(_put_flat, op=op, shape=call.inputs[0].shape, split=split, in_place=bool(call.mutated))
-    return guarded_call(call, step, [flat_bound(call, ins[1])], ins, axes_of([ins[1]]))
-
-
-def _put_flat(
-    starts: tuple[int, ...],
-    x: Tensor,
-    index: Tensor,
-    source: Tensor,
-    accumulate: bool = False,
-    *,
-    op: Any,
-    shape: tuple[int, ...],
-    split: bool,
-    in_place: bool,
-) -> Tensor:
-    if not split:
-        return op(x, index, source, accumulate)
-    mine, local = owned_flat(index, starts, x.shape, shape)
-    flat = padded(x.reshape(-1), [0])
-    result = op(flat, torch.where(mine, local, x.numel()), source, accumulate)
-    result = result.narrow(0, 0, x.numel()).reshape(x.shape)
-    return x.copy_(result) if in_place else result
-
-
-register("put", rule=Rule(_put, _put_local))
+register("index_put", "_index_put_impl", "_unsafe_index_put", rule=Rule(_index_put_ways, _index_put_local))

@@ -35,8 +35,8 @@ def _weight_ways(call: Call) -> list[list[AxisPlacement]]:
 
 
 def _check_targets(batch: Collectives, target: Tensor, ignore: int, num_classes: int, *, own: bool = False) -> None:
-    """Torch's error for a target that names no class, on all ranks alike: those that split the batch confer first."""
-    bound = Bound(0, num_classes, batch.size > 1, _refuse_target, own)
+    """Refuse targets that name no class, on all ranks alike: those that split the batch confer first."""
+    bound = Bound(range(num_classes), batch.size > 1, own, "target")
     if bound.is_needed(target):
         bound.check(batch, batch.map(_not_ignored, target, ignore))
 
@@ -45,10 +45,6 @@ def _not_ignored(target: Tensor, ignore: int) -> Tensor:
     if target.device.type == "cpu":
         return target[target != ignore]
     return torch.where(target == ignore, 0, target)  # elsewhere it is not known how many there are
-
-
-def _refuse_target(target: int) -> None:
-    raise IndexError(f"Target {target} is out of bounds.")
 
 
 def _look_up(x: Tensor, dim: int, target: Tensor, offset: int) -> tuple[Tensor, Tensor]:

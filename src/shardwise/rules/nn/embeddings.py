@@ -27,18 +27,6 @@ from shardwise.rules.lookup.indexing import looked_up
 from shardwise.rules.math.reductions import LAST, PROGRAM_COST
 
 
-def _refuse_index(index: int) -> None:
-    raise IndexError("index out of range in self")
-
-
-def _refuse_item(index: int) -> None:
-    raise RuntimeError(f"embedding_bag: Expected idx >= 0 && idx < num_embeddings but found idx to be {index}")
-
-
-def _refuse_row(shape: Sequence[int], index: int) -> None:
-    raise IndexError(f"select(): index {index} out of range for tensor of size {shape} at dimension 0")
-
-
 def _must_check(table: Layout, index: Layout) -> bool:
     """Whether torch, on its own, would not refuse an index out of range on all ranks alike: some do not see it, or do
     not see that it is, or have no columns to look up and do not look."""
@@ -68,7 +56,7 @@ def _embedding_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) 
     table, index = ins
     num_rows = call.inputs[0].shape[0]
     if _must_check(table, index):
-        bound = Bound(0, num_rows, any(index.splits), _refuse_index, own=not table.splits[0])
+        bound = Bound(range(num_rows), any(index.splits), own=not table.splits[0])
         args = [bound, call["weight"], call["indices"], _row_starts(table), num_rows, call["padding_idx"]]
         rows = _rows_by_frequency if call["scale_grad_by_freq"] else _rows
         return Local(rows, args, groups=(_axes_of_indices(index),))
@@ -143,8 +131,8 @@ def _renorm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> 
     if not any(table.splits) and not any(index.splits):
         return None
     pieces = [index.pieces(dim) for dim in range(len(index.splits))]
-    shape = list(call["self"].shape)
-    bound = Bound(-shape[0], shape[0], False, partial(_refuse_row, shape))
+    num_rows = call["self"].shape[0]
+    bound = Bound(range(-num_rows, num_rows), False)
     args = [pieces, bound, call["self"], call["indices"], _row_starts(table), call["max_norm"], call["norm_type"]]
     return Local(_renorm_rows, args, groups=(table.splits[1], *index.splits))
 
@@ -226,7 +214,7 @@ def _embedding_bag(call: Call) -> list[Strategy]:
 def _embedding_bag_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
     items, table = ins[:2]
     num_rows, confer = call["weight"].shape[0], _axes_of_indices(items)
-    bound = Bound(0, num_rows, any(items.splits), _refuse_item)
+    bound = Bound(range(num_rows), any(items.splits))
     if not table.splits[0] and not any(items.splits[-1:]):
         args, kwargs = call.replace(sparse=False)
         if _must_check(table, items):

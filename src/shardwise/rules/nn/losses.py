@@ -211,12 +211,8 @@ def _axes(ins: Sequence[Layout]) -> tuple[int, ...]:
 def _range_of_targets(call: Call) -> Bound:
     num_classes = call.inputs[0].shape[-1]
     if "multilabel" in call.name:  # the labels of a row end at -1
-        return Bound(-1, num_classes, True, partial(_refuse_target, "argument #2 'target' is out of range"))
-    return Bound(0, num_classes, True, partial(_refuse_target, "target out of range"), own=True)
-
-
-def _refuse_target(text: str, target: int) -> None:
-    raise RuntimeError(text)
+        return Bound(range(-1, num_classes), True, noun="target")
+    return Bound(range(num_classes), True, own=True, noun="target")
 
 
 def _checked_rows(group: Collectives, bound: Bound, step: Any, x: Tensor, target: Tensor, *args: Any) -> Any:

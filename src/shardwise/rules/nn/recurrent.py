@@ -107,8 +107,7 @@ def _one_by_one(function: Callable) -> Callable[..., tuple[Tensor, ...]]:
 for _function, _states in ((torch.lstm, 2), (torch.gru, 1), (torch.rnn_tanh, 1), (torch.rnn_relu, 1)):
     register_function(
         _function,
-        SCHEMA.format(hx="Tensor[]" if _states == 2 else "Tensor"),
-        returns=f"({', '.join(['Tensor'] * (_states + 1))})",
+        SCHEMA.format(hx="Tensor[]" if _states == 2 else "Tensor") + f" -> ({', '.join(['Tensor'] * (_states + 1))})",
         rule=Rule(_layer, _layer_local(_function)),
         meta=_one_step(_function),
         traced_if=_is_plain,

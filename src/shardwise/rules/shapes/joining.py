@@ -9,12 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.layout import Layout, offsets
-from shardwise.rules.kit.dim_rebuild import Sizes, fetch, grown, intervals, joined
-from shardwise.rules.kit.notation import Factor, Factors, dims_of
+from shardwise.rules.kit.dim_rebuild import Sizes, grown, joined
+from shardwise.rules.kit.notation import Factor, Factors, dims_but, dims_of
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import PENDING, Call, Collectives, Interval, Local, Resize, Rule, Strategy
+from shardwise.rules.kit.windows import inside
 from shardwise.rules.math.reductions import PROGRAM_COST
 
+Intervals = tuple[Interval, ...]
 MANY = 16
 """Tensors joined along a sharded dim take an exchange each; so many are not worth it."""
 
@@ -40,9 +42,9 @@ def _lengths(call: Call) -> list[int]:
 
 def _cat(call: Call) -> list[Strategy]:
     """Other dims are free. Tensors that are equally long may also be sharded along the dim itself: that dim is then cut
-    evenly, or, with a single such tensor, stays where it lies and grows at its ends."""
+    evenly, or, with a single such tensor, stays on its ranks and grows at its ends."""
     dim, ndim, lengths = _cat_dim(call), call.outputs[0].ndim, _lengths(call)
-    names = [None if d == dim else name for d, name in enumerate(dims_of(ndim))]
+    names = dims_but(ndim, [dim])
     found = _joined(call, [names if value.ndim == ndim else [None] for value in call.inputs], names)
     total: Counter[int] = Counter()
     for length in lengths:
@@ -66,33 +68,24 @@ def _joint_sizes(lengths: Sequence[int], alike: Sequence[int]) -> Resize:
 
 def _cat_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     dim, lengths = _cat_dim(call), _lengths(call)
-    give = intervals(outs[0].pieces(dim))
+    give = outs[0].intervals(dim)
     if len(give) == 1:
         return None
-    plans = []
+    plans: list[tuple[Intervals, Intervals] | None] = []
     for layout, start, length in zip(ins, offsets(lengths), lengths, strict=True):
-        want = tuple(_within(piece, start, length) for piece in give)
-        legacy = len(layout.shape) != len(outs[0].shape)
-        plans.append((None if legacy else tuple(intervals(layout.pieces(dim))), want))
-    args = [list(call.inputs), dim, tuple(plans)]
-    return Local(_cat_split, args, groups=(outs[0].splits[dim],))
-
-
-def _within(piece: Interval, start: int, length: int) -> Interval:
-    """The part of a piece of the joined dim that comes from the tensor whose part begins at `start`."""
-    first, last = max(piece[0] - start, 0), min(piece[1] - start, length)
-    return (first, last) if first < last else (0, 0)
+        if len(layout.shape) != len(outs[0].shape):  # of shape (0,): adds nothing, but is part of the graph
+            plans.append(None)
+        else:
+            have = layout.intervals(dim)
+            want = tuple(inside(piece, length, start) for piece in give)
+            plans.append((have * len(give) if len(have) == 1 else have, want))
+    return Local(_cat_split, [list(call.inputs), dim, tuple(plans)], groups=(outs[0].splits[dim],))
 
 
 def _cat_split(group: Collectives, tensors: Sequence[Tensor], dim: int, plans: Sequence[Any]) -> Tensor:
-    """Each tensor's part of our piece: cut out of a whole tensor, fetched from one that is sharded."""
-    parts = []
-    for x, (have, want) in zip(tensors, plans, strict=True):
-        if have is None:  # of shape (0,): adds nothing, but is part of the graph
-            parts.append(x)
-        else:
-            parts.append(fetch(group, x, dim, have * group.size if len(have) == 1 else have, want))
-    return joined(parts, dim)
+    """Each tensor's part of our piece: cut out of a replicated tensor, fetched from one that is sharded."""
+    parts = zip(tensors, plans, strict=True)
+    return joined([x if plan is None else group.window(x, dim, *plan) for x, plan in parts], dim)
 
 
 register("cat", rule=Rule(_cat, _cat_local))

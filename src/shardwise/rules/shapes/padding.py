@@ -1,9 +1,8 @@
-"""Pads: a dim that grows at its ends. A sharded one grows where it lies: the first and the last piece, unless those
-would be far larger than the others. What a reflected or circular end is made of is fetched from where it lies."""
+"""Pads: a dim that grows at its ends. Of a sharded one the first and the last piece grow, unless those would be far
+larger than the others. What a reflected or circular end is made of is fetched from the ranks that have it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,8 @@ from torch.nn.functional import pad
 
 from shardwise.layout import Layout, Partial
 from shardwise.rules.kit.dim_rebuild import Rebuilt, Run, grown, rebuilding
-from shardwise.rules.kit.notation import Factors, dims_of
+from shardwise.rules.kit.empty import skipping_empty
+from shardwise.rules.kit.notation import other_dims
 from shardwise.rules.kit.registry import register, register_function
 from shardwise.rules.kit.types import ANY_PENDING, Call, Local, Resize, Rule, Strategy, replicated
 from shardwise.rules.math.reductions import PROGRAM_COST
@@ -34,7 +34,7 @@ def _replication(size: int, kept: Run, before: int, after: int) -> Ends:
 
 
 def _circular(size: int, kept: Run, before: int, after: int) -> Ends:
-    """A circle of what was not cut off; the others know the whole dim."""
+    """Of what was not cut off; the other modes see the uncut dim."""
     first = kept.start or 0
     return Run(before, first + kept.length - before), Run(after, first)
 
@@ -79,10 +79,9 @@ def _strategies(call: Call) -> list[Strategy]:
         _kept(x.shape[d], *pair).length < (max(0, *pair) if mode == "circular" else 0) for d, pair in amounts.items()
     ):
         return [replicated(call)]  # more is cut off than there is, or so much that a circle would not close
-    names = [None if d in amounts else name for d, name in enumerate(dims_of(x.ndim))]
     cost = 0.0 if mode == "constant" else 2 * PROGRAM_COST
     growing = [Strategy((d,), (d,), cost, resize=_growth(*pair)) for d, pair in amounts.items()]
-    return [*Factors([names], [names]).strategies(), *_pending(call, mode), *growing]
+    return [*other_dims(call, amounts), *_pending(call, mode), *growing]
 
 
 def _growth(before: int, after: int) -> Resize:
@@ -98,14 +97,13 @@ def _pending(call: Call, mode: str) -> list[Strategy]:
 
 
 def _local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    """Torch's own kernels where the padded dims are whole, unless shards are empty, which some refuse."""
+    """Torch's own kernels where the padded dims are not sharded."""
     x, amounts = call.inputs[0], _amounts(call)
-    is_empty = any(ins[0].splits) and not all(map(math.prod, ins[0].held_shapes))
-    if is_empty or any(ins[0].splits[d] for d in amounts):
+    if any(ins[0].splits[d] for d in amounts):
         return rebuilding(x, ins[0], [_step(call, d, pair, ins[0], outs[0]) for d, pair in amounts.items()])
     if call.name in OPS and not ins[0].has_pending:
         return None
-    # A step, not the function whole: such plans are kept for one value only, and what is pending depends on it.
+    # A step, not the function itself: such plans are kept for one value only, and what is pending depends on it.
     ends = call["padding"] if "padding" in call.bound else call["pad"]
     return Local(pad, [x, ends, _mode(call), call.bound.get("value")])
 
@@ -118,7 +116,7 @@ def _step(call: Call, dim: int, pair: tuple[int, int], have: Layout, give: Layou
     return Rebuilt(dim, have.pieces(dim), give.pieces(dim), (before, kept, after), 0 if value is None else value)
 
 
-register(*OPS, rule=Rule(_strategies, _local))
+PAD = register(*OPS, rule=skipping_empty(Rule(_strategies, _local), saves=False))
 
 
 def _with_number(input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> tuple[tuple, dict]:
@@ -132,6 +130,6 @@ def _with_number(input: Tensor, pad: Sequence[int], mode: str = "constant", valu
 register_function(
     pad,
     "Tensor input, int[] pad, str mode='constant', Scalar? value=None",
-    rule=Rule(_strategies, _local),
+    rule=PAD,
     before=_with_number,
 )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from shardwise.layout import Layout
-from shardwise.rules.kit.dim_rebuild import Sizes, fetch, intervals
-from shardwise.rules.kit.notation import Factor, Factors, dims_of
+from shardwise.layout import Layout, intervals
+from shardwise.rules.kit.dim_rebuild import Sizes
+from shardwise.rules.kit.notation import other_dims
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import ANY_PENDING, Call, HeldValues, Local, Resize, Rule, Strategy, replicated
 
@@ -23,33 +24,20 @@ def matching_dims(source: tuple[int, ...], target: tuple[int, ...]) -> list[tupl
     [([0, 1], [0]), ([2], [1])]
     """
     groups = []
-    i = j = 0
-    while i < len(source) or j < len(target):
-        ins, outs = [], []
-        size_in = size_out = 1
-        if i < len(source):
-            ins.append(i)
-            size_in *= source[i]
-            i += 1
-        if j < len(target):
-            outs.append(j)
-            size_out *= target[j]
-            j += 1
-        while size_in != size_out:
-            if size_in < size_out and i < len(source):
-                ins.append(i)
-                size_in *= source[i]
-                i += 1
-            elif j < len(target):
-                outs.append(j)
-                size_out *= target[j]
-                j += 1
+    left, right = deque(enumerate(source)), deque(enumerate(target))
+    while left or right:
+        ins, outs = ([dims.popleft()] if dims else [] for dims in (left, right))
+        while (size_in := _size(ins)) != (size_out := _size(outs)):
+            if not right or (size_in < size_out and left):
+                ins.append(left.popleft())
             else:
-                ins.append(i)
-                size_in *= source[i]
-                i += 1
-        groups.append((ins, outs))
+                outs.append(right.popleft())
+        groups.append(([dim for dim, _ in ins], [dim for dim, _ in outs]))
     return groups
+
+
+def _size(dims: list[tuple[int, int]]) -> int:
+    return math.prod(size for _, size in dims)
 
 
 def _view(call: Call) -> list[Strategy]:
@@ -65,8 +53,8 @@ def _view(call: Call) -> list[Strategy]:
 
 @dataclass(frozen=True, slots=True)
 class _Reshaped:
-    """A group of dims of a reshape that may be sharded: its dims, the outermost wide ones, and how many elements lie
-    behind each index of those."""
+    """A group of dims of a reshape that may be sharded: its dims, the outermost ones of more than one index, and how
+    many elements each index of those has."""
 
     dims: tuple[int, ...]
     dim_in: int
@@ -93,11 +81,9 @@ def _outermost(call: Call) -> list[_Reshaped]:
 
 
 def _reinterpretation(call: Call) -> list[Strategy]:
-    """`x.view(dtype)`: the same bytes. A last dim that changes its length must be whole; pending terms mean nothing."""
-    names: list[Factor] = list(dims_of(call.inputs[0].ndim))
-    if call.inputs[0].shape != call.outputs[0].shape:
-        names[-1] = None
-    return Factors([names], [names]).strategies()
+    """`x.view(dtype)`: the same bytes, so pending terms mean nothing. A last dim whose size changes is unsharded."""
+    changed = call.inputs[0].shape != call.outputs[0].shape
+    return other_dims(call, [call.inputs[0].ndim - 1] if changed else [])
 
 
 def _rescale(inner_in: int, inner_out: int) -> Resize:
@@ -132,7 +118,7 @@ def _exchanged_view(*arguments: Any) -> Tensor:
     """`(a group for each step, x: S, steps, shape) -> S`: each group of dims as one, cut anew, then reshaped."""
     *groups, x, steps, shape = arguments
     for group, (dims, have, give) in zip(groups, steps, strict=True):
-        x = fetch(group, x.flatten(dims[0], dims[-1]), dims[0], intervals(have), intervals(give))
+        x = group.window(x.flatten(dims[0], dims[-1]), dims[0], intervals(have), intervals(give))
     return groups[0].map(Tensor.reshape, x, shape)
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.layout import Layout, offsets
-from shardwise.rules.kit.notation import Factor, Factors, dims_of, factor_rule
+from shardwise.layout import Layout, intervals
+from shardwise.rules.kit.notation import Factor, Factors, dims_but, dims_of, factor_rule, other_dims
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import ANY_PENDING, PENDING, SUM, Call, HeldValues, Local, Rule, Strategy
+from shardwise.rules.kit.types import ANY_PENDING, PENDING, SUM, Call, HeldValues, Local, Resize, Rule, Strategy
+from shardwise.rules.kit.windows import indices_inside
 from shardwise.rules.shapes.reshapes import VIEW
 
 # Dims rearranged, added, removed
@@ -67,8 +68,7 @@ def _squeezed(call: Call) -> tuple[int, ...]:
 
 
 def _squeeze(call: Call) -> list[Strategy]:
-    gone = _squeezed(call)
-    names = [None if d in gone else name for d, name in enumerate(dims_of(call.inputs[0].ndim))]
+    names = dims_but(call.inputs[0].ndim, _squeezed(call))
     return [*Factors([names], [[name for name in names if name is not None]]).strategies(), ANY_PENDING]
 
 
@@ -93,114 +93,56 @@ UNSQUEEZE = register("unsqueeze", rule=Rule(_unsqueeze))
 # Parts of a dim
 
 
-def _along(call: Call, dim: int, *more: Strategy) -> list[Strategy]:
-    """All dims but `dim` may be sharded, in a call whose one input and all outputs have the same dims."""
-    names = [None if d == dim else name for d, name in enumerate(dims_of(call.inputs[0].ndim))]
-    outs = [_without(names, dim) if out.ndim < call.inputs[0].ndim else names for out in call.outputs]
+def _along(call: Call, *more: Strategy) -> list[Strategy]:
+    """All dims but the one that is cut may be sharded: a dim of the input and, unless it is removed, of all outputs."""
+    (dim,) = call.dims()
+    names = dims_but(call.inputs[0].ndim, [dim])
+    outs = [names if out.ndim == len(names) else [*names[:dim], *names[dim + 1 :]] for out in call.outputs]
     passing = Strategy((PENDING,), (PENDING,) * len(call.outputs))
     return [*Factors([names], outs).strategies(), passing, *more]
 
 
-def _without(names: Sequence[Factor], dim: int) -> list[Factor]:
-    return [*names[:dim], *names[dim + 1 :]]
+def _of_slices(slices: Sequence[range]) -> Resize:
+    """A slice of a sharded dim moves nothing: its pieces are the parts of the dim's pieces inside it."""
+    return lambda sizes: [tuple(len(indices_inside(wanted, piece)) for piece in intervals(sizes)) for wanted in slices]
 
 
-def _bounds(call: Call) -> tuple[int, int, int]:
+def _sliced(call: Call) -> range:
     size = call.inputs[0].shape[call.dims()[0]]
     if "length" in call.bound:  # `narrow_copy`
         start = call["start"] + size if call["start"] < 0 else call["start"]
-        return start, start + call["length"], 1
+        return range(start, start + call["length"])
     start, end, _ = slice(call["start"], call["end"]).indices(size)
-    return start, end, call["step"]
+    return range(start, end, call["step"])
 
 
 def _slice(call: Call) -> list[Strategy]:
-    """A slice of a sharded dim stays where it lies: the new pieces are the parts of the old ones inside it."""
     (dim,) = call.dims()
-    start, end, step = _bounds(call)
-
-    def resize(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-        pieces = zip(offsets(sizes), sizes, strict=True)
-        return [tuple(_count(start, end, step, at, size) for at, size in pieces)]
-
-    return _along(call, dim, Strategy((dim,), (dim,), resize=resize))
-
-
-def _first(start: int, step: int, at: int) -> int:
-    """The first index of a slice that is not before `at`."""
-    return start if start >= at else start + -(-(at - start) // step) * step
-
-
-def _count(start: int, end: int, step: int, at: int, size: int) -> int:
-    return len(range(_first(start, step, at), min(end, at + size), step))
+    return _along(call, Strategy((dim,), (dim,), resize=_of_slices([_sliced(call)])))
 
 
 def _slice_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    (dim,) = call.dims()
-    start, end, step = _bounds(call)
+    (dim,), wanted = call.dims(), _sliced(call)
     if not ins[0].splits[dim]:
         return None
     starts, ends = [], []
-    for begin, extent in (ins[0].box(coordinate) for coordinate in ins[0].mesh.held):
-        at, size = begin[dim], extent[dim]
-        count = _count(start, end, step, at, size)
-        first = _first(start, step, at) - at if count else 0
+    for piece in ins[0].held_intervals(dim):
+        numbers = indices_inside(wanted, piece)
+        first = wanted.start + numbers.start * wanted.step - piece[0] if numbers else 0
         starts.append(first)
-        ends.append(first + (count - 1) * step + 1 if count else 0)
-    args = [call.inputs[0], dim, HeldValues(starts), HeldValues(ends), step]
+        ends.append(first + (len(numbers) - 1) * wanted.step + 1 if numbers else 0)
+    args = [call.inputs[0], dim, HeldValues(starts), HeldValues(ends), wanted.step]
     return Local(torch.ops.aten.slice.Tensor, args)
 
 
 SLICE = register("slice", rule=Rule(_slice, _slice_local))
 
 
-def _select(call: Call) -> list[Strategy]:
-    """One index of a sharded dim: its owner has it, the others contribute zeros."""
-    (dim,) = call.dims()
-    return _along(call, dim, Strategy((dim,), (SUM,)))
-
-
-def _select_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    (dim,) = call.dims()
-    if not ins[0].splits[dim]:
-        return None
-    index = call["index"] % call.inputs[0].shape[dim]
-    places: list[int | None] = []
-    for begin, extent in (ins[0].box(coordinate) for coordinate in ins[0].mesh.held):
-        inside = begin[dim] <= index < begin[dim] + extent[dim]
-        places.append(index - begin[dim] if inside else None)
-    return Local(_select_or_zero, [call.inputs[0], dim, HeldValues(places)])
-
-
-def _select_or_zero(x: Tensor, dim: int, index: int | None) -> Tensor:
-    """The selected slice, or zeros that are still part of the graph, so that every rank takes part in backward. A copy
-    on every rank: what is written to it must not reach the owner's shard alone."""
-    if index is not None:
-        return x.select(dim, index).clone()
-    return x.narrow(dim, 0, 0).sum(dim).to(x.dtype)
-
-
-SELECT = register("select", rule=Rule(_select, _select_local))
-
-
-def _split_sizes(call: Call) -> list[int]:
-    (dim,) = call.dims()
-    return [out.shape[dim] for out in call.outputs]
-
-
 def _split(call: Call) -> list[Strategy]:
-    """Parts of a sharded dim stay where they lie, like slices."""
+    """Into slices side by side."""
     (dim,) = call.dims()
-    parts = _split_sizes(call)
-
-    def resize(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-        pieces = list(zip(offsets(sizes), sizes, strict=True))
-        return [
-            tuple(_count(start, start + part, 1, at, size) for at, size in pieces)
-            for start, part in zip(offsets(parts), parts, strict=True)
-        ]
-
-    return _along(call, dim, Strategy((dim,), (dim,) * len(call.outputs), resize=resize))
+    parts = [range(*part) for part in intervals([out.shape[dim] for out in call.outputs])]
+    return _along(call, Strategy((dim,), (dim,) * len(call.outputs), resize=_of_slices(parts)))
 
 
 def _split_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
@@ -217,26 +159,34 @@ SPLIT = register(
 )
 
 
-def _unbind(call: Call) -> list[Strategy]:
-    """Every index of a sharded dim, as if selected."""
-    (dim,) = call.dims()
-    return _along(call, dim, Strategy((dim,), (SUM,) * len(call.outputs)))
+def _select(call: Call) -> list[Strategy]:
+    """One index of a sharded dim, or each of them: its owner has it, the others contribute zeros."""
+    return _along(call, Strategy(call.dims(), (SUM,) * len(call.outputs)))
 
 
-def _unbind_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+def _select_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     (dim,) = call.dims()
     if not ins[0].splits[dim]:
         return None
-    starts = [start[dim] for start in ins[0].held_starts]
-    return Local(_unbind_or_zero, [call.inputs[0], dim, HeldValues(starts), len(call.outputs)])
+    starts = HeldValues([start[dim] for start in ins[0].held_starts])
+    if call.name.startswith("unbind"):
+        return Local(_unbind_or_zero, [call.inputs[0], dim, starts, len(call.outputs)])
+    return Local(_select_or_zero, [call.inputs[0], dim, starts, call["index"] % call.inputs[0].shape[dim]])
+
+
+def _select_or_zero(x: Tensor, dim: int, start: int, index: int) -> Tensor:
+    """The selected slice, or zeros that are still part of the graph, so that every rank takes part in backward. A copy
+    on every rank: what is written to it must not reach the owner's shard alone."""
+    if start <= index < start + x.shape[dim]:
+        return x.select(dim, index - start).clone()
+    return x.narrow(dim, 0, 0).sum(dim).to(x.dtype)
 
 
 def _unbind_or_zero(x: Tensor, dim: int, start: int, count: int) -> list[Tensor]:
-    inside = range(start, start + x.shape[dim])
-    return [_select_or_zero(x, dim, index - start if index in inside else None) for index in range(count)]
+    return [_select_or_zero(x, dim, start, index) for index in range(count)]
 
 
-UNBIND = register("unbind", rule=Rule(_unbind, _unbind_local))
+SELECT = register("select", "unbind", rule=Rule(_select, _select_local))
 
 
 # Complex numbers as pairs of real ones
@@ -253,12 +203,12 @@ def _as_complex(call: Call) -> Factors:
 
 
 def _as_real_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    return Local(_real_of_some, call.args) if ins[0].has_empty else None
+    return Local(_real_or_copy, call.args) if ins[0].has_empty else None
 
 
-def _real_of_some(x: Tensor) -> Tensor:
-    """Of nothing, torch's gradient cannot be viewed as complex again: it lies in memory in any way. So where some ranks
-    hold nothing, all make a copy. A conjugate that is left for later, which `real` and `imag` take, must be settled."""
+def _real_or_copy(x: Tensor) -> Tensor:
+    """The gradient of an empty tensor may have any strides, and torch refuses to view it as complex again: where some
+    ranks hold nothing, all make a copy. A lazy conjugate, which `real` and `imag` take, must be resolved."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return torch.view_as_real(x.resolve_conj())
     return torch.stack([x.real, x.imag], -1)
@@ -272,7 +222,7 @@ AS_COMPLEX = register("view_as_complex", rule=factor_rule(_as_complex))
 
 
 def copying(rule: Rule) -> Rule:
-    """The rule of an op that copies what a view, which has this rule, would show."""
+    """The rule of an op that returns a copy of the view which has this rule."""
 
     def local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
         found = rule.local(call, ins, outs) if rule.local is not None else None
@@ -282,7 +232,7 @@ def copying(rule: Rule) -> Rule:
 
 
 class _Copied:
-    """A function whose results are copied, and lie as torch's do: in the order of their dims."""
+    """A function whose results are copied, contiguous as torch's are."""
 
     __slots__ = ("function",)
 
@@ -301,16 +251,10 @@ register("expand_copy", rule=copying(EXPAND))
 register("squeeze_copy", rule=copying(SQUEEZE))
 register("unsqueeze_copy", rule=copying(UNSQUEEZE))
 register("slice_copy", "narrow_copy", rule=copying(SLICE))
-register("select_copy", rule=copying(SELECT))
+register("select_copy", "unbind_copy", rule=copying(SELECT))
 register("split_copy", "split_with_sizes_copy", rule=copying(SPLIT))
-register("unbind_copy", rule=copying(UNBIND))
 register("view_as_real_copy", rule=AS_REAL)
 register("view_as_complex_copy", rule=AS_COMPLEX)
 
 
-def _whole_copy(call: Call) -> list[Strategy]:
-    names = dims_of(call.inputs[0].ndim)
-    return [*Factors([names], [names]).strategies(), ANY_PENDING]
-
-
-register("alias_copy", "detach_copy", "lift_fresh_copy", rule=Rule(_whole_copy))
+register("alias_copy", "detach_copy", "lift_fresh_copy", rule=Rule(lambda call: [*other_dims(call), ANY_PENDING]))

@@ -145,7 +145,6 @@ def test_sharded_targets_stay_where_they_are():
         lambda: x.index_put((index,), source),
         lambda: x.index_copy_(0, index, source.detach()),
         lambda: x.scatter(0, index[:, None], source),
-        lambda: x.put(index, source[:, 0]),
         lambda: x.select_scatter(source[0], 0, 700),
         lambda: x.slice_scatter(source, 0, 500, 506),
     ]

@@ -198,7 +198,10 @@ def test_target_out_of_bounds(loss, placement, bad):
     target = TARGET.clone()
     target[4] = bad
     x, target = place(normal(5, 4), placement), place(target, R)
-    with CommDebugMode() as comm, pytest.raises(IndexError, match=f"^Target {bad} is out of bounds.$"):
+    with (
+        CommDebugMode() as comm,
+        pytest.raises(IndexError, match=f"[tT]arget {bad} is out of bounds"),
+    ):
         loss(x, target)
     assert [(c.kind, c.bytes) for c in comm.comms] == ([("all_reduce", 8)] if placement == S(0) else [])
 
@@ -210,7 +213,7 @@ def test_split_target_out_of_bounds(loss, x_at, target_at):
     """In the last row, which one rank has. Targets to be ignored are not looked at."""
     x, target = place(normal(5, 4), *x_at, mesh=(2, 2)), TARGET.clone()
     target[4] = 7
-    with pytest.raises(IndexError, match=r"^Target 7 is out of bounds.$"):
+    with pytest.raises(IndexError, match="target 7 is out of bounds: it must be from 0 to"):
         loss(x, place(target, *target_at, mesh=(2, 2)))
     ignored = loss(x, place(target, *target_at, mesh=(2, 2)), ignore_index=7)
     torch.testing.assert_close(ignored.full_tensor(), loss(normal(5, 4), target, ignore_index=7))

@@ -147,7 +147,7 @@ def test_split_items_out_of_range(table, mode):
     bags = BAGS.clone()
     bags[2, 1] = 6
     index, table = place(bags, S(0), R, mesh=(2, 2)), place(normal(6, 4), R, table, mesh=(2, 2))
-    with CommDebugMode() as comm, pytest.raises(RuntimeError, match=r"found idx to be 6$"):
+    with CommDebugMode() as comm, pytest.raises(RuntimeError, match="index 6 is out of bounds"):
         F.embedding_bag(index, table, mode=mode)
     assert sent(comm) == ASKED
 
@@ -170,5 +170,5 @@ def test_bags_that_end_before_they_begin(mode, where):
     items, offsets = place(ITEMS, R), place(torch.tensor([0, 5, 3]), R)
     with pytest.raises(RuntimeError, match=r"bags must not end before they begin, but offsets are \[0, 5, 3\]"):
         F.embedding_bag(items, place(normal(6, 4), where), offsets, mode=mode)
-    with pytest.raises(IndexError, match=r"^index out of range in self$"):
+    with pytest.raises(IndexError, match=r"index out of range in self|index -?\d is out of bounds"):
         F.embedding_bag(items, place(normal(6, 4), where), place(torch.tensor([0, -1]), R), mode=mode)

@@ -110,7 +110,10 @@ def test_gradients_are_dense(placement):
 @pytest.mark.parametrize("bad", [6, -1])
 def test_index_out_of_range(placement, bad):
     table, index = place(normal(6, 4), placement), place(torch.tensor([0, bad]), R)
-    with CommDebugMode() as comm, pytest.raises(IndexError, match="index out of range in self"):
+    with (
+        CommDebugMode() as comm,
+        pytest.raises(IndexError, match=r"index out of range in self|index -?\d is out of bounds"),
+    ):
         F.embedding(index, table)
     assert comm.get_total_counts() == 0
 
@@ -120,13 +123,16 @@ def test_index_out_of_range(placement, bad):
 def test_split_index_out_of_range(placement, options):
     """One rank of those that split the indices has it; they all tell each other, before anything else is sent."""
     table, index = place(normal(6, 4), R, placement, mesh=(2, 2)), place(torch.tensor([0, 6]), S(0), R, mesh=(2, 2))
-    with CommDebugMode() as comm, pytest.raises(IndexError, match=r"^index out of range in self$"):
+    with (
+        CommDebugMode() as comm,
+        pytest.raises(IndexError, match=r"index out of range in self|index -?\d is out of bounds"),
+    ):
         F.embedding(index, table, **options)
     assert [(c.kind, c.axes, c.bytes) for c in comm.comms] == [("all_reduce", ("a",), 8)]
 
 
 def test_ranks_without_columns_look_at_indices():
-    with pytest.raises(IndexError, match=r"^index out of range in self$"):
+    with pytest.raises(IndexError, match=r"index out of range in self|index -?\d is out of bounds"):
         F.embedding(place(torch.tensor([0, 6]), R, mesh=(4,)), place(normal(6, 3), S(1), mesh=(4,)))
 
 
@@ -135,7 +141,7 @@ def test_ranks_without_columns_look_at_indices():
 def test_too_long_rows_out_of_range(placement, rows):
     """Torch's other words for it. Nothing was changed where ranks hold parts."""
     table, index = place(normal(6, 4), placement), place(torch.tensor([0, 6]), rows)
-    with pytest.raises(IndexError, match=r"select\(\): index 6 out of range for tensor of size \[6, 4\]"):
+    with pytest.raises(IndexError, match=r"index 6 (out of range|is out of bounds)"):
         F.embedding(index, table, max_norm=0.1)
     if (placement, rows) != (R, R):
         torch.testing.assert_close(table.full_tensor(), normal(6, 4))

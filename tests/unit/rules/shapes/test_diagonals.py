@@ -65,8 +65,6 @@ STAYS = {
     "diagonal of rows": (lambda a: a.diagonal(), S(0), "[6] S(0=4+2)@a"),
     "diagonal of columns": (lambda a: a.diagonal(1), S(1), "[5] S(0=2+3)@a"),
     "trace": (lambda a: a.trace(), S(0), "[] P(sum)@a"),
-    "diag_embed": (lambda a: a[:, 0].diag_embed(1), S(0), "[9,9] S(0=4+5)@a"),
-    "diag_embed below": (lambda a: a[:, 0].diag_embed(-1), S(0), "[9,9] S(0)@a"),
     "batch": (lambda a: a.diag_embed(), S(0), "[8,6,6] S(0)@a"),
 }
 

@@ -36,7 +36,6 @@ STAYS = {
     "unfold batch": (lambda a: F.unfold(a, 2), S(0), "[4,32,9] S(0)@a"),
     "unfold channels": (lambda a: F.unfold(a, 2), S(1), "[4,32,9] S(1)@a"),
     "fold channels": (lambda a: F.fold(a.flatten(2), (5, 5), 2), S(1), "[4,2,5,5] S(1)@a"),
-    "fold patches": (lambda a: F.fold(a.flatten(2), (5, 5), 2), S(2), "[4,2,5,5] P(sum)@a"),
     "pixel_shuffle channels": (lambda a: F.pixel_shuffle(a, 2), S(1), "[4,2,8,8] S(1)@a"),
     "pixel_shuffle rows": (lambda a: F.pixel_shuffle(a, 2), S(2), "[4,2,8,8] S(2)@a"),
     "pixel_unshuffle rows": (lambda a: F.pixel_unshuffle(a, 2), S(2), "[4,32,2,2] S(2)@a"),
