@@ -52,11 +52,11 @@ class TransformError(ShardwiseError, NotImplementedError):
 
 
 class UnreducedGradientError(ShardwiseError, RuntimeError):
-    """An optimizer is about to step while gradients are kept aside."""
+    """An optimizer is about to step while the reduction of gradients is deferred."""
 
 
 class NoDataError(ShardwiseError, NotImplementedError):
-    """A call needs the data of tensors that have none: they lie on the meta device."""
+    """A call needs the data of tensors that have none, on the meta device."""
 
 
 class StrictModeError(ShardwiseError, RuntimeError):

@@ -1,6 +1,6 @@
 """New DTensors: `zeros ones empty full rand randn`, laid out as they are made.
 
-Random ones are *exact*: bit for bit what one device would draw from the same generator state, however they lie.
+Random ones are *exact*: bit for bit what one device would draw from the same generator state, whatever their layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _mesh_and_layout(size: tuple[Any, ...], device_mesh: Any, placements: Placem
 def _filled(
     make: Callable[[tuple[int, ...]], Tensor], size: tuple, device_mesh: Any, placements: Any, grad: bool
 ) -> DTensor:
-    """Shards made where they lie; a value that is to be pending is made once and zero elsewhere."""
+    """Shards made on their ranks; a value that is to be pending is made on one rank, and zero on the others."""
     mesh, layout = _mesh_and_layout(size, device_mesh, placements)
     settled = layout.with_(pending=[None] * mesh.ndim)
     shards = [make(shape) for shape in settled.held_shapes]

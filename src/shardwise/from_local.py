@@ -46,12 +46,10 @@ def layout_of_shards(
 
 
 def gradient_layout(layout: Layout, placements: Placements) -> Layout:
-    """The layout of gradients that lie as these placements, of the same shapes as the shards."""
+    """The layout of gradients with these placements, of the same shapes as the shards."""
     given = Layout.of(layout.mesh, layout.shape, placements)
     if given.held_shapes != layout.held_shapes:
-        raise PlacementError(
-            f"from_local: gradients that lie as {given} have other shapes than shards that lie as {layout}"
-        )
+        raise PlacementError(f"from_local: gradients as {given} have other shapes than shards of {layout}")
     return given
 
 
@@ -59,19 +57,19 @@ def check_strides(layout: Layout, found: Sequence[int], said: Sequence[int]) -> 
     """Of dims with one index no stride is wrong."""
     if len(said) != len(found) or any(a != b and n > 1 for a, b, n in zip(found, said, layout.shape, strict=True)):
         raise ShardShapeError(
-            f"stride={list(said)} is not how the shards lie: of the whole, {layout}, they make {list(found)}"
+            f"stride={list(said)} does not fit the shards: of the global tensor, {layout}, they make {list(found)}"
         )
 
 
 def laid_out(shards: Sequence[Tensor], layout: Layout) -> Sequence[Tensor]:
-    """The shards as they are brought, unless they are too thin to show alike how the whole lies: then as fresh ones."""
+    """The shards as they are brought, unless they are too thin to show the global strides: then as fresh ones."""
     if not layout.thinness:
         return shards
     return [x if x.stride() == torch.empty(x.shape, device="meta").stride() else _fresh(x) for x in shards]
 
 
 def _fresh(x: Tensor) -> Tensor:
-    """A copy that lies as new tensors do. (`contiguous` leaves strides that do not matter to it.)"""
+    """A copy with the strides of a new tensor. (`contiguous` leaves strides that do not matter to it.)"""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 

@@ -581,7 +581,7 @@ def distribute_tensor(
     placements = [Replicate()] * mesh.ndim if placements is None else placements
     if isinstance(tensor, DTensor):
         if tensor._layout.mesh is not mesh:
-            raise MeshError(f"the tensor already lies on {tensor._layout.mesh}, not on {mesh}; use full_tensor() first")
+            raise MeshError(f"the tensor is already on {tensor._layout.mesh}, not on {mesh}; use full_tensor() first")
         return tensor.redistribute(placements=placements)
     check_strided(tensor)
     if tensor.requires_grad and not tensor.is_leaf:

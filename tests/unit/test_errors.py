@@ -74,7 +74,7 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: sw.distribute_tensor(ones(S0, R), LINE, [R]),
         errors.MeshError,
-        "the tensor already lies on Mesh(dp=2, tp=2), not on Mesh(tp=4); use full_tensor() first",
+        "the tensor is already on Mesh(dp=2, tp=2), not on Mesh(tp=4); use full_tensor() first",
     ),
     (
         lambda: sw.zeros(2, device_mesh="cpu"),
@@ -113,7 +113,7 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
         lambda: ones(S0, R) + torch.ones(4),
         errors.MixedTensorError,
         "torch.Tensor.add(self: DTensor f32[4,4] S(0)@dp, other: plain f32[4]): argument 'other' is a plain "
-        "torch.Tensor, and how it lies on the mesh is unknown. Make it a DTensor with "
+        "torch.Tensor, and its layout on the mesh is unknown. Make it a DTensor with "
         "shardwise.distribute_tensor(tensor, mesh, placements), or, if every rank holds the same values, run the call "
         "inside shardwise.experimental.implicit_replication()",
     ),

@@ -103,7 +103,7 @@ class Group:
 
     def reducer(self, device: torch.device) -> Callable[[list[Tensor], Any], Any]:
         """What reduces tensors of a device in place, behind autograd's back, as directly as can be: torch's dispatcher
-        would look the backend up anew for each call, and groups in Python may compute with what they are given."""
+        would look the backend up for each call, and groups in Python may compute with what they are given."""
         if _is_in_python(self.process_group):
             return lambda tensors, options: self.process_group.allreduce([lent(x) for x in tensors], options)
         try:

@@ -49,7 +49,7 @@ def _release_all() -> None:
 def wait_for_all() -> None:
     """Wait for every collective that is under way."""
     for handle in list(_in_flight):
-        with suppress(Exception):  # whoever uses its result will hear of it
+        with suppress(Exception):  # whoever uses its result will get the error
             handle.wait()
 
 

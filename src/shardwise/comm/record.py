@@ -100,7 +100,7 @@ def note_fallback(name: str) -> None:
 
 @contextmanager
 def off_the_record() -> Iterator[None]:
-    """Inside, nobody is told: for checks that a program did not ask for and that run only once."""
+    """Inside, nothing is recorded: for checks that a program did not ask for and that run only once."""
     silenced = listeners[:]
     listeners.clear()
     try:

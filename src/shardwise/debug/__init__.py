@@ -57,8 +57,8 @@ class CommDebugMode:
 
     def __exit__(self, *exception: Any) -> None:
         self._modules.stop()
-        told: list[tuple[list[Any], Any]] = [(watchers, self), (record.listeners, self.comms)]
-        for everybody, mine in (*told, (record.fallbacks, self.fallbacks)):
+        lists: list[tuple[list[Any], Any]] = [(watchers, self), (record.listeners, self.comms)]
+        for everybody, mine in (*lists, (record.fallbacks, self.fallbacks)):
             everybody[:] = [listener for listener in everybody if listener is not mine]
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The modules that run while somebody looks: their parameters, and how these lie."""
+"""The modules that run while somebody looks: their parameters, and the layouts of these."""
 
 from __future__ import annotations
 

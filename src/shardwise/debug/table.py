@@ -70,7 +70,7 @@ def _collective(comm: Comm) -> str:
 
 
 def _from_to(comm: Comm) -> Cells:
-    """Where a value lay and where it went; its shape is said once."""
+    """The layouts from which and to which a value went; its shape is said once."""
     return () if comm.source is None else (str(comm.source), f"→ {str(comm.target).partition(' ')[2]}")
 
 
@@ -89,7 +89,7 @@ def _total(comms: Sequence[Comm]) -> Cells:
 
 
 def where(comm: Comm) -> str:
-    """The user's line: its file as seen from where the program runs or, if it lies elsewhere, the end of its path."""
+    """The user's line: its file as seen from where the program runs or, outside of that, the end of its path."""
     if not comm.file:
         return "line unknown"
     near = os.path.relpath(comm.file) if os.path.isabs(comm.file) else comm.file

@@ -22,7 +22,7 @@ from shardwise.dispatch.plan import (
     wrap_fresh,
 )
 from shardwise.dispatch.planning.first_call import make_plan, misses
-from shardwise.dispatch.planning.no_data import WithoutData, lie_on_meta
+from shardwise.dispatch.planning.no_data import WithoutData, on_meta
 from shardwise.dispatch.positional import by_position
 from shardwise.dispatch.watch import watched
 from shardwise.rules.kit.treatments import handlers
@@ -144,7 +144,7 @@ def _remember(key: tuple, func: Callable, args: tuple, kwargs: dict[str, Any]) -
 
 
 def _new_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
-    if not lie_on_meta(args, kwargs):
+    if not on_meta(args, kwargs):
         return unseen(make_plan, func, args, kwargs)
     return WithoutData(WithoutData(partial(unseen, make_plan, func), func)(args, kwargs), func)
 

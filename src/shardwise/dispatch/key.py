@@ -25,7 +25,7 @@ class Uncacheable(Exception):
 
 
 class PlainTensor(Exception):
-    """A plain tensor, of which nobody said how it lies on the mesh. Who knows the call says so (`interop.mixing`)."""
+    """A plain tensor, whose layout is unknown. Who knows the call says so (`interop.mixing`)."""
 
 
 def key_of(value: Any) -> Any:

@@ -59,7 +59,7 @@ class Whole:
             originals.append(x)
             mover = next(movers)
             y = mover(x) if mover is not None else x
-            return _plainly(y, self.mesh) if self.plain else y
+            return _as_local(y, self.mesh) if self.plain else y
 
         with _disabled():
             local_args = tuple(map_tensors(arg, localised_argument) for arg in args)
@@ -82,7 +82,7 @@ class Whole:
         return map_tensors(out, wrap)
 
 
-def _plainly(x: Tensor, mesh: Mesh) -> Tensor:
+def _as_local(x: Tensor, mesh: Mesh) -> Tensor:
     """An argument as a local tensor that Python may see. One that came plain is every rank's, and has one gradient."""
     return localise(x) if x.__class__ is DTensor else x if x.__class__ is Ranked else spread(x, mesh)
 
@@ -198,7 +198,7 @@ class Steps:
             originals += flat_tensors(kwargs)
         slots: list[Any] = [None] * self.num_slots
         if self.plain:
-            slots[: len(originals)] = [_plainly(x, self.mesh) for x in originals]
+            slots[: len(originals)] = [_as_local(x, self.mesh) for x in originals]
         else:
             slots[: len(originals)] = originals
         if self.simulated:

@@ -1,6 +1,6 @@
 """The notation of rules for ops of one's own: a term per tensor, a letter per dim, as in einsum.
 
-What it means is told where it is used: `register_sharding`.
+`register_sharding` says what it means.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def register_sharding(
     - What an op writes to (`mutates_args`) must carry a letter for it to be sharded, and ends where it began.
 
     *A function*, with the signature of torch's experimental `register_sharding`, as a decorator: it takes the op's
-    arguments, with a description of each tensor (`shape`, `ndim`, `stride`, `tensor_meta`, and, as it lies now, `mesh`
+    arguments, with a description of each tensor (`shape`, `ndim`, `stride`, `tensor_meta`, and, as it is now, `mesh`
     and `placements`), and returns the ways along one mesh axis as pairs (placements of the outputs, placements of the
     arguments; None for what is no tensor).
 
@@ -131,7 +131,7 @@ def _register(rules: Mapping[Any, Rule]) -> None:
         if _takes_out(op):
             rule = Rule(rule.strategies)  # the registry sees to what it writes to
         elif op.namespace != "aten":
-            rule = Rule(rule.strategies, _plainly)
+            rule = Rule(rule.strategies, _as_itself)
         register(op._schema.name, rule=_with_overload(op, rule))
     clear_cache()
 
@@ -140,12 +140,12 @@ def _takes_out(op: Any) -> bool:
     return any(argument.is_out for argument in op._schema.arguments)
 
 
-def _plainly(call: Call, ins: Any, outs: Any) -> Local:
+def _as_itself(call: Call, ins: Any, outs: Any) -> Local:
     """An op that may be written in Python sees nothing but plain tensors, in what it saves for its backward too."""
-    return Local(_Plainly(call.op, tuple(call.kwargs)), [*call.args, *call.kwargs.values()])
+    return Local(_AsItself(call.op, tuple(call.kwargs)), [*call.args, *call.kwargs.values()])
 
 
-class _Plainly:
+class _AsItself:
     """An op, whose last arguments are given by name, on plain tensors."""
 
     __slots__ = ("names", "op")
@@ -200,8 +200,8 @@ def _rule_of_kind(op: Any) -> Rule | None:
 def _register_function(ops: Sequence[Any], function: Callable) -> Callable:
     if not callable(function):
         raise RuleError(f"a sharding rule is a function of the op's arguments, or a notation, not {function!r}")
-    # It may look at dtypes and floats, so that what follows from it does not hold for others: `_plainly` says so.
-    rule = Rule(lambda call: _ways_of(function, call), _plainly)
+    # It may look at dtypes and floats, so that what follows from it does not hold for others: `_as_itself` says so.
+    rule = Rule(lambda call: _ways_of(function, call), _as_itself)
     _register(dict.fromkeys(ops, rule))
     return function
 

@@ -19,7 +19,7 @@ class RuleError(ShardwiseError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """What is known of a tensor before it lies anywhere."""
+    """What is known of a tensor before it has a layout."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -27,10 +27,10 @@ class TensorMeta:
 
 
 class TensorSpec:
-    """A tensor argument as a rule's function sees it: the global tensor, without values, and where it lies now.
+    """A tensor argument as a rule's function sees it: the global tensor, without values, and its layout now.
 
     A function that lists all ways need not look at `placements`; the cheapest is chosen. Inside functions made of
-    several ops a tensor that the op gets from another one lies nowhere yet, and is described as whole.
+    several ops a tensor that the op gets from another one has no layout yet, and is described as replicated.
     """
 
     __slots__ = ("_value",)
@@ -65,7 +65,7 @@ class TensorSpec:
         if layout is None:
             raise RuleError(
                 "a sharding rule that is judged by samples lists every way to run its op along one mesh axis, wherever "
-                "the tensors lie now: mesh and placements are not known to it. Return all ways; the cheapest is chosen"
+                "the tensors are now: mesh and placements are not known to it. Return all ways; the cheapest is chosen"
             )
         return layout
 

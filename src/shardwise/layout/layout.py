@@ -1,4 +1,4 @@
-"""The layout: how a global tensor lies on a mesh. A value, interned: equality is identity."""
+"""The layout: how a global tensor is distributed over a mesh. A value, interned: equality is identity."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.layout.placement import SUM, Partial, Placement, Replicate, Shard
 from shardwise.layout.sizes import chunk_sizes, intervals, offsets
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a shard lies in the global tensor: its start and its size, per dim."""
+"""The part of the global tensor that a shard is: its start and its size, per dim."""
 
 
 class Layout:
@@ -74,7 +74,7 @@ class Layout:
         return self
 
     def _derive(self) -> None:
-        """What is asked so often that it is not worked out anew."""
+        """What is asked so often that it is worked out once."""
         dims: list[int | None] = [None] * self.mesh.ndim
         for dim, axes in enumerate(self.splits):
             for axis in axes:
@@ -195,7 +195,7 @@ class Layout:
     def thinness(self) -> int:
         """How many dims some rank holds one index of where the whole has more; one of which it holds none counts twice.
 
-        Strides of such dims say nothing of how the whole lies in memory.
+        Strides of such dims say nothing about the strides of the global tensor.
         """
         least = [(min(self.pieces(dim)), self.shape[dim]) for dim, axes in enumerate(self.splits) if axes]
         return sum(max(2 - size, 0) for size, whole in least if size < whole)

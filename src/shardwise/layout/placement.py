@@ -1,4 +1,4 @@
-"""How a tensor lies along one mesh axis, as users write it."""
+"""How a tensor is distributed along one mesh axis, as users write it."""
 
 from __future__ import annotations
 

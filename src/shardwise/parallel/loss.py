@@ -1,4 +1,4 @@
-"""`loss_parallel`: the promise that a loss over sharded classes is computed where they lie."""
+"""`loss_parallel`: the promise that a loss over sharded classes is computed on their shards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class loss_parallel(TorchFunctionMode):
     Under torch's DTensor this context switches a loss to its class-parallel implementation, which it needs for the
     backward pass too. Here `cross_entropy`, `log_softmax` and `nll_loss` are class-parallel wherever that is the
     cheapest way, so the context changes no result, and `backward()` need not be inside. What it states is the intent: a
-    call that would move the logits away from their classes, because another argument lies where it costs less to
+    call that would move the logits away from their classes, because of the layout of another argument
     (targets sharded along the very axis that splits the classes, say), raises `PlacementError` instead, before anything
     is communicated. Plain targets and weights are taken as replicated. It may be nested, and nothing of it outlives the
     block.

@@ -58,7 +58,7 @@ def _plan_together(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     if len(meshes) > 1:
         return _ByMesh(func, {mesh: [at for at, lay in enumerate(wanted) if lay.mesh is mesh] for mesh in meshes})
     if in_place and (pending := [x._layout for x in lead if x._layout.has_pending]):
-        refusal = InPlaceError(f"{name} cannot write to a tensor that lies as {pending[0]}; redistribute it first")
+        refusal = InPlaceError(f"{name} cannot write to a tensor with the layout {pending[0]}; redistribute it first")
         if name in (*FUSED, UNSCALE):
             raise refusal
         return Elsewhere(func, range(len(lead)), [settled], refusal)

@@ -16,7 +16,7 @@ from shardwise.dispatch.aliasing.copied_views import CopiedView, watch_view
 from shardwise.dispatch.aliasing.global_strides import copied, lies_plainly, on_one_device
 from shardwise.dispatch.aliasing.views import OfCopies
 from shardwise.dispatch.plan import reduce_terms
-from shardwise.dispatch.planning.no_data import WithoutData, lie_on_meta, needs_data
+from shardwise.dispatch.planning.no_data import WithoutData, needs_data, on_meta
 from shardwise.dispatch.planning.trace import map_tensors
 from shardwise.dispatch.steps import Whole
 from shardwise.errors import MixedTensorError
@@ -96,8 +96,8 @@ def _of_the_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _type(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """`type()` names a type; given one it converts, and a plain tensor of the kind says to what."""
     x, *how = args
-    told = func(torch.empty(0, dtype=x.dtype, device=x.device), *how, **kwargs)
-    return told if isinstance(told, str) else x.to(told.device, told.dtype)
+    found = func(torch.empty(0, dtype=x.dtype, device=x.device), *how, **kwargs)
+    return found if isinstance(found, str) else x.to(found.device, found.dtype)
 
 
 @handles(Tensor.contiguous)
@@ -114,7 +114,7 @@ def _contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
 
 @handles(Tensor.ravel, torch.ravel)
 def _ravel(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Unlike `reshape(-1)`, torch's copies every tensor that does not lie in one piece."""
+    """Unlike `reshape(-1)`, torch's copies every tensor that is not contiguous."""
     return args[0].contiguous().view(-1)
 
 
@@ -170,7 +170,7 @@ def whole_of(x: Any) -> Any:
 
 def of_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What a function makes of whole tensors that Python is to see."""
-    if lie_on_meta(args, kwargs):
+    if on_meta(args, kwargs):
         raise needs_data(func, args, kwargs)
     return func(*map(whole_of, args), **kwargs)
 
@@ -338,7 +338,7 @@ def _keep_no_moves(x: DTensor) -> None:
 
 
 class _Unshared(dict[Any, Any]):
-    """What was moved of a tensor whose `data` were handed out: nothing is kept, as nobody would hear of a write."""
+    """What was moved of a tensor whose `data` were handed out: nothing is kept, as nobody would notice a write."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass

@@ -77,8 +77,8 @@ def shards_in(x: DTensor, layout: Layout) -> Tensor:
     return localise(as_layout(x, layout, "input"))
 
 
-def told(group: Group, mine: Tensor) -> list[Any]:
-    """A few numbers of every rank. Groups beside each other hold the same shards, so all are told the same."""
+def gathered_numbers(group: Group, mine: Tensor) -> list[Any]:
+    """A few numbers of every rank. Groups beside each other hold the same shards, so all get the same."""
     all_of_them = group.stack(mine) if group.size > 1 else mine.unsqueeze(0)
     with _disabled():
         return shards_of(all_of_them)[0].tolist()
@@ -86,11 +86,11 @@ def told(group: Group, mine: Tensor) -> list[Any]:
 
 def lengths(group: Group, local: Tensor, dim: int) -> tuple[int, ...]:
     """How long the ranks' parts are."""
-    return tuple(told(group, group.map(lambda x: torch.tensor(x.shape[dim], device=x.device), local)))
+    return tuple(gathered_numbers(group, group.map(lambda x: torch.tensor(x.shape[dim], device=x.device), local)))
 
 
 def joined(group: Group, local: Tensor, dim: int, like: Layout) -> DTensor:
-    """Parts that are as long in `dim` as the ranks have found, as one tensor. Otherwise they lie as `like`."""
+    """Parts that are as long in `dim` as the ranks have found, as one tensor, otherwise laid out as `like`."""
     return wrap(local, with_sizes(like, dim, lengths(group, local, dim)))
 
 
@@ -232,7 +232,7 @@ def with_chosen(x: Any, indices: Sequence[Any], values: Any) -> Any:
     choice = _Choice(x, mask, at)
     if choice.layout is not x._layout or x._layout.has_pending or values.ndim != len(choice.found.shape):
         return None
-    counts = told(choice.group, choice.mask.count_nonzero())
+    counts = gathered_numbers(choice.group, choice.mask.count_nonzero())
     wanted = with_sizes(choice.found, at, counts)
     if wanted.shape != values.shape:
         return None
@@ -294,7 +294,9 @@ def _repeat_interleave(
     group = Group(mesh, axes, [])
     times = shards_in(repeats, cut(look, 0, axes if each else (), sizes if each else None, range(repeats.ndim)))
     local = shards_in(x, layout)
-    said = told(group, group.map(_lowest_and_sum, times, 1 if each else group.map(lambda x: x.shape[dim], local)))
+    said = gathered_numbers(
+        group, group.map(_lowest_and_sum, times, 1 if each else group.map(lambda x: x.shape[dim], local))
+    )
     if min(lowest for lowest, _ in said) < 0:
         torch.repeat_interleave(torch.tensor([-1]))  # torch refuses
     found = group.map(torch.repeat_interleave, local, times, dim)
@@ -317,7 +319,7 @@ def _bincount(x: Any, weights: Any = None, minlength: int = 0) -> DTensor:
     sizes = sizes_of([(tensor._layout, 0) for tensor in tensors], axes)
     local = [shards_in(tensor, cut(tensor._layout, 0, axes, sizes, range(1))) for tensor in tensors]
     group = Group(mesh, axes, [])
-    ends = told(group, group.map(_ends, local[0]))
+    ends = gathered_numbers(group, group.map(_ends, local[0]))
     if min(low for low, _ in ends) < 0:
         torch.bincount(torch.tensor([-1]))  # torch refuses
     pending = [SUM if axis in axes else None for axis in range(mesh.ndim)]

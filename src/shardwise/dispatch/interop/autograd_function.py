@@ -30,7 +30,7 @@ _users_code = torch._C._EnableTorchFunction  # which a pass may have disabled
 _apply: Any = vars(torch._C._FunctionBase)["apply"]
 
 Strides = tuple[int, ...] | None
-"""What a DTensor remembers of how the whole lies in memory, where its shards do not show it."""
+"""What a DTensor remembers of the strides of the global tensor, where its shards do not show them."""
 
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ def joined(flat: Iterable[Any], layouts: Sequence[Layout | None], strides: Seque
 
 
 def joined_gradients(flat: Iterable[Tensor | None], layouts: Sequence[Layout | None]) -> list[Tensor | None]:
-    """Gradients of values that lie as `layouts`, as DTensors."""
+    """Gradients of values with these layouts, as DTensors."""
     found: list[Tensor | None] = []
     for parts, layout in _grouped(flat, layouts):
         if layout is None or all(part is None for part in parts):
@@ -118,7 +118,7 @@ def joined_gradients(flat: Iterable[Tensor | None], layouts: Sequence[Layout | N
 
 
 def _flat_gradients(gradients: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Tensor | None]:
-    """What user code returns as gradients of values that lie as `layouts`, shard by shard."""
+    """What user code returns as gradients of values with these layouts, shard by shard."""
     flat: list[Tensor | None] = []
     for gradient, layout in zip(gradients, layouts, strict=True):
         if layout is None:

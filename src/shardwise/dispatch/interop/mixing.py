@@ -45,7 +45,7 @@ def mixed(func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> Shardwi
     call = f"{_name(func)}({', '.join(f'{name}: {shown(value, kinds=True)}' for name, value in named)})"
     plain = next((path for name, value in named for path in _plain(name, value)), "?")
     return MixedTensorError(
-        f"{call}: argument '{plain}' is a plain torch.Tensor, and how it lies on the mesh is unknown. Make it a "
+        f"{call}: argument '{plain}' is a plain torch.Tensor, and its layout on the mesh is unknown. Make it a "
         f"DTensor with shardwise.distribute_tensor(tensor, mesh, placements), or, if every rank holds the same values, "
         f"run the call inside shardwise.experimental.implicit_replication()"
     )

@@ -1,4 +1,4 @@
-"""Building: from a lowered call to the plan that runs it, as plainly as the case allows."""
+"""Building: from a lowered call to the plan that runs it, in the simplest form that the case allows."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Chooser:
         if len(ways) == 1:
             return ways[0]
         outs = [_local_bytes(value, chosen, self.mesh, i) for i, value in enumerate(call.outputs)]
-        ins = [_bytes(value) / _cut_elsewhere(layout, axis) for value, layout in zip(call.inputs, have, strict=True)]
+        ins = [_bytes(value) / _other_cuts(layout, axis) for value, layout in zip(call.inputs, have, strict=True)]
         grads = tuple(value.index in self._needs_grad for value in call.inputs)
         parameters = tuple(value.is_parameter for value in call.inputs)
         traffic = Traffic(self.mesh.shape[axis], tuple(at), tuple(ins), tuple(outs), grads, parameters)
@@ -313,7 +313,7 @@ def _bytes(value: Value) -> int:
     return value.numel * value.dtype.itemsize
 
 
-def _cut_elsewhere(layout: Layout, axis: int) -> int:
+def _other_cuts(layout: Layout, axis: int) -> int:
     """Into how many pieces other axes than one cut a value."""
     pieces = 1
     for axes in layout.splits:

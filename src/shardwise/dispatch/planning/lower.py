@@ -90,7 +90,7 @@ class Lowered:
 def lower(trace: Trace, layouts: Sequence[Layout]) -> Lowered:
     """Choose strategies for every call, along every axis, and turn them into layouts, moves and local calls."""
     mesh = layouts[0].mesh
-    if any(call.op.namespace != "aten" for call in trace.calls):  # only rules of users' ask where values lie
+    if any(call.op.namespace != "aten" for call in trace.calls):  # only rules of users' ask for layouts
         for value in trace.values:
             value.layout = Layout(mesh, value.shape)
     for value, layout in zip(trace.inputs, layouts, strict=True):
@@ -119,7 +119,7 @@ def _cannot_write(call: Call, trace: Trace, layouts: Sequence[Layout]) -> InPlac
     given = {value.index: str(layout) for value, layout in zip(trace.inputs, layouts, strict=True)}
     at = given.get(written.index, f"{list(written.shape)} inside of the call")
     return InPlaceError(
-        f"{name} cannot write to a tensor that lies as {at}: its result has another layout. Nothing was changed; "
+        f"{name} cannot write to a tensor with the layout {at}: its result has another layout. Nothing was changed; "
         f"redistribute the tensor first, or use the out-of-place function"
     )
 
@@ -304,7 +304,7 @@ class _Aliases:
                 )
             if moved:
                 raise InPlaceError(
-                    f"{name} cannot write to a tensor that lies as {layout} beside others that are cut otherwise; "
+                    f"{name} cannot write to a tensor with the layout {layout} beside others that are cut otherwise; "
                     f"nothing was changed. Redistribute them alike first"
                 )
         if call.is_view and call.inputs and call.inputs[0].index in self.views:

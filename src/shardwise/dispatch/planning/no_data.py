@@ -13,7 +13,7 @@ from shardwise.errors import NoDataError
 from shardwise.tensor import DTensor
 
 
-def lie_on_meta(args: Any, kwargs: Any) -> bool:
+def on_meta(args: Any, kwargs: Any) -> bool:
     return any(isinstance(x, DTensor) and x._layout.mesh.device_type == "meta" for x in flat_tensors((args, kwargs)))
 
 
@@ -42,6 +42,6 @@ def speaks_of_meta(error: Exception) -> bool:
 def needs_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> NoDataError:
     name = getattr(func, "__name__", str(func))
     return NoDataError(
-        f"{describe(name, args, kwargs)} depends on data, and these tensors have none: they lie on the meta device. "
+        f"{describe(name, args, kwargs)} depends on data, and these tensors have none: they are on the meta device. "
         f"Leave it out where collectives are counted, or run the program on shardwise.simulate"
     )

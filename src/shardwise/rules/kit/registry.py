@@ -181,7 +181,9 @@ class _Overwrite:
 
 def refuse_shared_memory(x: Tensor) -> None:
     """Refuse to write to an empty shard if torch refuses that to the other ranks, whose elements share memory."""
-    if 0 in _size(x) and is_expanded(x):
+    with _disabled():
+        is_empty = 0 in _size(x)
+    if is_empty and is_expanded(x):
         torch.zeros(()).expand(2).copy_(torch.zeros(2))
 
 

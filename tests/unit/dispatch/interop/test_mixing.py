@@ -16,7 +16,7 @@ from shardwise.errors import MixedTensorError
 MESH = sw.simulate((2,), ("tp",))
 PLAIN, ROWS = torch.ones(8, 4), torch.tensor([0, 1])
 REST = (
-    " is a plain torch.Tensor, and how it lies on the mesh is unknown. Make it a DTensor with "
+    " is a plain torch.Tensor, and its layout on the mesh is unknown. Make it a DTensor with "
     "shardwise.distribute_tensor(tensor, mesh, placements), or, if every rank holds the same values, run the call "
     "inside shardwise.experimental.implicit_replication()"
 )
