@@ -20,7 +20,7 @@ demo: $(STAMP)  ## run examples/demo.py
 test: export OMP_NUM_THREADS := 1
 test: export MALLOC_PERTURB_ := 165
 test: $(STAMP)  ## run all tests
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(STAMP)  ## check everything: format, lint, types, tests
 	$(BIN)/ruff format --check .

@@ -1,12 +1,23 @@
-"""What every test starts from: the same seeds, one thread, and a fixed set of hypothesis examples."""
+"""What every test starts from: the same seeds, one thread, a fixed set of hypothesis examples, and settings that no
+other test has left changed."""
 
+import os
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributions import Distribution
+
+from shardwise.comm import cause, record
+from shardwise.dispatch import modes
+from shardwise.layout import mesh
+from shardwise.rules.kit import registry
 
 SEED = 0
 
@@ -38,6 +49,52 @@ def fixed_seeds() -> None:
     random.seed(SEED)
     numpy.random.seed(SEED)
     torch.manual_seed(SEED)
+
+
+def listening() -> tuple[int, ...]:
+    return len(cause.listeners), len(cause.watchers), len(record.fallbacks)
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "whether autograd records": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "whether autograd looks for anomalies": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    "whether torch is deterministic": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
+    "whether functions are dispatched": (torch._C._is_torch_function_enabled, None),
+    "the function modes": (torch._C._len_torch_function_stack, None),
+    "the dispatch modes": (torch._C._len_torch_dispatch_stack, None),
+    "who listens for saved tensors": (lambda: torch._C._autograd._top_saved_tensors_default_hooks(True), None),
+    "the process group": (dist.is_initialized, None),
+    "strict mode": (modes.is_strict, modes._strict.set),
+    "the limits of strict mode": (modes.limits, modes._limits.set),
+    "implicit replication": (modes.replicates_implicitly, modes._implicit.set),
+    "the mesh of the block": (mesh._entered.get, mesh._entered.set),
+    "who listens for collectives": (listening, None),
+    "the number of rules": (lambda: len(registry._rules), None),
+    "the working folder": (os.getcwd, os.chdir),
+    "who profiles": (sys.getprofile, sys.setprofile),
+}
+"""What a test might leave behind for those after it: how it is read, and set back."""
+
+
+@pytest.fixture(autouse=True)
+def settings_are_left_alone() -> Iterator[None]:
+    """A test that leaves one changed fails, and the next one starts as this one did."""
+    before, validates = [read() for read, _ in SETTINGS.values()], Distribution._validate_args
+    yield
+    Distribution.set_default_validate_args(validates)  # Dynamo turns it off for good when it compiles
+    changed = []
+    for (name, (read, restore)), was in zip(SETTINGS.items(), before, strict=True):
+        if (now := read()) != was:
+            changed.append(f"{name}: {was} before, {now} after")
+            if restore is not None:
+                restore(was)
+    assert not changed, f"the test leaves settings changed: {'; '.join(changed)}"
 
 
 @pytest.fixture

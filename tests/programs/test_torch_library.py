@@ -27,17 +27,8 @@ from shardwise.experimental import implicit_replication
 R, S = sw.Replicate(), sw.Shard
 pytestmark = [
     pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning"),
-    pytest.mark.usefixtures("double_precision", "validating"),
+    pytest.mark.usefixtures("double_precision"),
 ]
-
-
-@pytest.fixture
-def validating() -> Iterator[None]:
-    """Distributions look at their arguments, as in a fresh process: Dynamo turns that off for good when it compiles."""
-    before = D.Distribution._validate_args
-    D.Distribution.set_default_validate_args(True)
-    yield
-    D.Distribution.set_default_validate_args(before)
 
 
 def check(step: Callable[[To], list[Tensor]], *, mesh: tuple[int, ...] = (2, 3), meta: str = "the same") -> None:
