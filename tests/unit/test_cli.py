@@ -25,7 +25,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     "arguments",
     [
         *([], ["nonsense"], ["coverage", "--stratum", "3/3"], ["coverage", "--seed", "x"]),
-        *(["coverage", "--samples", "0"], ["coverage", "--assignments", "-1"], ["errors", "--layouts", "0"]),
+        *(["coverage", "--samples", "0"], ["coverage", "--assignments", "-1"], ["fuzz", "--programs", "x"]),
     ],
     ids=" ".join,
 )
@@ -70,14 +70,6 @@ def test_a_wrong_answer_is_an_exit_status(capsys: pytest.CaptureFixture[str]) ->
         register("flip", rule=Rule(lambda call: [Strategy((None,), (None,)), Strategy((0,), (0,))]))
         assert main(["coverage", "--jobs", "0", "--quiet", "--samples", "3", "--ops", "flip"]) == 1
     assert "1 (100.0%)" in capsys.readouterr().out.split("sometimes wrong")[1].splitlines()[0]
-
-
-def test_another_error_is_an_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["errors", "--jobs", "0", "--quiet", "--layouts", "2", "--spread", "1", "--ops", "data: nll_loss"]
-    assert main(arguments) == 0
-    monkeypatch.setattr(COMMANDS["errors"], "said", lambda error: str(id(error)))
-    assert main(arguments) == 1
-    assert "in other words" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from shardwise.rules import lookup, math, nn, shapes
 from shardwise.rules.kit import guards
-from shardwise.rules.kit.refusals import refuse
 from shardwise.rules.kit.registry import register, rule_for, rule_named
 from shardwise.rules.kit.types import (
     PENDING,
@@ -33,7 +32,6 @@ __all__ = [
     "lookup",
     "math",
     "nn",
-    "refuse",
     "register",
     "replicated",
     "rule_for",

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import _StopRecomputationError
 
 from shardwise.comm import Ranked
 from shardwise.dispatch.functions.handlers import handles
@@ -16,7 +15,6 @@ from shardwise.dispatch.functions.ragged import with_chosen
 from shardwise.dispatch.functions.subscripts import everywhere, in_full, is_mask, items_of, num_dims, numbered
 from shardwise.dispatch.interop.mixing import mixed
 from shardwise.dispatch.modes import replicates_implicitly
-from shardwise.dispatch.planning.ask_torch import torchs_own
 from shardwise.dispatch.planning.trace import map_tensors
 from shardwise.errors import MixedTensorError
 from shardwise.tensor import DTensor
@@ -34,21 +32,14 @@ def _set_item(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
                 "rank holds the same values, shardwise.experimental.implicit_replication()"
             )
         return func(x, map_tensors(index, _whole), map_tensors(value, _whole))
-    known: Any = index
     try:
         items = in_full(x, items_of(index, x._layout.mesh))
         fills = _is_one(value) and _is_lone_mask(items)
         if not fills and _overwrite(x, items, value):
             return
-        items = items if fills else numbered(items)
-        known = tuple(items)
-        _assign(x, items, value, fills=fills)
+        _assign(x, items if fills else numbered(items), value, fills=fills)
     except MixedTensorError:
         raise mixed(func, args, kwargs) from None  # what the user called, not what it is made of
-    except _StopRecomputationError:  # how checkpoints end what they do again
-        raise
-    except Exception as error:
-        raise torchs_own(error, func, (x, known, value), {}) or error from None
 
 
 def _whole(x: Tensor) -> Tensor:

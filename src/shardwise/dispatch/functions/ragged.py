@@ -19,7 +19,6 @@ from shardwise.comm.cause import watchers
 from shardwise.comm.ranked import per_rank, shards_of
 from shardwise.dispatch.functions.handlers import handles
 from shardwise.dispatch.functions.subscripts import everywhere, in_full, is_mask, items_of, num_dims, numbered
-from shardwise.dispatch.planning.ask_torch import torchs_own
 from shardwise.dispatch.planning.fallback import keeps_shards
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.dispatch.watch import unplanned
@@ -253,7 +252,7 @@ def _index_put(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if len(args) < 2 or not any(is_mask(item) and item.dim() for item in args[1]):
         return NotImplemented
     if not _fit(*args[:2]):
-        raise torchs_own(None, func, args, kwargs) or IndexError("a mask has another shape than what it is a mask of")
+        raise IndexError("a mask has another shape than what it is a mask of")
     if len(args) == 3 and not kwargs and isinstance(args[0], DTensor):
         written = with_chosen(*args)
         if written is not None:

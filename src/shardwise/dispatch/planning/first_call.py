@@ -28,7 +28,7 @@ from shardwise.dispatch.interop.mixing import is_collective, refuse_collective
 from shardwise.dispatch.key import variant_key
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.plan import Plan, has_terms, reduced_first, runs_in_cpp
-from shardwise.dispatch.planning.ask_torch import can_be_tried, refused, refused_dtypes, torchs_own
+from shardwise.dispatch.planning.ask_torch import LARGE, only_meta_refuses, refuse_early, refused, shape_of
 from shardwise.dispatch.planning.autocast import Autocast, autocast_dtype
 from shardwise.dispatch.planning.build import build
 from shardwise.dispatch.planning.fallback import Gathered, describe, report
@@ -171,13 +171,24 @@ class Asked:
 
 def _plan(call: Asked) -> tuple[Plan, bool]:
     """A plan, and whether it holds for all dtypes and floats."""
+    try:
+        return _planned(call)
+    except ShardwiseError:
+        raise
+    except Exception as error:  # of meta tensors; or of a rule, given sizes that do not go together
+        raise refused(call.asked, call.args, call.kwargs, most=LARGE) or error from None
+
+
+def _planned(call: Asked) -> tuple[Plan, bool]:
     trace = _traced(call)
     if not isinstance(trace, Trace):
         return trace, False
     call.layouts = [layout.unreduced for layout in call.layouts]
-    _refuse_what_meta_lets_pass(trace, call)
     lowered = _without_rules(trace, call) or _lowered(trace, call)
-    return _built(lowered, call) if isinstance(lowered, Lowered) else (lowered, False)
+    if not isinstance(lowered, Lowered):
+        return lowered, False
+    refuse_early(lowered, call.asked, call.args, call.kwargs)
+    return _built(lowered, call)
 
 
 def _traced(call: Asked) -> Trace | Plan:
@@ -186,8 +197,7 @@ def _traced(call: Asked) -> Trace | Plan:
 
     def meta(x: Tensor) -> Tensor:
         """One for each argument, even where two are the same tensor: the plan must hold for two that are not."""
-        shape = x._layout.shape if isinstance(x, DTensor) else tuple(x.shape)
-        made = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+        made = torch.empty(shape_of(x), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
         metas.append(made.clone() if x.requires_grad and not is_leaf(x) else made)  # functions may branch on either
         return metas[-1]
 
@@ -199,24 +209,12 @@ def _traced(call: Asked) -> Trace | Plan:
     except Exception as error:
         if call.func is Tensor.__getitem__ and _has_tensor_indices(call.args[1]):
             return picked_by_tensor
-        if isinstance(error, NotImplementedError) or (isinstance(error, RuntimeError) and _knows_no_meta(str(error))):
+        if not isinstance(error, ShardwiseError) and only_meta_refuses(error, metas):
             return call.gathered()
-        if not isinstance(error, ShardwiseError) and not all(layout.numel for layout in call.layouts):
-            return call.gathered()  # of nothing, kernels for meta tensors refuse more
-        raise torchs_own(error, call.func, call.args, call.kwargs) or error from None
+        raise
     trace.parameters = {value.index for value, is_one in zip(trace.inputs, parameters, strict=True) if is_one}
     trace.reduced = {value.index for value, layout in zip(trace.inputs, call.layouts, strict=True) if layout.reduced}
     return trace
-
-
-def _refuse_what_meta_lets_pass(trace: Trace, call: Asked) -> None:
-    if not all(map(can_be_tried, trace.calls)):
-        return
-    unchecked = any(made.name.rstrip("_") in UNCHECKED_ON_META for made in trace.calls)
-    if unchecked or not all(made.is_view for made in trace.calls):
-        refusal = (refused if unchecked else refused_dtypes)(call.asked, call.args, call.kwargs)
-        if refusal is not None:
-            raise refusal
 
 
 def _without_rules(trace: Trace, call: Asked) -> Plan | None:
@@ -296,11 +294,6 @@ def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -
     return Lying(plan, call.func, lowered.trace.lying) if hides else plan
 
 
-def _knows_no_meta(complaint: str) -> bool:
-    """Whether an op only has no kernel for meta tensors: torch's words for its own ops, and for custom ones."""
-    return "meta" in complaint or "no fake impl registered" in complaint
-
-
 def _layout_of_one_view(lowered: Lowered) -> Layout | None:
     """The layout of the result, if the call is one view of one shard."""
     if len(lowered.calls) != 1 or not runs_in_cpp(lowered.mesh) or not isinstance(lowered.trace.output, Value):
@@ -330,15 +323,6 @@ def picked_by_tensor(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
     x, index = args
     items = index if isinstance(index, tuple) else (index,)
     return x[tuple(int(item) if _is_number(item) else item for item in items)]
-
-
-UNCHECKED_ON_META = frozenset(
-    {
-        *("select_scatter", "slice_scatter", "diagonal_scatter"),
-        *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "__and__", "__or__", "__xor__"),
-    }
-)
-"""Ops whose kernels for meta tensors let sizes or dtypes pass that others refuse."""
 
 
 class ContiguousOnly:

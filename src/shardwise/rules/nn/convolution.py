@@ -20,6 +20,7 @@ from shardwise.rules.math.reductions import PROGRAM_COST
 
 
 def _convolution(call: Call) -> list[Strategy]:
+    _check_channels(call)
     x, out, groups = call["input"], call.outputs[0], call["groups"]
     spatial: list[Factor] = [None] * (x.ndim - 2)
     into: Factor = "in" if groups == 1 else None
@@ -38,6 +39,16 @@ def _convolution(call: Call) -> list[Strategy]:
         resize = even_pieces(1, x.shape[dim], out.shape[dim])
         found.append(Strategy((dim, *rest), (dim,), PROGRAM_COST, resize))
     return found if groups == 1 else [*found, *_by_groups(call)]
+
+
+def _check_channels(call: Call) -> None:
+    """Kernels for meta tensors do not look, and of channels that are sharded, some ranks would find that they fit."""
+    x, weight, bias = call["input"], call["weight"], call["bias"]
+    channels = [weight.shape[:1], tuple(size * call["groups"] for size in weight.shape[1:2])]
+    reads, makes = channels if call["transposed"] else reversed(channels)
+    if weight.ndim != x.ndim or x.shape[1:2] != reads or (bias is not None and bias.shape != makes):
+        given = ", ".join(str(list(value.shape)) for value in call.inputs)
+        raise RuntimeError(f"convolution: input, weight and bias do not fit together: {given}, groups={call['groups']}")
 
 
 def _by_groups(call: Call) -> list[Strategy]:

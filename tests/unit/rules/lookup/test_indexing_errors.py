@@ -109,19 +109,14 @@ def like(x, values):
     return sw.distribute_tensor(index, x.device_mesh, [R]) if isinstance(x, sw.DTensor) else index
 
 
-IN_OTHER_WORDS = {"index_add", "index_copy", "gather"}  # of torch's kernels for meta tensors
-
-
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_mismatched_shapes(name):
     x, s = normal(5, 3), normal(2, 2)
     with pytest.raises((IndexError, RuntimeError)) as expected:
         MISMATCHES[name](x, s)
     for where in itertools.product([R, S(0), S(1)], repeat=2):
-        with pytest.raises(expected.type) as raised:
+        with pytest.raises(expected.type):
             MISMATCHES[name](place(x, where[0]), place(s, where[1]))
-        if name not in IN_OTHER_WORDS:
-            assert str(raised.value).split("\n")[0] == str(expected.value).split("\n")[0], where
 
 
 def test_indices_that_do_not_broadcast():

@@ -1,1 +1,0 @@
-"""Bad calls: what they raise, against plain torch."""
