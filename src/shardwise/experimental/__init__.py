@@ -1,6 +1,7 @@
 """Names that may still change."""
 
 from shardwise.dispatch import implicit_replication
+from shardwise.experimental.kernels import register_kernel
 from shardwise.experimental.register import RuleError, register_sharding
 
-__all__ = ["RuleError", "implicit_replication", "register_sharding"]
+__all__ = ["RuleError", "implicit_replication", "register_kernel", "register_sharding"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm import Ranked
 from shardwise.dispatch.plan import (
     Direct,
     Plan,
@@ -18,13 +19,15 @@ from shardwise.dispatch.plan import (
     runs_in_cpp,
 )
 from shardwise.dispatch.planning.assemble import assemble
-from shardwise.dispatch.planning.lower import Lowered, is_builtin
+from shardwise.dispatch.planning.lower import EachRank, Lowered, is_builtin
 from shardwise.dispatch.planning.randomness import RandomCall, drawn, is_exact, is_random, streams
 from shardwise.dispatch.planning.replay_check import runs_alike
-from shardwise.dispatch.planning.trace import flat_tensors
+from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.dispatch.steps import Whole
+from shardwise.layout import Mesh
 from shardwise.redistribute import Move, can_join, in_place, joined
 from shardwise.rules import Value
+from shardwise.rules.kit.kernels import kernels
 from shardwise.rules.kit.treatments import treatment_of
 
 aten = torch.ops.aten
@@ -43,7 +46,7 @@ def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, A
         return assemble(lowered, args, kwargs)
     if not runs_alike(rehearsed, lowered, args, kwargs) or _travel_together(lowered):
         return assemble(lowered, args, kwargs)
-    function = runs
+    function = _on_device(runs, asked or function, lowered.mesh)
     layouts = [lowered.layouts[value.index] for value in lowered.trace.results]
     movers = [mover_of(moves) for moves in input_moves]
     draw = _drawing(lowered)
@@ -71,6 +74,19 @@ def _runnable(function: Callable, asked: Any) -> tuple[Callable | None, Callable
     if function is treatment.apart:
         return asked, function
     return (asked, asked) if function is treatment.traced_as else (function, function)
+
+
+def _on_device(function: Callable, called: Any, mesh: Mesh) -> Callable:
+    """A function that runs as itself, or the kernel for the one that users called."""
+    kernel = kernels.get((called, mesh.device_type))
+    if kernel is None:
+        return function
+    return kernel if len(mesh.held) == 1 else EachRank(partial(_on_plain_shards, kernel), len(mesh.held))
+
+
+def _on_plain_shards(kernel: Callable, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = map_tensors((args, kwargs), lambda x: x.as_subclass(Tensor) if type(x) is Ranked else x)
+    return kernel(*args, **kwargs)
 
 
 def _takes_shards(function: Callable, lowered: Lowered) -> bool:

@@ -22,6 +22,7 @@ from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import Group, Move, Typed, parameter_moves, plan_moves
 from shardwise.rules import Call, HeldValues, Local, Strategy, Value, rule_for
+from shardwise.rules.kit.kernels import kernel_for
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _size = torch._C.TensorBase.size
@@ -332,11 +333,11 @@ def local_call(lowered: LoweredCall, mesh: Mesh) -> tuple[Callable, list[Any], d
         return _binding(call), list(call.args), dict(call.kwargs)
     groups = [Group(mesh, axes, lowered.layouts.ins) for axes in local.groups]
     args = [*groups, *(_held(arg) for arg in local.args)]
-    if groups:
-        aliases = any(returned.alias_info is not None for returned in call.op._schema.returns)
-        function = local.function if aliases else partial(_of_program, local.function)
-    else:
-        function = local.function if len(mesh.held) == 1 else EachRank(local.function, len(mesh.held))
+    function = kernel_for(local.function, mesh.device_type)
+    if not groups:
+        function = function if len(mesh.held) == 1 else EachRank(function, len(mesh.held))
+    elif all(returned.alias_info is None for returned in call.op._schema.returns):
+        function = partial(_of_program, function)
     return function, args, {name: _held(arg) for name, arg in local.kwargs.items()}
 
 

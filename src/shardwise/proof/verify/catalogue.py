@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from string import ascii_lowercase
 from typing import Any
 
+from shardwise.comm.cause import name_of
 from shardwise.layout import Partial
 from shardwise.rules import AxisPlacement, Call, Strategy, Value
+from shardwise.rules.kit.kernels import kernels, steps
 from shardwise.rules.kit.registry import homes
 
 HEAD = """\
@@ -48,6 +50,14 @@ call.
 """
 
 
+KERNELS = """\
+## Kernels
+
+Plans ask a table, `kernels[function, device]`, for what runs on the shards of a device in the place of a function
+(`experimental.register_kernel`). Any function that the shards run as it is may have one, and these steps of rules:
+"""
+
+
 def render(reports: Mapping[str, Any]) -> str:
     """The page, from the reports of `shardwise verify` by op."""
     parts = [HEAD, _numbers(reports)]
@@ -55,7 +65,7 @@ def render(reports: Mapping[str, Any]) -> str:
         rows = [_row(name, reports.get(name)) for name in sorted(names)]
         columns = ["| op | dims | leaves | pending | status |", "|---|---|---|---|---|"]
         parts.append("\n".join([f"## {family}", "", _about(family), "", *columns, *rows, ""]))
-    parts += [_pointwise(reports), _gaps(reports)]
+    parts += [_pointwise(reports), _kernels(), _gaps(reports)]
     return "\n".join(parts)
 
 
@@ -103,6 +113,23 @@ def _pointwise(reports: Mapping[str, Any]) -> str:
         by_status.setdefault(report.status, []).append(f"`{short(report.name)}`")
     lines += [f"- {status}: {', '.join(names)}" for status, names in sorted(by_status.items())]
     return "\n".join([*lines, ""])
+
+
+def _kernels() -> str:
+    """What may be replaced on a device, and what is."""
+    lines = [KERNELS, *(f"- `{_path(one)}`: {_sentence(one)}" for one in steps)]
+    offered = [
+        f"`{name_of(function)}` on {device}: `{_path(kernel)}`" for (function, device), kernel in kernels.items()
+    ]
+    return "\n".join([*lines, "", f"Kernels that come with the rules: {', '.join(sorted(offered)) or 'none yet'}.", ""])
+
+
+def _path(function: Any) -> str:
+    return f"{function.__module__.removeprefix('shardwise.rules.')}.{function.__name__}"
+
+
+def _sentence(function: Any) -> str:
+    return " ".join((function.__doc__ or "").split()).split(". ")[0].rstrip(".") + "."
 
 
 def _gaps(reports: Mapping[str, Any]) -> str:

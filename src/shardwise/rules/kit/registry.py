@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
+from shardwise.rules.kit.kernels import kernels
 from shardwise.rules.kit.treatments import treat
 from shardwise.rules.kit.types import Call, Local, Rule, Strategy
 
@@ -40,8 +41,9 @@ def homes() -> dict[str, str]:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Afterwards the rules, and where they come from, are what they were before: to try rules out."""
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(known, dict(known)) for known in (_rules, _homes)]
+    """Afterwards the rules, where they come from, and kernels are what they were before: to try them out."""
+    tables: tuple[dict[Any, Any], ...] = (_rules, _homes, kernels)
+    before = [(known, dict(known)) for known in tables]
     _found.clear()
     try:
         yield

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from shardwise.layout import Layout
 from shardwise.rules.kit.empty import has_empty, remembered
 from shardwise.rules.kit.indices import Bound
+from shardwise.rules.kit.kernels import kernel_for, step
 from shardwise.rules.kit.registry import register, register_function
 from shardwise.rules.kit.types import SUM, AxisPlacement, Call, Collectives, Local, Rule, Strategy, replicated
 from shardwise.rules.math.reductions import PROGRAM_COST, maximum, wide
@@ -174,7 +175,8 @@ register("nll_loss_forward", "nll_loss2d_forward", rule=Rule(_nll, _nll_local))
 
 @dataclass(frozen=True, slots=True)
 class _Entropy:
-    """What a cross entropy is of: its options, its global sizes, and which parts are split."""
+    """What a cross entropy is of: its options, its global sizes, which parts are split, and what runs on the device for
+    rows of sharded and of whole classes."""
 
     reduction: str
     ignore: int
@@ -186,6 +188,8 @@ class _Entropy:
     split_classes: bool
     own_weight: bool
     dtype: torch.dtype
+    rows: Callable[..., tuple[Tensor, Tensor]]
+    loss: Callable[..., Tensor]
 
 
 def _has_probabilities(call: Call) -> bool:
@@ -226,6 +230,8 @@ def _cross_entropy_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layou
         bool(ins[0].splits[classes]),
         len(ins) > 2 and any(ins[2].splits),
         call.outputs[0].dtype,
+        kernel_for(class_parallel_rows, ins[0].mesh.device_type),
+        kernel_for(F.cross_entropy, ins[0].mesh.device_type),
     )
     groups = (_batch_axes(ins[0], classes), ins[0].splits[classes])
     return Local(_sharded_cross_entropy, [x, call["target"], call["weight"], entropy], groups=groups)
@@ -244,7 +250,7 @@ def _sharded_cross_entropy(
     if not of.probabilities:
         _check_targets(batch, target, of.ignore, of.num_classes, own=not of.split_classes)
     if of.split_classes:
-        rows, weights = _class_parallel_rows(shards, x, target, weight, of)
+        rows, weights = of.rows(shards, x, target, weight, of)
     elif of.reduction == "sum":
         return batch.map(_local_loss, x, target, weight, of)
     else:
@@ -264,7 +270,7 @@ def _rounded(loss: Tensor, of: _Entropy) -> Tensor:
 
 
 def _local_loss(x: Tensor, target: Tensor, weight: Tensor | None, of: _Entropy, reduction: str = "sum") -> Tensor:
-    return F.cross_entropy(x, target, weight, ignore_index=of.ignore, reduction=reduction, label_smoothing=of.smoothing)
+    return of.loss(x, target, weight, ignore_index=of.ignore, reduction=reduction, label_smoothing=of.smoothing)
 
 
 def _local_rows(x: Tensor, target: Tensor, weight: Tensor | None, of: _Entropy) -> tuple[Tensor, Tensor]:
@@ -276,10 +282,12 @@ def _local_rows(x: Tensor, target: Tensor, weight: Tensor | None, of: _Entropy) 
     return wide(rows), wide(weights)
 
 
-def _class_parallel_rows(
+@step
+def class_parallel_rows(
     shards: Collectives, x: Tensor, target: Tensor, weight: Tensor | None, of: _Entropy
 ) -> tuple[Tensor, Tensor]:
-    """Two reductions, each of a few numbers per row: the maximum, then every sum that the loss is made of."""
+    """The losses of rows whose classes are sharded, and the weights of their targets, whole on the ranks that share
+    the classes. Two reductions, each of a few numbers per row: the maximum, then every sum that the loss is made of."""
     x = wide(x)
     x = x - maximum(shards, x, (of.classes,))
     if weight is not None and not of.own_weight and of.probabilities:
