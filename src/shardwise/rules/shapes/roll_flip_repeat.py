@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from shardwise.layout import Layout, intervals
-from shardwise.rules.kit.dim_rebuild import Rebuilt, Run, Sizes, mirrored, rebuild, rebuilding, rolled
+from shardwise.rules.kit.dim_rebuild import Rebuilt, Run, Sizes, mirrored, rebuilding, rolled
 from shardwise.rules.kit.notation import Factors, dims_but, other_dims
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import ANY_PENDING, Call, Local, Rule, Strategy, replicated
 from shardwise.rules.kit.windows import Fetch, Slide, with_halo
 from shardwise.rules.math.reductions import PROGRAM_COST
 from shardwise.rules.shapes.views import copying
-
-MANY = 16
-"""A dim is fetched one repetition at a time; so many are not worth it."""
 
 # Rolls and flips: a dim in another order, cut as it was
 
@@ -69,46 +65,16 @@ register("roll", rule=Rule(_roll, lambda call, ins, outs: _reordered_local(call,
 register("rot90", rule=Rule(lambda call: [*other_dims(call, call.dims("dims")), ANY_PENDING]))
 
 
-# Repeats: an even cut of the repeated dim
-
-
-def _repeated(call: Call) -> tuple[int, list[int]]:
-    """The number of new leading dims, and how often each old one is repeated."""
-    repeats = list(call["repeats"])
-    lead = len(repeats) - call.inputs[0].ndim
-    return lead, repeats[lead:]
+# Repeats: of dims that are not sharded
 
 
 def _repeat(call: Call) -> list[Strategy]:
-    lead, repeats = _repeated(call)
-    found = [replicated(call), ANY_PENDING]
-    for dim, count in enumerate(repeats):
-        if count == 1:
-            found.append(Strategy((dim,), (lead + dim,)))
-        elif 1 < count <= MANY and call.inputs[0].shape[dim]:
-            found.append(Strategy((dim,), (lead + dim,), 2 * PROGRAM_COST, resize=lambda sizes: [None]))
-    return found
+    lead = len(call["repeats"]) - call.inputs[0].ndim
+    names = dims_but(call.inputs[0].ndim, [d for d, count in enumerate(call["repeats"][lead:]) if count != 1])
+    return [*Factors([names], [[*[None] * lead, *names]]).strategies(), ANY_PENDING]
 
 
-def _repeat_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    (x,), (lead, repeats) = call.inputs, _repeated(call)
-    split = [d for d, count in enumerate(repeats) if count > 1 and ins[0].splits[d]]
-    if not split:
-        return None
-    steps = tuple(
-        Rebuilt(d, ins[0].pieces(d), outs[0].pieces(lead + d), (Run(x.shape[d], 0),) * repeats[d]) for d in split
-    )
-    rest = [*call["repeats"][:lead], *(1 if d in split else count for d, count in enumerate(repeats))]
-    return Local(_repeat_rest, [x, steps, rest], groups=tuple(ins[0].splits[d] for d in split))
-
-
-def _repeat_rest(*arguments: Any) -> Tensor:
-    """`(a group for each step, x: S(dims), steps, repeats) -> S(dims)`: the sharded dims, then the others."""
-    *rebuilding, rest = arguments
-    return rebuild(*rebuilding).repeat(rest)
-
-
-register("repeat", rule=Rule(_repeat, _repeat_local))
+register("repeat", rule=Rule(_repeat))
 
 
 # Windows of a dim: a window is on the rank where it starts, and its end is fetched from the ranks after
