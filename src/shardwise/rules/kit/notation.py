@@ -1,7 +1,7 @@
 """Rules as data: which dims of inputs and outputs correspond, in the manner of einsum.
 
-Each dim of each tensor carries a factor or None (a dim that must be whole). Sharding a factor shards every dim that
-carries it; an output without it is then a pending reduction. Everything else is derived.
+Each dim of each tensor carries a factor or None (a dim that must not be sharded). Sharding a factor shards every dim
+that carries it; an output without it is then a pending reduction. Everything else is derived.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LINEAR = (SUM, Partial("avg"))
 class Factors:
     """The correspondence of dims in one call.
 
-    `reduce` names the reduction of factors that the outputs lack (sum unless told; a factor that must not be sharded
+    `reduce` names the reduction of factors that the outputs lack (by default a sum; a factor that must not be sharded
     maps to None). `linear` lists sets of inputs in which the outputs are jointly linear: these may be pending
     together, and the outputs then are. `addends` are inputs added to a contraction: where the contraction is split into
     terms, they must be split too, so that they count once.
@@ -60,7 +60,7 @@ def _dim_of(factor: Factor, dims: Sequence[Factor]) -> int | None:
 
 
 def einsum(notation: str, *, linear: Sequence[set[int]] = ()) -> Rule:
-    """A rule in einsum's notation: `einsum("ik,kj->ij", linear=[{0}, {1}])`. Capital letters must be whole."""
+    """A rule in einsum's notation: `einsum("ik,kj->ij", linear=[{0}, {1}])`. Capital letters are not sharded."""
     left, right = notation.replace(" ", "").split("->")
     ins = [_letters(term) for term in left.split(",")]
     outs = [_letters(term) for term in right.split(",")]

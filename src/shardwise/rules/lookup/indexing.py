@@ -141,10 +141,10 @@ def _index(call: Call) -> list[Strategy]:
     dims = Indexed(x, call["indices"])
     if dims.masked:
         return found
-    whole = (None,) * len(indices)
-    found.append(Strategy((PENDING, *whole), (PENDING,)))
-    found += [Strategy((dim, *whole), (out,)) for dim, out in dims.free_dims().items()]
-    found += [Strategy((dim, *whole), (looked_up(x.dtype),)) for dim in dims.at]
+    unsharded = (None,) * len(indices)
+    found.append(Strategy((PENDING, *unsharded), (PENDING,)))
+    found += [Strategy((dim, *unsharded), (out,)) for dim, out in dims.free_dims().items()]
+    found += [Strategy((dim, *unsharded), (looked_up(x.dtype),)) for dim in dims.at]
     return [*found, *(Strategy((None, *ins), (out,), PROGRAM_COST) for out, ins in dims.index_dims())]
 
 

@@ -22,7 +22,7 @@ MANY = 16
 
 
 def _joined(call: Call, names: Sequence[Sequence[Factor]], out: Sequence[Factor]) -> list[Strategy]:
-    """Whatever is pending on all tensors alike is pending on what they make together."""
+    """A reduction that is pending on all tensors is pending on the result."""
     pending = Strategy((PENDING,) * len(call.inputs), (PENDING,))
     return [*Factors(names, [out]).strategies(), *([pending] if call.inputs else [])]
 

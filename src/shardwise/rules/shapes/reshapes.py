@@ -115,7 +115,7 @@ def _view_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Lo
 
 
 def _exchanged_view(*arguments: Any) -> Tensor:
-    """`(a group for each step, x: S, steps, shape) -> S`: each group of dims as one, cut anew, then reshaped."""
+    """`(a group for each step, x: S, steps, shape) -> S`: groups of dims as one each, recut, then reshaped."""
     *groups, x, steps, shape = arguments
     for group, (dims, have, give) in zip(groups, steps, strict=True):
         x = group.window(x.flatten(dims[0], dims[-1]), dims[0], intervals(have), intervals(give))
