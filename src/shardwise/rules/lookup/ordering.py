@@ -26,7 +26,7 @@ EXCHANGES = 30 * PROGRAM_COST
 
 def _sort(call: Call) -> list[Strategy]:
     value, (dim,) = call.inputs[0], call.dims()
-    found = other_dims(call, [dim])
+    found = other_dims(call, [dim]).strategies()
     if value.ndim:
         found.append(Strategy((dim,), (dim, dim), _exchange_cost(value, dim)))
     return found
@@ -123,7 +123,7 @@ register("sort", rule=Rule(_sort, _sort_local))
 
 def _topk(call: Call) -> list[Strategy]:
     value, (dim,) = call.inputs[0], call.dims()
-    found = other_dims(call, [dim])
+    found = other_dims(call, [dim]).strategies()
     if value.ndim and 4 * call["k"] <= value.shape[dim]:
         found.append(Strategy((dim,), (None, None), 2 * PROGRAM_COST))
     elif value.ndim:

@@ -83,7 +83,7 @@ def _outermost(call: Call) -> list[_Reshaped]:
 def _reinterpretation(call: Call) -> list[Strategy]:
     """`x.view(dtype)`: the same bytes, so pending terms mean nothing. A last dim whose size changes is unsharded."""
     changed = call.inputs[0].shape != call.outputs[0].shape
-    return other_dims(call, [call.inputs[0].ndim - 1] if changed else [])
+    return other_dims(call, [call.inputs[0].ndim - 1] if changed else []).strategies()
 
 
 def _rescale(inner_in: int, inner_out: int) -> Resize:

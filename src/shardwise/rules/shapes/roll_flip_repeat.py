@@ -8,9 +8,9 @@ from torch import Tensor
 
 from shardwise.layout import Layout, intervals
 from shardwise.rules.kit.dim_rebuild import Rebuilt, Run, Sizes, mirrored, rebuilding, rolled
-from shardwise.rules.kit.notation import Factors, dims_but, other_dims
+from shardwise.rules.kit.notation import Factors, dims_but, factor_rule, moved, moved_along
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import ANY_PENDING, Call, Local, Rule, Strategy, replicated
+from shardwise.rules.kit.types import Call, Local, Rule, Strategy, replicated
 from shardwise.rules.kit.windows import Fetch, Slide, with_halo
 from shardwise.rules.math.reductions import PROGRAM_COST
 from shardwise.rules.shapes.views import copying
@@ -23,7 +23,7 @@ Orders = dict[int, tuple[Run, ...]]
 def _reordered(call: Call, orders: Orders) -> list[Strategy]:
     """All dims may be sharded; those with a new order exchange pieces."""
     moving = [Strategy((d,), (d,), PROGRAM_COST * len(runs)) for d, runs in orders.items()]
-    return [*other_dims(call, orders), ANY_PENDING, *moving]
+    return [*moved_along(call, orders).strategies(), *moving]
 
 
 def _reordered_local(call: Call, layout: Layout, orders: Orders) -> Local | None:
@@ -58,23 +58,23 @@ def _rolls(call: Call) -> Orders:
 
 def _roll(call: Call) -> list[Strategy]:
     orders = _rolls(call)
-    return _reordered(call, orders) if orders else [replicated(call), ANY_PENDING]
+    return _reordered(call, orders) if orders else moved_along(call, range(call.inputs[0].ndim)).strategies()
 
 
 register("roll", rule=Rule(_roll, lambda call, ins, outs: _reordered_local(call, ins[0], _rolls(call))))
-register("rot90", rule=Rule(lambda call: [*other_dims(call, call.dims("dims")), ANY_PENDING]))
+register("rot90", rule=factor_rule(lambda call: moved_along(call, call.dims("dims"))))
 
 
 # Repeats: of dims that are not sharded
 
 
-def _repeat(call: Call) -> list[Strategy]:
+def _repeat(call: Call) -> Factors:
     lead = len(call["repeats"]) - call.inputs[0].ndim
     names = dims_but(call.inputs[0].ndim, [d for d, count in enumerate(call["repeats"][lead:]) if count != 1])
-    return [*Factors([names], [[*[None] * lead, *names]]).strategies(), ANY_PENDING]
+    return moved([names], [[*[None] * lead, *names]])
 
 
-register("repeat", rule=Rule(_repeat))
+register("repeat", rule=factor_rule(_repeat))
 
 
 # Windows of a dim: a window is on the rank where it starts, and its end is fetched from the ranks after
@@ -86,7 +86,7 @@ def _unfold(call: Call) -> list[Strategy]:
         return [replicated(call)]
     dim = call["dimension"] % x.ndim
     names = dims_but(x.ndim, [dim])
-    found = [*Factors([names], [[*names, None]]).strategies(), ANY_PENDING]
+    found = moved([names], [[*names, None]]).strategies()
     if size:
         count = call.outputs[0].shape[dim]
         found.append(Strategy((dim,), (dim,), PROGRAM_COST, resize=lambda sizes: [_starting(sizes, step, count)]))
