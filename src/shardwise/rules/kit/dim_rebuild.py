@@ -1,4 +1,4 @@
-"""A dim rebuilt from runs of an old one: what rolls, flips, repeats and pads do to a dim, and how its pieces move.
+"""A dim rebuilt from runs of an old one: what rolls, flips and pads do to a dim, and how its pieces move.
 
 Everything here is known when a call is planned: which piece of the old dim every rank has, and which piece of the new
 one it gets. So a rank fetches exactly the intervals that its new piece is made of, one exchange per run, and none for

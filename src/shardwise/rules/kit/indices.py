@@ -19,10 +19,10 @@ IN_RANGE = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What the indices of one tensor may be. All ranks refuse others alike, where torch would on some ranks only.
+    """What the indices of one tensor may be. All ranks raise for others, where torch would on some ranks only.
 
-    `split` says that ranks hold different parts of the indices, and must ask each other; `own`, that a kernel of torch
-    looks these very indices up in an unsharded dim: where nobody waits for the check, it makes it itself.
+    `split` says that the indices are sharded, so that the ranks must reduce what they found; `own`, that torch's kernel
+    gets these very indices, and checks them itself on devices where such checks are asynchronous.
     """
 
     allowed: range
@@ -43,7 +43,7 @@ class Bound:
         elif index.is_meta:
             if self.split:
                 unknown(group, index)
-        elif not self.own:  # without waiting for it, as torch does there
+        elif not self.own:  # asynchronously, as torch does there
             torch._assert_async(((index >= self.allowed.start) & (index < self.allowed.stop)).all())
 
 
@@ -59,7 +59,8 @@ def guarded_call(
     ins: Sequence[Layout],
     indices: Sequence[Layout],
 ) -> Local:
-    """`step` on the shards and where they start, after the ranks that hold different `indices` have checked them."""
+    """`step` on where the shards start and the call's arguments, after a check of the indices, which have layouts
+    `indices`."""
     args = [step, bounds, HeldValues(ins[0].held_starts), *call.args]
     return Local(_guarded, args, groups=(tuple(sorted(axes_of(indices))),))
 

@@ -1,7 +1,7 @@
 """Rules as data: which dims of inputs and outputs correspond, in the manner of einsum.
 
-Each dim of each tensor carries a factor or None (a dim that must be whole). Sharding a factor shards every dim that
-carries it; an output without it is then a pending reduction. Everything else is derived.
+Each dim of each tensor carries a factor or None (a dim that must not be sharded). Sharding a factor shards every dim
+that carries it; an output without it is then a pending reduction. Everything else is derived.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.layout import Partial
-from shardwise.rules.kit.types import SUM, AxisPlacement, Call, Rule, Strategy
+from shardwise.rules.kit.types import PENDING, SUM, AxisPlacement, Call, Pending, Rule, Strategy
 
 Factor = str | int | None
 LINEAR = (SUM, Partial("avg"))
@@ -20,17 +20,17 @@ LINEAR = (SUM, Partial("avg"))
 class Factors:
     """The correspondence of dims in one call.
 
-    `reduce` names the reduction of factors that the outputs lack (sum unless told; a factor that must not be sharded
-    maps to None). `linear` lists sets of inputs in which the outputs are jointly linear: these may be pending
-    together, and the outputs then are. `addends` are inputs added to a contraction: where the contraction is split into
-    terms, they must be split too, so that they count once.
+    `reduce` names the reduction of factors that the outputs lack (by default a sum; a factor that must not be sharded
+    maps to None). `linear` lists sets of inputs in which the outputs are jointly linear: one of the reductions
+    `pass_through` may be pending on these together, and then is on the outputs. `addends` are inputs added to a
+    contraction: where the contraction is split into terms, they must be split too, so that they count once.
     """
 
     ins: Sequence[Sequence[Factor]]
     outs: Sequence[Sequence[Factor]]
     reduce: Mapping[Factor, Partial | None] = field(default_factory=dict)
     linear: Sequence[frozenset[int]] = ()
-    pass_through: Sequence[Partial] = LINEAR
+    pass_through: Sequence[Partial | Pending] = LINEAR
     addends: frozenset[int] = frozenset()
 
     def strategies(self) -> list[Strategy]:
@@ -52,6 +52,12 @@ class Factors:
         return found
 
 
+def moved(ins: Sequence[Sequence[Factor]], outs: Sequence[Sequence[Factor]]) -> Factors:
+    """Of an op that only moves elements: whatever reduction is pending on all inputs passes through."""
+    together = [frozenset(range(len(ins)))] if ins else []
+    return Factors(ins, outs, linear=together, pass_through=[PENDING])
+
+
 def _dim_of(factor: Factor, dims: Sequence[Factor]) -> int | None:
     for dim, carried in enumerate(dims):
         if carried == factor:
@@ -60,7 +66,7 @@ def _dim_of(factor: Factor, dims: Sequence[Factor]) -> int | None:
 
 
 def einsum(notation: str, *, linear: Sequence[set[int]] = ()) -> Rule:
-    """A rule in einsum's notation: `einsum("ik,kj->ij", linear=[{0}, {1}])`. Capital letters must be whole."""
+    """A rule in einsum's notation: `einsum("ik,kj->ij", linear=[{0}, {1}])`. Capital letters are not sharded."""
     left, right = notation.replace(" ", "").split("->")
     ins = [_letters(term) for term in left.split(",")]
     outs = [_letters(term) for term in right.split(",")]
@@ -88,7 +94,13 @@ def dims_but(ndim: int, unsharded: Collection[int]) -> list[Factor]:
     return [None if dim in unsharded else name for dim, name in enumerate(dims_of(ndim))]
 
 
-def other_dims(call: Call, unsharded: Collection[int] = ()) -> list[Strategy]:
+def other_dims(call: Call, unsharded: Collection[int] = ()) -> Factors:
     """All dims but some may be sharded, in a call whose input and outputs have the same dims."""
     names = dims_but(call.inputs[0].ndim, unsharded)
-    return Factors([names], [names] * len(call.outputs)).strategies()
+    return Factors([names], [names] * len(call.outputs))
+
+
+def moved_along(call: Call, dims: Collection[int] = ()) -> Factors:
+    """The same, in a call that only moves elements, along some dims."""
+    names = dims_but(call.inputs[0].ndim, dims)
+    return moved([names], [names] * len(call.outputs))

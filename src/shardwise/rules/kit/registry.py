@@ -143,37 +143,76 @@ def _is_pointwise(op: Any) -> bool:
     return packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
 
 
-# In place: the base rule. Where its `local` runs something else than the op, the result is still to be written
+# In place, and `out=`: the base rule. Where its `local` runs something else than the op, the results are still to be
+# written, to the argument itself, or to tensors of the results' layouts
 
 
 def _in_place(rule: Rule) -> Rule:
-    if rule.local is None:
+    if (base := rule.local) is None:
         return rule
-    base = rule.local
 
     def local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
         found = base(call, ins, outs)
         if found is None or found.function is call.op or len(call.outputs) != 1:
             return found
-        write = _Overwrite(found.function, outs[0].has_empty)
-        return replace(found, function=write, args=[*found.args, call.outputs[0]])
+        return _writing(found, call, outs)
 
     return Rule(rule.strategies, local)
 
 
-class _Overwrite:
-    """A function whose result is written to its last argument, the old values of which gradients may need."""
+def _with_out(rule: Rule) -> Rule:
+    def strategies(call: Call) -> list[Strategy]:
+        return [replace(way, ins=(*way.ins, *way.outs)) for way in rule.strategies(_without_out(call))]
 
-    __slots__ = ("function", "some_hold_nothing")
+    def local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+        base = _without_out(call)
+        found = rule.local(base, ins[: len(base.inputs)], outs) if rule.local is not None else None
+        return found and _writing(found, call, outs)
 
-    def __init__(self, function: Callable, some_hold_nothing: bool) -> None:
-        self.function, self.some_hold_nothing = function, some_hold_nothing
+    return Rule(strategies, local)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        *rest, target = args
-        if torch.is_grad_enabled() and target.requires_grad:
-            rest = [target.clone() if arg is target else arg for arg in rest]
-        result = self.function(*rest, **kwargs)
+
+def _without_out(call: Call) -> Call:
+    outs = {argument.name for argument in call.op._schema.arguments if argument.is_out}
+    kwargs = {name: value for name, value in call.kwargs.items() if name not in outs}
+    return Call(functional(call.op), call.args, kwargs, call.inputs[: len(call.inputs) - len(outs)], call.outputs)
+
+
+def functional(op: Any) -> Any:
+    """The overload that returns its result, of one that writes it to an argument; itself if there is none."""
+    namespace, name = op._schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"))
+    wanted = [(argument.name, str(argument.type)) for argument in op._schema.arguments if not argument.is_out]
+    for overload in (getattr(packet, overload) for overload in packet.overloads()):
+        if [(argument.name, str(argument.type)) for argument in overload._schema.arguments] == wanted:
+            return overload
+    return op
+
+
+def _writing(local: Local, call: Call, outs: Sequence[Layout]) -> Local:
+    write = _Writing(local.function, len(outs), any(out.has_empty for out in outs))
+    return replace(local, function=write, args=[*local.args, *call.outputs])
+
+
+class _Writing:
+    """A function whose results are written to its last arguments, the old values of which gradients may need."""
+
+    __slots__ = ("function", "num_outs", "some_hold_nothing")
+
+    def __init__(self, function: Callable, num_outs: int, some_hold_nothing: bool) -> None:
+        self.function, self.num_outs, self.some_hold_nothing = function, num_outs, some_hold_nothing
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given, targets = list(args[: -self.num_outs]), args[-self.num_outs :]
+        for target in targets:
+            if torch.is_grad_enabled() and target.requires_grad:
+                given = [target.clone() if arg is target else arg for arg in given]
+        results = self.function(*given, **kwargs)
+        each = zip(targets, (results,) if isinstance(results, Tensor) else results, strict=True)
+        written = tuple(self._write(target, result) for target, result in each)
+        return written if self.num_outs > 1 else written[0]
+
+    def _write(self, target: Tensor, result: Tensor) -> Tensor:
         if result is target:
             return target
         if self.some_hold_nothing:
@@ -200,51 +239,3 @@ def is_expanded(x: Tensor) -> bool:
 def repeats(x: Tensor) -> bool:
     """Whether elements of a shard share memory, as those of `expand` do."""
     return any(n > 1 and not step for n, step in zip(_size(x), x.stride(), strict=True))
-
-
-# `out=`: the base rule, and the results written to tensors that lie as they do
-
-
-def _with_out(rule: Rule) -> Rule:
-    def strategies(call: Call) -> list[Strategy]:
-        return [replace(way, ins=(*way.ins, *way.outs)) for way in rule.strategies(_without_out(call))]
-
-    def local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-        base = _without_out(call)
-        found = rule.local(base, ins[: len(base.inputs)], outs) if rule.local is not None else None
-        if found is None:
-            return None
-        return replace(found, function=_Into(found.function, len(outs)), args=[*found.args, *call.outputs])
-
-    return Rule(strategies, local)
-
-
-def _without_out(call: Call) -> Call:
-    outs = {argument.name for argument in call.op._schema.arguments if argument.is_out}
-    kwargs = {name: value for name, value in call.kwargs.items() if name not in outs}
-    return Call(functional(call.op), call.args, kwargs, call.inputs[: len(call.inputs) - len(outs)], call.outputs)
-
-
-def functional(op: Any) -> Any:
-    """The overload that returns its result, of one that writes it to an argument; itself if there is none."""
-    namespace, name = op._schema.name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"))
-    wanted = [(argument.name, str(argument.type)) for argument in op._schema.arguments if not argument.is_out]
-    for overload in (getattr(packet, overload) for overload in packet.overloads()):
-        if [(argument.name, str(argument.type)) for argument in overload._schema.arguments] == wanted:
-            return overload
-    return op
-
-
-class _Into:
-    """A function whose results are written to its last arguments."""
-
-    __slots__ = ("function", "num_outs")
-
-    def __init__(self, function: Callable, num_outs: int) -> None:
-        self.function, self.num_outs = function, num_outs
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        results = self.function(*args[: -self.num_outs], **kwargs)
-        written = (results,) if isinstance(results, Tensor) else results
-        return tuple(out.copy_(new) for out, new in zip(args[-self.num_outs :], written, strict=True))

@@ -38,9 +38,9 @@ Resize = Callable[[tuple[int, ...]], Sequence[tuple[int, ...] | None] | None]
 
 
 class Value:
-    """A tensor inside a traced call: global shape and dtype. `layout` is where it lies when the call begins, of an
-    argument, for rules of users' that ask; elsewhere it is whole, or not known. `may_need_grad` says that some argument
-    of the call needs a gradient, `is_parameter` that it is a parameter, or a view of one."""
+    """A tensor inside a traced call: global shape and dtype. `layout` is that of an argument when the call begins, for
+    users' rules that ask; of other tensors it is None, or replicated. `may_need_grad` says that some argument of the
+    call needs a gradient, `is_parameter` that it is a parameter, or a view of one."""
 
     __slots__ = ("dtype", "index", "is_parameter", "layout", "may_need_grad", "ndim", "numel", "shape")
 
@@ -58,7 +58,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to run a call along one axis: how inputs must lie and how outputs then lie.
+    """One way to run a call along one axis: the placements that inputs must have and outputs then have.
 
     `cost` counts bytes-equivalents that a distributed implementation moves inside. `resize` gives the sizes of each
     output's pieces from the input's, where a sharded dim changes its length: None for an output that is to be cut
@@ -79,8 +79,8 @@ ANY_PENDING = Strategy((PENDING,), (PENDING,))
 class Local:
     """How a call runs on the shards when not simply as itself: another function, or other arguments.
 
-    `args` and `kwargs` may hold `Value`s, which stand for their shards, and `HeldValues`. `groups` names the groups of
-    mesh axes over which the function communicates; it takes a `Collectives` for each before its other arguments.
+    `args` and `kwargs` may hold `Value`s, in place of which come their shards, and `HeldValues`. `groups` names the
+    groups of mesh axes over which the function communicates; it takes a `Collectives` for each before its arguments.
     """
 
     function: Callable[..., Any]
@@ -88,7 +88,7 @@ class Local:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     groups: tuple[tuple[int, ...], ...] = ()
     resized: bool = False  # the same op, with only the sizes among its arguments made local
-    always: bool = False  # on whole tensors too, where otherwise the function that is called runs as it is
+    always: bool = False  # on replicated tensors too, where otherwise the function that is called runs as it is
 
 
 class Collectives(Protocol):
@@ -109,7 +109,7 @@ class Collectives(Protocol):
         """R -> V: the same value, about to be used differently on each rank."""
 
     def window(self, x: Tensor, dim: int, have: Sequence[Interval], want: Sequence[Interval]) -> Tensor:
-        """S -> S: member i has the interval `have[i]` of a global dim, and gets `want[i]`, which lies within the dim.
+        """S -> S: member i has the interval `have[i]` of a global dim, and gets `want[i]`, which is within the dim.
         Wanted intervals may overlap: a halo. The gradient adds up where they do. Where every member has what it wants,
         nothing is exchanged, and the result is a view."""
 
@@ -170,7 +170,7 @@ class _Arguments(dict[str, Any]):
 
 
 class Signature:
-    """What an op's schema says; torch makes it anew each time it is asked."""
+    """What an op's schema says, kept: torch builds it each time it is asked."""
 
     __slots__ = ("may_write", "name", "parameters", "returns_view")
 
@@ -315,5 +315,5 @@ class Rule:
 
 
 def replicated(call: Call) -> Strategy:
-    """Everything whole on every rank: always right."""
+    """Everything replicated: always right."""
     return Strategy((None,) * len(call.inputs), (None,) * len(call.outputs))

@@ -1,7 +1,7 @@
 """Ops that slide a window over spatial dims: which inputs each piece of the outputs reads, and how they get there.
 
 A sharded spatial dim stays sharded. Every rank makes a piece of the outputs, for which it fetches an interval of the
-inputs: its own piece and a halo. The padding at the two ends of the whole dim belongs to the ranks that read there.
+inputs: its own piece and a halo. The padding at the two ends of the global dim is added by the ranks that read there.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Fetch:
 
 
 def inside(interval: Interval, size: int, first: int = 0) -> Interval:
-    """The part of an interval that lies in the `size` places from `first` on, counted from there."""
+    """The part of an interval that is in the `size` places from `first` on, counted from there."""
     start = min(max(interval[0] - first, 0), size)
     return start, min(max(interval[1] - first, start), size)
 
 
 def indices_inside(wanted: range, piece: Interval) -> range:
-    """Which of some indices lie in an interval: their numbers among those wanted."""
+    """Which of some indices are in an interval: their numbers among those wanted."""
     before, until = (len(range(wanted.start, min(end, wanted.stop), wanted.step)) for end in piece)
     return range(before, until)
 

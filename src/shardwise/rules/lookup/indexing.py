@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwise.layout import Layout, Partial
 from shardwise.rules.kit.empty import has_empty
 from shardwise.rules.kit.indices import Bound, along, axes_of, guarded_call, not_empty, owned, wrapped
+from shardwise.rules.kit.notation import Factors, dims_of, factor_rule
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import (
     PENDING,
@@ -140,10 +141,10 @@ def _index(call: Call) -> list[Strategy]:
     dims = Indexed(x, call["indices"])
     if dims.masked:
         return found
-    whole = (None,) * len(indices)
-    found.append(Strategy((PENDING, *whole), (PENDING,)))
-    found += [Strategy((dim, *whole), (out,)) for dim, out in dims.free_dims().items()]
-    found += [Strategy((dim, *whole), (looked_up(x.dtype),)) for dim in dims.at]
+    unsharded = (None,) * len(indices)
+    found.append(Strategy((PENDING, *unsharded), (PENDING,)))
+    found += [Strategy((dim, *unsharded), (out,)) for dim, out in dims.free_dims().items()]
+    found += [Strategy((dim, *unsharded), (looked_up(x.dtype),)) for dim in dims.at]
     return [*found, *(Strategy((None, *ins), (out,), PROGRAM_COST) for out, ins in dims.index_dims())]
 
 
@@ -187,7 +188,8 @@ def owned_at(
 register("index", "_unsafe_index", rule=Rule(_index, _index_local))
 
 
-# Searches in sorted sequences: where a value belongs is how many elements come before it, so counts add up
+# Searches in sorted sequences: where a value belongs is how many elements come before it, so counts add up. In a set of
+# which each rank has a part: if any rank finds it
 
 
 def _bucketize(call: Call) -> list[Strategy]:
@@ -213,8 +215,17 @@ def _searchsorted(call: Call) -> list[Strategy]:
     return found
 
 
+def _isin(call: Call) -> Factors:
+    elements, tests = (call.bound.get(name) for name in ("elements", "test_elements"))
+    out = dims_of(elements.ndim, "element") if isinstance(elements, Value) else ()
+    known = dims_of(tests.ndim, "test") if isinstance(tests, Value) else ()
+    ins = [names for value, names in ((elements, out), (tests, known)) if isinstance(value, Value)]
+    return Factors(ins, [out], reduce=dict.fromkeys(known, Partial("min" if call["invert"] else "max")))
+
+
 register("bucketize", rule=Rule(_bucketize))
 register("searchsorted", rule=Rule(_searchsorted))
+register("isin", rule=factor_rule(_isin))
 
 
 # one_hot

@@ -1,4 +1,4 @@
-"""Sorting and the largest elements. Other dims are free, so a sharded dim is usually sorted after an all-to-all that
+"""Sorting, and the largest elements. Other dims are free, so a sharded dim is usually sorted after an all-to-all that
 shards another; where there is no other dim, ranks exchange sorted parts, and none ever holds more than two of them."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.rules.kit.indices import owned
 from shardwise.rules.kit.notation import other_dims
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, Local, Rule, Strategy, Value
-from shardwise.rules.math.reductions import PROGRAM_COST
+from shardwise.rules.math.reductions import PROGRAM_COST, reduction_ways
 
 Part = tuple[Tensor, Tensor]
 """Sorted values, and where they were in the unsorted dim."""
@@ -26,7 +26,7 @@ EXCHANGES = 30 * PROGRAM_COST
 
 def _sort(call: Call) -> list[Strategy]:
     value, (dim,) = call.inputs[0], call.dims()
-    found = other_dims(call, [dim])
+    found = other_dims(call, [dim]).strategies()
     if value.ndim:
         found.append(Strategy((dim,), (dim, dim), _exchange_cost(value, dim)))
     return found
@@ -123,7 +123,7 @@ register("sort", rule=Rule(_sort, _sort_local))
 
 def _topk(call: Call) -> list[Strategy]:
     value, (dim,) = call.inputs[0], call.dims()
-    found = other_dims(call, [dim])
+    found = other_dims(call, [dim]).strategies()
     if value.ndim and 4 * call["k"] <= value.shape[dim]:
         found.append(Strategy((dim,), (None, None), 2 * PROGRAM_COST))
     elif value.ndim:
@@ -188,3 +188,8 @@ def _own(x: Tensor, dim: int, indices: Tensor, offset: int) -> Tensor:
 
 
 register("topk", rule=Rule(_topk, _topk_local))
+
+
+# The k-th smallest element, the mode: along a dim that is not sharded
+
+register("kthvalue", "median", "nanmedian", "mode", rule=Rule(lambda call: reduction_ways(call, None)))

@@ -50,11 +50,11 @@ def _pending(call: Call, num_indices: int) -> list[Strategy]:
     """Target and source pending together."""
     if len(call.inputs) != num_indices + 2:
         return []
-    whole = (None,) * num_indices
+    unsharded = (None,) * num_indices
     if _accumulates(call):
-        return [Strategy((kind, *whole, kind), (kind,)) for kind in LINEAR]
+        return [Strategy((kind, *unsharded, kind), (kind,)) for kind in LINEAR]
     if _name(call) in MOVES and "reduce" not in call.bound:
-        return [Strategy((PENDING, *whole, PENDING), (PENDING,))]
+        return [Strategy((PENDING, *unsharded, PENDING), (PENDING,))]
     return []
 
 
@@ -145,7 +145,7 @@ def _index_put_ways(call: Call) -> list[Strategy]:
     dims = Indexed(x, call["indices"])
     if dims.masked:
         return _mask_put(call)
-    whole = (None,) * len(indices)
+    unsharded = (None,) * len(indices)
     found = [replicated(call), *_pending(call, len(indices))]
     free = dims.free_dims()
     shape = [0] * (len(free) + len(dims.shape))
@@ -157,8 +157,8 @@ def _index_put_ways(call: Call) -> list[Strategy]:
         return found  # torch refuses
     carried = broadcast(values.shape, tuple(shape))
     position = {out: d for d, out in enumerate(carried) if out is not None}
-    found += [Strategy((dim, *whole, position.get(out)), (dim,)) for dim, out in free.items()]
-    found += [Strategy((dim, *whole, None), (dim,)) for dim in dims.at]
+    found += [Strategy((dim, *unsharded, position.get(out)), (dim,)) for dim, out in free.items()]
+    found += [Strategy((dim, *unsharded, None), (dim,)) for dim in dims.at]
     if _accumulates(call):
         for out, ins in dims.index_dims():
             if out in position:
@@ -185,11 +185,11 @@ def _mask_put(call: Call) -> list[Strategy]:
     return found
 
 
-def _fits(shape: Sequence[int], whole: Sequence[int]) -> bool:
+def _fits(shape: Sequence[int], target: Sequence[int]) -> bool:
     """Whether a tensor broadcasts to a shape."""
-    if len(shape) > len(whole):
+    if len(shape) > len(target):
         return False
-    return all(size in (1, full) for size, full in zip(reversed(shape), reversed(whole), strict=False))
+    return all(size in (1, full) for size, full in zip(reversed(shape), reversed(target), strict=False))
 
 
 def _index_put_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:

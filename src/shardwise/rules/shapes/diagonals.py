@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout, intervals
-from shardwise.rules.kit.notation import Factors, dims_but, dims_of, factor_rule, other_dims
+from shardwise.rules.kit.notation import Factors, dims_but, dims_of, factor_rule, moved, moved_along
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import ANY_PENDING, Call, HeldValues, Local, Resize, Rule, Strategy
+from shardwise.rules.kit.types import Call, HeldValues, Local, Resize, Rule, Strategy
 from shardwise.rules.kit.windows import inside
 from shardwise.rules.shapes.views import copying
 
@@ -30,7 +30,7 @@ def _triangle_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -
     return Local(getattr(Tensor, call.name), [call.inputs[0], _shifted(call["diagonal"], ins[0], -2, -1)])
 
 
-register("tril", "triu", rule=Rule(lambda call: [*other_dims(call), ANY_PENDING], _triangle_local))
+register("tril", "triu", rule=factor_rule(moved_along, _triangle_local))
 
 
 # The diagonal of a matrix: each row, or column, that is ours has at most one element of it, in order
@@ -46,7 +46,7 @@ def _diagonal(call: Call) -> list[Strategy]:
         Strategy((dim,), (last,), resize=_crossed(first, out.shape[last]))
         for dim, first in ((rows, max(-offset, 0)), (columns, max(offset, 0)))
     ]
-    return [*Factors([names], [[*kept, None]]).strategies(), ANY_PENDING, *along]
+    return [*moved([names], [[*kept, None]]).strategies(), *along]
 
 
 def _crossed(first: int, count: int) -> Resize:
@@ -84,13 +84,13 @@ def _sum_of_diagonal(x: Tensor, offset: int) -> Tensor:
 register("trace", rule=factor_rule(_trace, _trace_local))
 
 
-def _embed(call: Call) -> list[Strategy]:
+def _embed(call: Call) -> Factors:
     """Matrices with given diagonals: one diagonal is replicated, others are free."""
     ndim = call.outputs[0].ndim
     names = dims_of(call.inputs[0].ndim - 1)
     left = iter(names)
     out = [None if d in (call["dim1"] % ndim, call["dim2"] % ndim) else next(left) for d in range(ndim)]
-    return [*Factors([[*names, None]], [out]).strategies(), ANY_PENDING]
+    return moved([[*names, None]], [out])
 
 
-register("diag_embed", rule=Rule(_embed))
+register("diag_embed", rule=factor_rule(_embed))

@@ -10,21 +10,15 @@ from torch import Tensor
 
 from shardwise.layout import Layout, offsets
 from shardwise.rules.kit.dim_rebuild import Sizes, grown, joined
-from shardwise.rules.kit.notation import Factor, Factors, dims_but, dims_of
+from shardwise.rules.kit.notation import Factor, Factors, dims_but, dims_of, factor_rule, moved
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import PENDING, Call, Collectives, Interval, Local, Resize, Rule, Strategy
+from shardwise.rules.kit.types import Call, Collectives, Interval, Local, Resize, Rule, Strategy
 from shardwise.rules.kit.windows import inside
 from shardwise.rules.math.reductions import PROGRAM_COST
 
 Intervals = tuple[Interval, ...]
 MANY = 16
 """Tensors joined along a sharded dim take an exchange each; so many are not worth it."""
-
-
-def _joined(call: Call, names: Sequence[Sequence[Factor]], out: Sequence[Factor]) -> list[Strategy]:
-    """Whatever is pending on all tensors alike is pending on what they make together."""
-    pending = Strategy((PENDING,) * len(call.inputs), (PENDING,))
-    return [*Factors(names, [out]).strategies(), *([pending] if call.inputs else [])]
 
 
 # Along a dim
@@ -45,7 +39,7 @@ def _cat(call: Call) -> list[Strategy]:
     evenly, or, with a single such tensor, stays on its ranks and grows at its ends."""
     dim, ndim, lengths = _cat_dim(call), call.outputs[0].ndim, _lengths(call)
     names = dims_but(ndim, [dim])
-    found = _joined(call, [names if value.ndim == ndim else [None] for value in call.inputs], names)
+    found = moved([names if value.ndim == ndim else [None] for value in call.inputs], [names]).strategies()
     total: Counter[int] = Counter()
     for length in lengths:
         total[length] += length
@@ -94,21 +88,21 @@ register("cat", rule=Rule(_cat, _cat_local))
 # Along a new dim
 
 
-def _stack(call: Call) -> list[Strategy]:
+def _stack(call: Call) -> Factors:
     names = dims_of(call.inputs[0].ndim)
     out: list[Factor] = list(names)
     out.insert((call["dim"] or 0) % (len(names) + 1), None)
-    return _joined(call, [names] * len(call.inputs), out)
+    return moved([names] * len(call.inputs), [out])
 
 
-register("stack", rule=Rule(_stack))
+register("stack", rule=factor_rule(_stack))
 
 
 # As blocks: what is between them is zero, in every term of a pending sum too
 
 
-def _block_diag(call: Call) -> list[Strategy]:
-    return _joined(call, [[None] * value.ndim for value in call.inputs], [None, None])
+def _block_diag(call: Call) -> Factors:
+    return moved([[None] * value.ndim for value in call.inputs], [[None, None]])
 
 
-register("block_diag", rule=Rule(_block_diag))
+register("block_diag", rule=factor_rule(_block_diag))

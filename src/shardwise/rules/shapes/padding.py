@@ -81,7 +81,7 @@ def _strategies(call: Call) -> list[Strategy]:
         return [replicated(call)]  # more is cut off than there is, or so much that a circle would not close
     cost = 0.0 if mode == "constant" else 2 * PROGRAM_COST
     growing = [Strategy((d,), (d,), cost, resize=_growth(*pair)) for d, pair in amounts.items()]
-    return [*other_dims(call, amounts), *_pending(call, mode), *growing]
+    return [*other_dims(call, amounts).strategies(), *_pending(call, mode), *growing]
 
 
 def _growth(before: int, after: int) -> Resize:
@@ -120,11 +120,9 @@ PAD = register(*OPS, rule=skipping_empty(Rule(_strategies, _local), saves=False)
 
 
 def _with_number(input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> tuple[tuple, dict]:
-    """A value may be a number of numpy's, which torch's own binding takes and ours of an op does not. Of a complex one
-    torch takes the real part, and numpy warns of that."""
-    if not isinstance(value, Tensor) and hasattr(value, "item"):
-        value = float(value) if isinstance(value.item(), complex) else value.item()
-    return (input, pad, mode, value), {}
+    """A value may be a number of numpy's, which torch's own binding takes and ours of an op does not."""
+    is_number = not isinstance(value, Tensor) and hasattr(value, "item")
+    return (input, pad, mode, value.item() if is_number else value), {}
 
 
 register_function(

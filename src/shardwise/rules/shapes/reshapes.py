@@ -83,7 +83,7 @@ def _outermost(call: Call) -> list[_Reshaped]:
 def _reinterpretation(call: Call) -> list[Strategy]:
     """`x.view(dtype)`: the same bytes, so pending terms mean nothing. A last dim whose size changes is unsharded."""
     changed = call.inputs[0].shape != call.outputs[0].shape
-    return other_dims(call, [call.inputs[0].ndim - 1] if changed else [])
+    return other_dims(call, [call.inputs[0].ndim - 1] if changed else []).strategies()
 
 
 def _rescale(inner_in: int, inner_out: int) -> Resize:
@@ -115,7 +115,7 @@ def _view_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Lo
 
 
 def _exchanged_view(*arguments: Any) -> Tensor:
-    """`(a group for each step, x: S, steps, shape) -> S`: each group of dims as one, cut anew, then reshaped."""
+    """`(a group for each step, x: S, steps, shape) -> S`: groups of dims as one each, recut, then reshaped."""
     *groups, x, steps, shape = arguments
     for group, (dims, have, give) in zip(groups, steps, strict=True):
         x = group.window(x.flatten(dims[0], dims[-1]), dims[0], intervals(have), intervals(give))

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from shardwise.layout import Layout, intervals
-from shardwise.rules.kit.dim_rebuild import Rebuilt, Run, Sizes, mirrored, rebuild, rebuilding, rolled
-from shardwise.rules.kit.notation import Factors, dims_but, other_dims
+from shardwise.rules.kit.dim_rebuild import Rebuilt, Run, Sizes, mirrored, rebuilding, rolled
+from shardwise.rules.kit.notation import Factors, dims_but, factor_rule, moved, moved_along
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import ANY_PENDING, Call, Local, Rule, Strategy, replicated
+from shardwise.rules.kit.types import Call, Local, Rule, Strategy, replicated
 from shardwise.rules.kit.windows import Fetch, Slide, with_halo
 from shardwise.rules.math.reductions import PROGRAM_COST
 from shardwise.rules.shapes.views import copying
-
-MANY = 16
-"""A dim is fetched one repetition at a time; so many are not worth it."""
 
 # Rolls and flips: a dim in another order, cut as it was
 
@@ -27,7 +23,7 @@ Orders = dict[int, tuple[Run, ...]]
 def _reordered(call: Call, orders: Orders) -> list[Strategy]:
     """All dims may be sharded; those with a new order exchange pieces."""
     moving = [Strategy((d,), (d,), PROGRAM_COST * len(runs)) for d, runs in orders.items()]
-    return [*other_dims(call, orders), ANY_PENDING, *moving]
+    return [*moved_along(call, orders).strategies(), *moving]
 
 
 def _reordered_local(call: Call, layout: Layout, orders: Orders) -> Local | None:
@@ -62,53 +58,23 @@ def _rolls(call: Call) -> Orders:
 
 def _roll(call: Call) -> list[Strategy]:
     orders = _rolls(call)
-    return _reordered(call, orders) if orders else [replicated(call), ANY_PENDING]
+    return _reordered(call, orders) if orders else moved_along(call, range(call.inputs[0].ndim)).strategies()
 
 
 register("roll", rule=Rule(_roll, lambda call, ins, outs: _reordered_local(call, ins[0], _rolls(call))))
-register("rot90", rule=Rule(lambda call: [*other_dims(call, call.dims("dims")), ANY_PENDING]))
+register("rot90", rule=factor_rule(lambda call: moved_along(call, call.dims("dims"))))
 
 
-# Repeats: an even cut of the repeated dim
+# Repeats: of dims that are not sharded
 
 
-def _repeated(call: Call) -> tuple[int, list[int]]:
-    """The number of new leading dims, and how often each old one is repeated."""
-    repeats = list(call["repeats"])
-    lead = len(repeats) - call.inputs[0].ndim
-    return lead, repeats[lead:]
+def _repeat(call: Call) -> Factors:
+    lead = len(call["repeats"]) - call.inputs[0].ndim
+    names = dims_but(call.inputs[0].ndim, [d for d, count in enumerate(call["repeats"][lead:]) if count != 1])
+    return moved([names], [[*[None] * lead, *names]])
 
 
-def _repeat(call: Call) -> list[Strategy]:
-    lead, repeats = _repeated(call)
-    found = [replicated(call), ANY_PENDING]
-    for dim, count in enumerate(repeats):
-        if count == 1:
-            found.append(Strategy((dim,), (lead + dim,)))
-        elif 1 < count <= MANY and call.inputs[0].shape[dim]:
-            found.append(Strategy((dim,), (lead + dim,), 2 * PROGRAM_COST, resize=lambda sizes: [None]))
-    return found
-
-
-def _repeat_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    (x,), (lead, repeats) = call.inputs, _repeated(call)
-    split = [d for d, count in enumerate(repeats) if count > 1 and ins[0].splits[d]]
-    if not split:
-        return None
-    steps = tuple(
-        Rebuilt(d, ins[0].pieces(d), outs[0].pieces(lead + d), (Run(x.shape[d], 0),) * repeats[d]) for d in split
-    )
-    rest = [*call["repeats"][:lead], *(1 if d in split else count for d, count in enumerate(repeats))]
-    return Local(_repeat_rest, [x, steps, rest], groups=tuple(ins[0].splits[d] for d in split))
-
-
-def _repeat_rest(*arguments: Any) -> Tensor:
-    """`(a group for each step, x: S(dims), steps, repeats) -> S(dims)`: the sharded dims, then the others."""
-    *rebuilding, rest = arguments
-    return rebuild(*rebuilding).repeat(rest)
-
-
-register("repeat", rule=Rule(_repeat, _repeat_local))
+register("repeat", rule=factor_rule(_repeat))
 
 
 # Windows of a dim: a window is on the rank where it starts, and its end is fetched from the ranks after
@@ -120,7 +86,7 @@ def _unfold(call: Call) -> list[Strategy]:
         return [replicated(call)]
     dim = call["dimension"] % x.ndim
     names = dims_but(x.ndim, [dim])
-    found = [*Factors([names], [[*names, None]]).strategies(), ANY_PENDING]
+    found = moved([names], [[*names, None]]).strategies()
     if size:
         count = call.outputs[0].shape[dim]
         found.append(Strategy((dim,), (dim,), PROGRAM_COST, resize=lambda sizes: [_starting(sizes, step, count)]))

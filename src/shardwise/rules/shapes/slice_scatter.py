@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.notation import Factor, Factors, dims_but, dims_of
+from shardwise.rules.kit.notation import Factor, dims_but, dims_of, moved
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import PENDING, Call, HeldValues, Local, Rule, Strategy, replicated
+from shardwise.rules.kit.types import Call, HeldValues, Local, Rule, Strategy, replicated
 from shardwise.rules.kit.windows import indices_inside
 
 
@@ -26,8 +26,7 @@ def _insertion(
     if part.shape != call.inputs[1].shape:
         return [replicated(call)]
     names = dims_but(call.inputs[0].ndim, written)
-    found = [*Factors([names, source], [names]).strategies(), Strategy((PENDING, PENDING), (PENDING,))]
-    return [*found, *(Strategy((dim, None), (dim,)) for dim in alone)]
+    return [*moved([names, source], [names]).strategies(), *(Strategy((dim, None), (dim,)) for dim in alone)]
 
 
 def _meta(call: Call) -> Tensor:

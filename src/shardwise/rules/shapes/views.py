@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout, intervals
-from shardwise.rules.kit.notation import Factor, Factors, dims_but, dims_of, factor_rule, other_dims
+from shardwise.rules.kit.notation import Factor, Factors, dims_but, dims_of, factor_rule, moved, moved_along
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import ANY_PENDING, PENDING, SUM, Call, HeldValues, Local, Resize, Rule, Strategy
+from shardwise.rules.kit.types import SUM, Call, HeldValues, Local, Resize, Rule, Strategy
 from shardwise.rules.kit.windows import indices_inside
 from shardwise.rules.shapes.reshapes import VIEW
 
@@ -35,27 +35,27 @@ def _permutation(call: Call) -> tuple[int, ...]:
             return tuple(order)
 
 
-def _permute(call: Call) -> list[Strategy]:
+def _permute(call: Call) -> Factors:
     names = dims_of(call.inputs[0].ndim)
-    return [*Factors([names], [[names[d] for d in _permutation(call)]]).strategies(), ANY_PENDING]
+    return moved([names], [[names[d] for d in _permutation(call)]])
 
 
-PERMUTE = register("permute", "transpose", "t", rule=Rule(_permute))
+PERMUTE = register("permute", "transpose", "t", rule=factor_rule(_permute))
 
 
-def _expand(call: Call) -> list[Strategy]:
+def _expand(call: Call) -> Factors:
     source, target = call.inputs[0].shape, call.outputs[0].shape
     lead = len(target) - len(source)
     out = dims_of(len(target))
     names = [None if size == 1 and target[lead + d] != 1 else out[lead + d] for d, size in enumerate(source)]
-    return [*Factors([names], [out]).strategies(), ANY_PENDING]
+    return moved([names], [out])
 
 
 def _expand_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
     return Local(Tensor.expand, [call.inputs[0], HeldValues(outs[0].held_shapes)], resized=True)
 
 
-EXPAND = register("expand", rule=Rule(_expand, _expand_local))
+EXPAND = register("expand", rule=factor_rule(_expand, _expand_local))
 
 
 def _squeezed(call: Call) -> tuple[int, ...]:
@@ -67,9 +67,9 @@ def _squeezed(call: Call) -> tuple[int, ...]:
     return tuple(d for d in range(len(shape)) if d in dims and shape[d] == 1)
 
 
-def _squeeze(call: Call) -> list[Strategy]:
+def _squeeze(call: Call) -> Factors:
     names = dims_but(call.inputs[0].ndim, _squeezed(call))
-    return [*Factors([names], [[name for name in names if name is not None]]).strategies(), ANY_PENDING]
+    return moved([names], [[name for name in names if name is not None]])
 
 
 def _squeeze_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
@@ -77,17 +77,17 @@ def _squeeze_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
     return Local(op, [call.inputs[0], list(_squeezed(call))], resized=True)
 
 
-SQUEEZE = register("squeeze", rule=Rule(_squeeze, _squeeze_local))
+SQUEEZE = register("squeeze", rule=factor_rule(_squeeze, _squeeze_local))
 
 
-def _unsqueeze(call: Call) -> list[Strategy]:
+def _unsqueeze(call: Call) -> Factors:
     names: list[Factor] = list(dims_of(call.inputs[0].ndim))
     out = list(names)
     out.insert(call["dim"] % (len(names) + 1), None)
-    return [*Factors([names], [out]).strategies(), ANY_PENDING]
+    return moved([names], [out])
 
 
-UNSQUEEZE = register("unsqueeze", rule=Rule(_unsqueeze))
+UNSQUEEZE = register("unsqueeze", rule=factor_rule(_unsqueeze))
 
 
 # Parts of a dim
@@ -98,8 +98,7 @@ def _along(call: Call, *more: Strategy) -> list[Strategy]:
     (dim,) = call.dims()
     names = dims_but(call.inputs[0].ndim, [dim])
     outs = [names if out.ndim == len(names) else [*names[:dim], *names[dim + 1 :]] for out in call.outputs]
-    passing = Strategy((PENDING,), (PENDING,) * len(call.outputs))
-    return [*Factors([names], outs).strategies(), passing, *more]
+    return [*moved([names], outs).strategies(), *more]
 
 
 def _of_slices(slices: Sequence[range]) -> Resize:
@@ -257,4 +256,4 @@ register("view_as_real_copy", rule=AS_REAL)
 register("view_as_complex_copy", rule=AS_COMPLEX)
 
 
-register("alias_copy", "detach_copy", "lift_fresh_copy", rule=Rule(lambda call: [*other_dims(call), ANY_PENDING]))
+register("alias_copy", "detach_copy", "lift_fresh_copy", rule=factor_rule(moved_along))
