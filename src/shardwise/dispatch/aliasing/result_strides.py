@@ -52,7 +52,7 @@ class Lying:
     __slots__ = ("function", "known", "of_plain", "plan", "shown")
 
     def __init__(self, plan: Callable, function: Callable, of_plain: list[_Whole]) -> None:
-        """`of_plain` is what the function gives for whole tensors that lie plainly, as those of a trace do, if known."""
+        """`of_plain` is what the function gives for whole tensors that lie plainly (those of a trace do), if known."""
         self.plan, self.function, self.of_plain = plan, function, of_plain
         self.known: dict[tuple, list[_Hidden]] = {}
         self.shown: set[tuple[int, ...]] = set()  # strides of an only argument of which the result shows all there is

@@ -179,9 +179,8 @@ class _Overwrite:
 
 
 def refuse_shared_memory(x: Tensor) -> None:
-    """Refuse to write to a shard with nothing in it if torch refuses that to ranks that hold something, as their
-    elements share memory."""
-    if 0 in _size(x) and is_expanded(x):
+    """Refuse to write to elements that share memory, as torch does, also on ranks that hold none of them."""
+    if is_expanded(x):
         torch.zeros(()).expand(2).copy_(torch.zeros(2))
 
 
