@@ -69,8 +69,7 @@ class DTensor(Tensor):
     _aside: dict[int, Any]  # terms of the gradient that `no_sync` keeps
     _rendezvous: dict[int, Any]  # hooks of a leaf in the simulator (`comm.rendezvous`)
     _strides: tuple[int, ...] | None  # those of the whole, where its shard does not show them
-    _source: tuple[DTensor, Any]  # of a copy in the place of a view (`dispatch.aliasing`): whose, and the way back,
-    _taking: Any  # the call that takes it again,
+    _taking: Any  # of a copy in the place of a view (`dispatch.aliasing`): of what, and how it was taken,
     _shown: int  # the source's version when the copy was brought up to date,
     _whole: Any  # and the copy that a view of it is part of
 

@@ -22,20 +22,18 @@ from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Replicate
 from shardwise.local import is_leaf
+from shardwise.rules.kit.treatments import treatment_of
 from shardwise.tensor import DTensor, as_layout, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _size = torch._C.TensorBase.size
-
-WayBack = Callable[[DTensor, DTensor], Any]
 
 
 class CopiedView(DTensor):
     """A copy that torch would make a view, or a view of one."""
 
     _strides: tuple[int, ...]  # of the whole, where that does not lie plainly
-    _source: tuple[DTensor, WayBack | None]  # what it was taken from, and how a write gets back there
-    _taking: Taking | None
+    _taking: Taking
     _whole: CopiedView  # of a view of a copy: the copy
 
 
@@ -74,32 +72,61 @@ def stale() -> InPlaceError:
 
 
 class Taking:
-    """How a view was taken of its source, the first argument: so it can be taken again, and written to."""
+    """How a view was taken of its source: so it can be taken again, and what is written to it be written there. Where
+    that is not known, writes are refused, and so is its use after its source was written to."""
 
-    __slots__ = ("args", "function", "kwargs", "position", "recorded")
+    __slots__ = ("args", "function", "kwargs", "position", "recorded", "source")
 
-    def __init__(self, function: Callable, args: tuple, kwargs: dict[str, Any], position: int) -> None:
-        self.function, self.args, self.kwargs, self.position = function, args[1:], kwargs, position
+    def __init__(
+        self, source: DTensor, function: Callable | None = None, args: tuple = (), kwargs: Any = None, position: int = 0
+    ) -> None:
+        known = function is not None and bool(args) and args[0] is source
+        self.source, self.function = source, function if known else None
+        self.args, self.kwargs, self.position = args[1:], kwargs or {}, position
         self.recorded = torch.is_grad_enabled()
 
-    def again(self, source: DTensor) -> Any:
-        """The view of its source as that is now."""
-        with torch.set_grad_enabled(self.recorded):
-            return self._of(source)
+    @property
+    def is_known(self) -> bool:
+        return self.function is not None
 
     @property
-    def way_back(self) -> WayBack | None:
-        """Through the whole, unless the view depends on how that lies in memory."""
-        return None if self.function in (Tensor.as_strided, torch.as_strided) else self._write
+    def leads_back(self) -> bool:
+        """Not if the view depends on how its source lies in memory."""
+        return self.function not in (None, Tensor.as_strided, torch.as_strided)
 
-    def _write(self, source: DTensor, copy: DTensor) -> None:
-        """Write to a view of the whole, which needs no data of other ranks, and bring that back."""
-        whole: Any = source.redistribute(placements=[Replicate()] * source._layout.mesh.ndim).clone()
-        view = self._of(whole)
-        _once(view, view).copy_(_once(copy, view))
-        source.copy_(whole)
+    def again(self) -> DTensor:
+        """The view of its source as that is now."""
+        with torch.set_grad_enabled(self.recorded):
+            return self._of(of_base(self.source))
+
+    def write(self, copy: DTensor) -> None:
+        """Write a copy to its source: its shape may be another, or an index may name it; else by way of a view of the
+        whole, which needs no data of other ranks."""
+        source: Any = of_base(self.source)
+        items = self._items()
+        if items is not None:
+            source[items] = copy
+        elif treatment_of(self.function).reshape and not any(isinstance(x, torch.dtype) for x in self._given):
+            source.copy_(copy.reshape(source.shape))
+        else:
+            whole = source.redistribute(placements=[Replicate()] * source._layout.mesh.ndim).clone()
+            view = self._of(whole)
+            _once(view, view).copy_(_once(copy, view))
+            source.copy_(whole)
+
+    @property
+    def _given(self) -> tuple:
+        return *self.args, *self.kwargs.values()
+
+    def _items(self) -> Any:
+        """The index that names the view in its source, if one does."""
+        if self.function in (Tensor.select, torch.select) and len(self.args) == 2:
+            dim, index = self.args
+            return (slice(None),) * (dim % self.source.ndim) + (index,)
+        return self.args[0] if self.function is Tensor.__getitem__ and not flat_tensors(self.args) else None
 
     def _of(self, source: Tensor) -> Any:
+        assert self.function is not None
         return flat_tensors(self.function(source, *self.args, **self.kwargs))[self.position]
 
 
@@ -111,15 +138,12 @@ _taken: Register = {}  # copies and views of them, by the storage of their sourc
 # Watching
 
 
-def watch_copy(copy: Any, source: DTensor, taking: Taking | None = None, way_back: WayBack | None = None) -> None:
-    """A copy keeps what it was taken from, and how. If that is not known, writes to it are refused, and so is its use
-    after its source was written to. A way back that is shorter than that through the whole may be given."""
-    storage = storage_of(copy)
+def watch_copy(copy: Any, taking: Taking) -> None:
+    """A copy keeps what it was taken from, which lives at least as long, and how."""
     copy.__class__ = CopiedView
     copy._taking = taking
-    copy._source = source, way_back or (taking and taking.way_back)  # it lives at least as long as the copy
-    _enter(copies, storage, copy)
-    _enter(_taken, storage_of(source), copy)
+    _enter(copies, storage_of(copy), copy)
+    _enter(_taken, storage_of(taking.source), copy)
 
 
 def watch_view(view: Any, copy: CopiedView) -> None:
@@ -136,10 +160,9 @@ def watch_view(view: Any, copy: CopiedView) -> None:
 
 def outdate_with(copy: CopiedView, given: dict[int, CopiedView]) -> None:
     """A copy of a copy is as old as that."""
-    source, way_back = copy._source
-    earlier = given.get(id(source))
+    earlier = given.get(id(copy._taking.source))
     if earlier.__class__ is CopiedView:
-        copy._source = earlier, way_back
+        copy._taking.source = earlier
         _enter(_taken, _source_storage(earlier), copy)
 
 
@@ -162,7 +185,7 @@ def storage_of(x: Tensor) -> int:
 
 
 def _source_storage(copy: CopiedView) -> int:
-    return storage_of(_whole(copy)._source[0])
+    return storage_of(_whole(copy)._taking.source)
 
 
 def _copy_in(x: Tensor) -> CopiedView | None:
@@ -207,14 +230,14 @@ def _root(x: Tensor, name: str) -> Tensor:
     """Where a write to a tensor gets in the end: there it must be possible."""
     root, copy, recorded = x, _copy_in(x), True
     while copy is not None:
-        if copy._source[1] is None:
+        if not copy._taking.leads_back:
             raise InPlaceError(
                 f"{name} would write to a view of a DTensor that had to be a copy, because its data came from other "
                 f"ranks, and the write would be lost. Nothing was changed; write to the tensor itself, or redistribute "
                 f"it first so that the view needs no data of other ranks"
             )
         recorded = recorded and _is_recorded(root, copy)
-        root = copy._source[0]
+        root = copy._taking.source
         if recorded and is_leaf(root) and root.requires_grad:
             raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
         copy = _copy_in(root)
@@ -240,9 +263,9 @@ def take_anew(written: Iterable[Tensor]) -> None:
 
 def _pass_by_hooks(copy: CopiedView | None) -> bool:
     """Take a copy anew if there are hooks on it or on what it was taken from. Whether there were."""
-    if copy is None or copy._taking is None:
+    if copy is None or not copy._taking.is_known:
         return False
-    source = copy._source[0]
+    source = copy._taking.source
     with _disabled():
         observed = source._backward_hooks or source.retains_grad
     found = _pass_by_hooks(_copy_in(source)) or bool(copy._backward_hooks or observed)
@@ -274,13 +297,13 @@ def carry_on(written: Iterable[Tensor]) -> None:
             _outdate(reference())
         copy = _copy_in(x)
         if copy is not None:
-            source, way_back = copy._source
+            source = copy._taking.source
             storage = storage_of(source)
             source.__dict__["_layout"] = source._layout.unreduced  # what it came to; views to write to are not of that
             kin = [view for reference in _taken.pop(storage, ()) if (view := reference()) is not None]
             recorded = _is_recorded(x, copy)
             with nullcontext() if recorded else torch.no_grad():
-                way_back(of_base(source), wrap(localise(copy), copy._layout))  # type: ignore[misc]
+                copy._taking.write(wrap(localise(copy), copy._layout))
             for view in kin:
                 is_shown = _whole(view) is copy or (
                     view.__class__ is CopiedView and _source_storage(view) == storage_of(copy)
@@ -324,10 +347,9 @@ def _once(x: Tensor, target: Tensor) -> Tensor:
 
 
 def _take_again(copy: Any) -> None:
-    source, _ = copy._source
-    fresh = None if copy._taking is None else copy._taking.again(of_base(source))
-    if fresh is None:
+    if not copy._taking.is_known:
         raise stale()
+    source, fresh = copy._taking.source, copy._taking.again()
     with torch.set_grad_enabled(fresh.requires_grad):  # the source may have had what it was reduced to
         fresh = as_layout(fresh, copy._layout, "a view")
     copy.__class__ = CopiedView

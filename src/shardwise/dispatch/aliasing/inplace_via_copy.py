@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm import shards_of
-from shardwise.dispatch.aliasing.copied_views import depend, of_base, storage_of, take_anew, watch_copy
+from shardwise.dispatch.aliasing.copied_views import Taking, depend, of_base, storage_of, take_anew, watch_copy
 from shardwise.dispatch.aliasing.views import Writes
 from shardwise.dispatch.guarded import Guarded
 from shardwise.dispatch.plan import Plan
@@ -141,5 +141,5 @@ class Elsewhere:
         by_storage = {storage_of(copy): originals[id(copy)] for copy in copies.values()}
         for x in flat_tensors(out):
             if id(x) not in originals and (source := by_storage.get(storage_of(x))) is not None:
-                watch_copy(x, source)
+                watch_copy(x, Taking(source))
         return map_tensors(out, lambda x: originals.get(id(x), x))

@@ -52,7 +52,7 @@ class Lying:
     __slots__ = ("function", "known", "of_plain", "plan", "shown")
 
     def __init__(self, plan: Callable, function: Callable, of_plain: list[_Whole]) -> None:
-        """`of_plain` is what the function gives for whole tensors that lie plainly, as those of a trace do."""
+        """`of_plain` is what the function gives for whole tensors that lie plainly (those of a trace do), if known."""
         self.plan, self.function, self.of_plain = plan, function, of_plain
         self.known: dict[tuple, list[_Hidden]] = {}
         self.shown: set[tuple[int, ...]] = set()  # strides of an only argument of which the result shows all there is
@@ -84,7 +84,7 @@ class Lying:
 
     def _hidden(self, args: tuple, kwargs: dict[str, Any], results: Sequence[Tensor]) -> list[_Hidden]:
         plain = all(whole_lies_plainly(x) for x in flat_tensors((args, kwargs)))
-        whole = self.of_plain if plain else unseen(self._asked, args, kwargs)
+        whole = (plain and self.of_plain) or unseen(self._asked, args, kwargs)
         found: list[_Hidden] = []
         for at, (x, (strides, is_view)) in enumerate(zip(results, whole, strict=True)):
             if x.__class__ is not DTensor:

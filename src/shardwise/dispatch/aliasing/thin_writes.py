@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.dispatch.aliasing.copied_views import storage_of
+from shardwise.dispatch.aliasing.global_strides import copied
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.rules.kit.registry import is_expanded
 from shardwise.tensor import DTensor
@@ -36,6 +37,6 @@ class OnThinShards:
 
         def apart(x: Tensor) -> Tensor:
             shared = storage_of(x) in storages and not any(x is y for y in written)
-            return x.clone() if shared and isinstance(x, DTensor) else x
+            return copied(x) if shared and isinstance(x, DTensor) else x
 
         return self.plan(map_tensors(args, apart), map_tensors(kwargs or {}, apart))

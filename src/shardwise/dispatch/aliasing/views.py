@@ -19,7 +19,6 @@ from shardwise.dispatch.aliasing.copied_views import (
     CopiedView,
     Part,
     Taking,
-    WayBack,
     carry_on,
     copies,
     outdate_with,
@@ -50,45 +49,44 @@ _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-
 class Copies(Guard):
     """Views of which the results at `positions` are copies, or parts of a sharded dim."""
 
-    __slots__ = ("function", "positions", "strides")
+    __slots__ = ("function", "known", "positions")
 
     def __init__(self, function: Callable, positions: Sequence[int]) -> None:
         self.function, self.positions = function, positions
-        self.strides: dict[tuple, list[tuple[int, ...]]] = {}  # of parts, by those of what they are cut out of
+        self.known: dict[tuple, list[Strides]] = {}
 
     def before(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        if args and isinstance(args[0], DTensor):
-            is_view(self.function, args, kwargs)  # asked first, for what torch refuses
+        self._strides(args, kwargs)  # asked first, for what torch refuses
 
     def after(self, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        source = next(x for x in flat_tensors((args, kwargs)) if isinstance(x, DTensor))
-        comes_first = bool(args) and source is args[0]  # not so in `einsum`, which is never asked for more than views
-        copies = not comes_first or is_view(self.function, args, kwargs)
+        source, all_strides = _first(args, kwargs), self._strides(args, kwargs)
         results = [out] if isinstance(out, Tensor) else flat_tensors(out)
-        if copies and _share_memory(results[self.positions[0]], source):  # views after all
-            for at, strides in zip(self.positions, self._strides(source, args, kwargs), strict=True):
-                _remember_strides(results[at], strides)
-        elif copies:
-            way_back = _way_back(self.function, args, kwargs) if comes_first and len(results) == 1 else None
-            for at, strides in zip(self.positions, self._strides(source, args, kwargs), strict=True):
-                if results[at].__class__ is DTensor:
-                    taking = Taking(self.function, args, kwargs, at) if comes_first else None
-                    watch_copy(results[at], source, taking, way_back)
-                    _remember_other_strides(results[at], strides)
-        elif "_moved" in source.__dict__:  # what was moved may be used again: it is not the result's to write to
-            own: Any = copied
-            return map_tensors(out, own)
+        if all_strides[self.positions[0]] is None:  # torch copies too
+            return map_tensors(out, copied) if "_moved" in source.__dict__ else out  # what was moved is not its own
+        are_views = _share_memory(results[self.positions[0]], source)
+        for at in self.positions:
+            result, strides = results[at], all_strides[at]
+            assert strides is not None
+            if are_views:
+                _remember_strides(result, strides)
+            elif result.__class__ is DTensor:
+                watch_copy(result, Taking(source, self.function, args, kwargs, at))
+                _remember_other_strides(result, strides)
         return out
 
-    def _strides(self, source: DTensor, args: tuple, kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
-        """How the results would lie on one device."""
-        key = _lying(source)
-        strides = self.strides.get(key)
+    def _strides(self, args: tuple, kwargs: dict[str, Any]) -> list[Strides]:
+        """Those of the results that are views on one device."""
+        key = _lying(_first(args, kwargs))
+        strides = self.known.get(key)
         if strides is None:
-            strides = _strides_of_views(self.function, args, kwargs, self.positions)
-            if len(self.strides) < MOST:
-                self.strides[key] = strides
+            strides = strides_of_views(self.function, args, kwargs)
+            if len(self.known) < MOST:
+                self.known[key] = strides
         return strides
+
+
+def _first(args: tuple, kwargs: dict[str, Any]) -> DTensor:
+    return next(x for x in flat_tensors((args, kwargs)) if isinstance(x, DTensor))
 
 
 def _share_memory(x: Tensor, y: Tensor) -> bool:
@@ -141,22 +139,22 @@ class OfCopies:
         retain_anew(given.values())
         by_storage = {storage_of(x): x for x in given.values()}
         results = flat_tensors(out)
-        lying: list[int] = []  # results that lie as the whole of what they are views of does, which does not show it
+        hidden: list[int] = []  # results that lie as the whole of what they are views of does, which does not show it
         for at, x in enumerate(results):
             if x.__class__ is CopiedView:
                 outdate_with(x, given)
             copy = by_storage.get(storage_of(x)) if x.__class__ in (DTensor, Part) and id(x) not in given else None
             if copy.__class__ is DTensor:  # a part
                 if x.__class__ is DTensor:
-                    lying.append(at)
+                    hidden.append(at)
             elif copy is not None:
                 watch_view(x, copy)
                 if "_strides" in copy.__dict__:
-                    lying.append(at)
-        if lying:
-            for at, strides in zip(lying, _strides_of_views(self.function, args, kwargs, lying), strict=True):
-                remember = _remember_strides if results[at].__class__ is DTensor else _remember_other_strides
-                remember(results[at], strides)
+                    hidden.append(at)
+        all_strides = strides_of_views(self.function, args, kwargs) if hidden else []
+        for at in hidden:
+            remember = _remember_strides if results[at].__class__ is DTensor else _remember_other_strides
+            remember(results[at], all_strides[at])
         return map_tensors(out, lambda x: given.get(id(x), x))
 
 
@@ -289,20 +287,22 @@ def _is_recorded(args: tuple, kwargs: dict[str, Any]) -> bool:
 # Views and copies on one device
 
 
-def _views_on_one_device(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor | None]:
-    """What a function gives on one device: a meta tensor for each view of an argument, None for other results."""
-    first, rest = args[:1], args[1:]
-    whole = (
-        (*map_tensors(first, on_one_device), *map_tensors(rest, _index_or_whole)),
-        map_tensors(kwargs, _index_or_whole),
-    )
-    given = {storage_of(x) for x in flat_tensors(whole)}
+Strides = tuple[int, ...] | None
+"""Those of a view on one device; of a copy, none."""
+
+
+def strides_of_views(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Strides]:
+    """How the results lie on one device, as far as they are views there."""
+    return unseen(_strides_on_one_device, function, args, kwargs)
+
+
+def _strides_on_one_device(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Strides]:
+    whole_args = (*map_tensors(args[:1], on_one_device), *map_tensors(args[1:], _index_or_whole))
+    whole_kwargs = map_tensors(kwargs, _index_or_whole)
+    given = {storage_of(x) for x in flat_tensors((whole_args, whole_kwargs))}
     with torch.no_grad():
-        try:
-            results = flat_tensors(function(*whole[0], **whole[1]))
-        except RuntimeError as error:
-            raise _in_other_words(error, function, *whole) from None
-        return [y if storage_of(y) in given else None for y in results]
+        results = flat_tensors(function(*whole_args, **whole_kwargs))
+    return [y.stride() if storage_of(y) in given else None for y in results]
 
 
 def _index_or_whole(x: Tensor) -> Any:
@@ -311,56 +311,19 @@ def _index_or_whole(x: Tensor) -> Any:
     return 0 if is_number else on_one_device(x)
 
 
-def _in_other_words(error: RuntimeError, function: Callable, args: tuple, kwargs: dict[str, Any]) -> RuntimeError:
-    """What torch says to tensors with data that lie so, if there are not too many."""
-    if sum(x.numel() for x in flat_tensors((args, kwargs))) > MOST:
-        return error
-
-    def real(x: Tensor) -> Tensor:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
-
-    try:
-        function(*map_tensors(args, real), **map_tensors(kwargs, real))
-    except RuntimeError as said:
-        return said.with_traceback(None)
-    return error
-
-
 def is_view(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether torch makes a view of this tensor by this function."""
-    if not _depends_on_strides(function):
+    if not _depends_on_strides(function) or lies_plainly(args[0]):
         return True
-    if kwargs or not all(arg.__class__ is int or arg.__class__ is tuple for arg in args[1:]):
-        return _is_view(function, args, kwargs)
-    key = (function, args[0]._layout, _lying(args[0]), args[1:])
-    known = _known_views.get(key)
-    if known is None:
-        known = _is_view(function, args, kwargs)
-        if len(_known_views) < MOST:
-            _known_views[key] = known
-    return known
-
-
-def _is_view(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    if lies_plainly(args[0]):
-        return True
-    return all(view is not None for view in unseen(_views_on_one_device, function, args, kwargs))
+    return None not in strides_of_views(function, args, kwargs)
 
 
 MOST = 4096
-_known_views: dict[tuple, bool] = {}
 
 
 def _lying(x: DTensor) -> tuple:
     """How a shard lies in memory, and what is remembered of the whole."""
     return _on_shard(_stride, (), (x,)), x.__dict__.get("_strides")  # type: ignore[call-arg]
-
-
-def _strides_of_views(
-    function: Callable, args: tuple, kwargs: dict[str, Any], positions: Sequence[int]
-) -> list[tuple[int, ...]]:
-    views = unseen(_views_on_one_device, function, args, kwargs)
-    return [view.stride() for at in positions if (view := views[at]) is not None]
 
 
 def _remember_other_strides(copy: Any, strides: tuple[int, ...]) -> None:
@@ -403,22 +366,3 @@ def only_views(lowered: Any) -> None:
     for call in lowered.calls:
         if call.local is not None and call.local.function is Tensor.reshape and not call.moves[0]:
             call.local = replace(call.local, function=Tensor.view)
-
-
-def _way_back(function: Callable, args: tuple, kwargs: dict[str, Any]) -> WayBack | None:
-    if any(isinstance(arg, torch.dtype) for arg in (*args[1:], *kwargs.values())):
-        return lambda source, copy: source.copy_(copy.view(source.dtype))  # of bits
-    if treatment_of(function).reshape is not None:
-        return lambda source, copy: source.copy_(copy.reshape(source.shape))
-    if function is torch.view_as_real:
-        return lambda source, copy: source.copy_(torch.view_as_complex(copy.contiguous()))
-    if function in (torch.real, Tensor.real.__get__):  # type: ignore[attr-defined]
-        return lambda source, copy: source.copy_(torch.complex(copy, source.imag))
-    if function in (torch.imag, Tensor.imag.__get__):  # type: ignore[attr-defined]
-        return lambda source, copy: source.copy_(torch.complex(source.real, copy))
-    if function is Tensor.__getitem__ and not flat_tensors(args[1:]):
-        return lambda source, copy: source.__setitem__(args[1], copy)
-    if function in (Tensor.select, torch.select) and len(args) == 3:
-        _, dim, index = args
-        return lambda source, copy: source.narrow(dim, index % source.shape[dim], 1).copy_(copy.unsqueeze(dim))
-    return None

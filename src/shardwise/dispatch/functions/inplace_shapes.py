@@ -19,33 +19,22 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 
 @handles(Tensor.t_, Tensor.transpose_, Tensor.swapaxes_, Tensor.swapdims_, Tensor.unsqueeze_)
 def _reshape_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
-    x = args[0]
-    _refuse_copies(x, func.__name__)
-    with torch.no_grad():
-        layout = getattr(x.detach(), func.__name__[:-1])(*args[1:], **kwargs)._layout  # a view: nothing moves
-    with _disabled():
-        for shard in shards_of(x):
-            func(shard, *args[1:], **kwargs)
-    _change_strides(x, lambda whole: func(whole, *args[1:], **kwargs))
-    x._layout = layout
-    return x
-
-
-def _refuse_copies(x: DTensor, name: str) -> None:
-    if isinstance(x, CopiedView) and "_source" in x.__dict__:  # writes to it find their way there by its shape
+    x, name = args[0], func.__name__
+    if isinstance(x, CopiedView) and "_taking" in x.__dict__:  # writes to it find their way there by its shape
         raise InPlaceError(
             f"{name} cannot change the shape of a view of a DTensor that had to be a copy, because its data came from "
             f"other ranks. Nothing was changed; use {name[:-1]}, which gives another view"
         )
-
-
-def _change_strides(x: DTensor, change: Callable[[Tensor], Any]) -> None:
-    """What is remembered of how the whole lies changes as the whole does."""
-    if (strides := x.__dict__.get("_strides")) is not None:
-        with _disabled():
+    with torch.no_grad():
+        layout = getattr(x.detach(), name[:-1])(*args[1:], **kwargs)._layout  # a view: nothing moves
+    with _disabled():
+        for shard in shards_of(x):
+            func(shard, *args[1:], **kwargs)
+        if (strides := x.__dict__.get("_strides")) is not None:  # those of the whole change as it does
             whole = torch.empty_strided(x._layout.shape, strides, device="meta")
-            change(whole)
-        x.__dict__["_strides"] = whole.stride()
+            x.__dict__["_strides"] = func(whole, *args[1:], **kwargs).stride()
+    x._layout = layout
+    return x
 
 
 @handles(Tensor.resize_, Tensor.resize_as_, torch.resize_as_)
@@ -62,18 +51,11 @@ def _resize_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any
 @handles(Tensor.squeeze_)
 def _squeeze_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     x = args[0]
-    _refuse_copies(x, "squeeze_")
     dims = args[1] if len(args) > 1 else kwargs.get("dim", range(x.ndim))
     wanted = {dim % max(x.ndim, 1) for dim in ([dims] if isinstance(dims, int) else dims)}
     gone = [dim for dim in sorted(wanted, reverse=True) if x.ndim and x.shape[dim] == 1]
     if any(x._layout.splits[dim] for dim in gone):
         raise InPlaceError(f"{describe('squeeze_', args, kwargs)}: a dim that is sharded cannot be removed in place")
-    with torch.no_grad():
-        layout = x.detach().squeeze(tuple(gone))._layout if gone else x._layout
-    with _disabled():
-        for shard in shards_of(x):
-            for dim in gone:
-                func(shard, dim)
-    _change_strides(x, lambda whole: [func(whole, dim) for dim in gone])
-    x._layout = layout
+    for dim in gone:
+        _reshape_in_place(func, (x, dim), {})
     return x

@@ -139,7 +139,7 @@ class Gathered:
             out = map_tensors(out, lambda x: wrap_fresh(x, Layout(self.mesh, tuple(x.shape))))
         for at, (result, source) in enumerate(zip(flat_tensors(out), copies)):
             if source is not None:
-                watch_copy(result, source, Taking(self.function, args, kwargs, at) if source is args[0] else None)
+                watch_copy(result, Taking(source, self.function, args, kwargs, at))
         return out
 
     def _copies(self, out: Any, gathered: Any, given: Any) -> list[DTensor | None]:

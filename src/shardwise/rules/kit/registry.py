@@ -221,10 +221,8 @@ class _Writing:
 
 
 def refuse_shared_memory(x: Tensor) -> None:
-    """Refuse to write to an empty shard if torch refuses that to the other ranks, whose elements share memory."""
-    with _disabled():
-        is_empty = 0 in _size(x)
-    if is_empty and is_expanded(x):
+    """Refuse to write to elements that share memory, as torch does, also on ranks that hold none of them."""
+    if is_expanded(x):
         torch.zeros(()).expand(2).copy_(torch.zeros(2))
 
 
