@@ -12,7 +12,7 @@ def padded(flat: Tensor, room: int) -> Tensor:
     return flat.resolve_conj().resolve_neg()
 
 
-_KNOWN = frozenset(
+KNOWN = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 )
 """The dtypes that every backend moves and reduces."""
@@ -33,7 +33,7 @@ def lent(out: Tensor) -> Tensor:
 def movable(flat: Tensor) -> Tensor:
     """A contiguous flat tensor as any backend moves it: as bytes where the dtype may be unknown there. One of a single
     element is contiguous whatever its stride is, but has no bytes to be seen through that."""
-    return flat if flat.dtype in _KNOWN else flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+    return flat if flat.dtype in KNOWN else flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def in_units(sizes: list[int], flat: Tensor) -> list[int]:
@@ -44,7 +44,7 @@ def in_units(sizes: list[int], flat: Tensor) -> list[int]:
 
 def is_reducible(dtype: torch.dtype, op: str) -> bool:
     """Whether every backend reduces a dtype as torch does. Extrema of floats are not: backends lose NaNs."""
-    return dtype in _KNOWN and (op not in ("max", "min") or not dtype.is_floating_point)
+    return dtype in KNOWN and (op not in ("max", "min") or not dtype.is_floating_point)
 
 
 def reducible(fresh: Tensor, op: str) -> tuple[Tensor, str]:

@@ -118,7 +118,7 @@ def dispatch(
             return dispatch(cls, func, types, args, kwargs)
     _call()
     plan = _planned(key)
-    if plan.__class__ is Direct:
+    if plan.__class__ is Direct and not (watchers and plan.labels):
         out = _on_shard(plan.function, (), args, kwargs) if kwargs else _on_shard(plan.function, (), args)
         if out.__class__ is Tensor:
             out.__class__ = DTensor

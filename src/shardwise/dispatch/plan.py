@@ -114,6 +114,14 @@ class NonlinearMover(Mover):
         return self._moved(x, x.__dict__) if _listener(True) is not None else super().__call__(x)
 
 
+class LocalMover(Mover):
+    """Moves that communicate nothing, forward or backward (a bias that counts once): made anew for every use, which
+    costs less than to share them."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._moved(x, x.__dict__) if self.only is None else self.only(x)
+
+
 def local_of(x: Tensor, moves: Sequence[Move]) -> Tensor:
     if x.__class__ is not DTensor:
         return spread(x, moves[0].source.layout.mesh)
@@ -132,7 +140,10 @@ def mover_of(moves: tuple[Move, ...]) -> Mover | None:
 
 
 def mover_for(moves: tuple[Move, ...]) -> Mover:
-    return Mover(moves) if all(move.is_linear for move in moves) else NonlinearMover(moves)
+    if not all(move.is_linear for move in moves):
+        return NonlinearMover(moves)
+    local = not any(move.communicates or move.dual.communicates for move in moves)
+    return LocalMover(moves) if local else Mover(moves)
 
 
 def wrap_fresh(out: Any, layout: Layout) -> DTensor:
@@ -154,13 +165,15 @@ def wrap_fresh(out: Any, layout: Layout) -> DTensor:
 
 
 class Direct:
-    """The function itself on the shards, one tensor out, nothing to move: so common that `dispatch` runs it inline."""
+    """A function on the shards, one tensor out: so common that `dispatch` runs it inline. Most often it is the function
+    that was called, and nothing moves; `labels` say what does (`dispatch.watch`)."""
 
-    __slots__ = ("function", "layout")
+    __slots__ = ("function", "labels", "layout")
 
     def __init__(self, function: Callable, layout: Layout) -> None:
         self.function = function
         self.layout = layout
+        self.labels: tuple[Any, ...] = ()
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
         with _disabled():
@@ -181,61 +194,29 @@ def direct_list(function: Callable, layouts: Sequence[Layout]) -> Plan:
     return run
 
 
-def moved_first(function: Callable, movers: Sequence[tuple[int, Mover]], layout: Layout) -> Plan:
-    """The function on the shards after moving some positional arguments; one tensor out."""
-    if len(movers) == 1:
-        return _one_moved_first(function, *movers[0], layout)
+def moved_first(function: Callable, movers: Sequence[tuple[int, Mover]], num_args: int) -> Callable:
+    """A function of shards, some of which are moved first. `movers` go by the positions of the arguments."""
+    if len(movers) == 1 and num_args == 3 and movers[0][0] != 1:  # a weight and a bias are among them
+        ((position, mover),) = movers
+        move = mover.__call__  # bound: a call of an object that is not a function takes a detour
+        if position == 0:
+            return lambda x, weight, bias: function(move(x), weight, bias)
+        return lambda x, weight, bias: function(x, weight, move(bias))
 
-    def run(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
-        with _disabled():
-            local = list(args)
-            for position, mover in movers:
-                local[position] = mover(local[position])
-            return wrap_fresh(function(*local, **kwargs) if kwargs else function(*local), layout)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        local = list(args)
+        for position, mover in movers:
+            local[position] = mover(local[position])
+        return function(*local, **kwargs)
 
-    return run
-
-
-def _one_moved_first(function: Callable, position: int, mover: Mover, layout: Layout) -> Plan:
-    move = mover.__call__  # bound: a call of an object that is not a function takes a detour
-    rest = position + 1
-
-    def run(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
-        with _disabled():
-            if kwargs or len(args) != 3:
-                local = (*args[:position], move(args[position]), *args[rest:])
-                out: Any = function(*local, **kwargs) if kwargs else function(*local)
-            elif position == 0:  # a weight and a bias follow
-                out = function(move(args[0]), args[1], args[2])
-            elif position == 2:
-                out = function(args[0], args[1], move(args[2]))
-            else:
-                out = function(args[0], move(args[1]), args[2])
-            if out.__class__ is Tensor:
-                out.__class__ = DTensor
-                out.__dict__["_layout"] = layout
-                return out
-            return wrap_fresh(out, layout)
-
-    return run
+    return run if movers else function
 
 
-def reduced_after(
-    function: Callable, movers: Sequence[tuple[int, Mover]], reduce: Callable[[Tensor], Tensor], layout: Layout
-) -> Plan:
-    """The function on the shards after moving some positional arguments; its fresh result is reduced."""
+def reduced_after(function: Callable, reduce: Callable[[Tensor], Tensor]) -> Callable:
+    """A function of shards, whose fresh result is reduced."""
 
-    def run(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
-        with _disabled():
-            if movers:
-                local = list(args)
-                for position, mover in movers:
-                    local[position] = mover(local[position])
-                args = tuple(local)
-            out = reduce(function(*args, **kwargs) if kwargs else function(*args))
-            out.__class__ = DTensor
-            out.__dict__["_layout"] = layout
-            return out
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        return reduce(function(*args, **kwargs))
 
     return run
 

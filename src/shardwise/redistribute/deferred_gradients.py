@@ -118,7 +118,7 @@ def _passes_on(node: Any) -> bool:
     return name == "AliasBackward0" or (name in _COPIES and SECOND_ORDER in node.metadata)
 
 
-_COPIES = ("CloneBackward0", "ViewBackward0")
+_COPIES = ("CloneBackward0", "UnsafeViewBackward0")
 """Nodes of torch's that stand for a move whose backward does nothing, where they are marked as such. (Others that are
 marked did not only move something: they made what was then reduced in place.)"""
 

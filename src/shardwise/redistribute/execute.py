@@ -173,14 +173,14 @@ def nothing_like(x: Tensor) -> Tensor:
 # would never be freed.
 
 
+SMALL = 1 << 16
+"""Elements that are copied, or of which zeros are written, sooner than a tensor is made that shares or takes no memory."""
+
+
 def _kept(x: Tensor) -> Tensor:
-    if _is_contiguous(x) or len(_size(x)) > 1:
+    if _numel(x) > SMALL and (_is_contiguous(x) or len(_size(x)) > 1):
         return _unsafe_view(x, _size(x))
     return x.clone(memory_format=torch.contiguous_format)  # a bias, contiguous as on the ranks that do not count it
-
-
-SMALL = 1 << 16
-"""Elements of which zeros are written sooner than a tensor is given zeros that take no memory."""
 
 
 def _silenced(x: Tensor) -> Tensor:
@@ -207,12 +207,15 @@ _joined = bare_function(
 
 def joined(whole: Tensor, term: Tensor) -> Tensor:
     """`whole + term` as far as a rank sees it that contributes nothing but the term; gradients are those of the sum."""
-    if whole.dtype is not term.dtype:
-        return _silenced(whole) + term
-    if not (_grad_enabled() and (whole.requires_grad or term.requires_grad)):
-        return term.clone(memory_format=torch.contiguous_format)
-    # Of few elements, to write zeros and add them costs less than a node in Python.
-    return _joined(whole, term) if _numel(term) > SMALL else _silenced(whole) + term
+    if whole.dtype is term.dtype:
+        if not (_grad_enabled() and (whole.requires_grad or term.requires_grad)):
+            return term.clone(memory_format=torch.contiguous_format)
+        if _numel(term) > SMALL:
+            return _joined(whole, term)
+    # Of few elements, to add them and write the term over it costs less than a node in Python.
+    out = torch.add(whole, term)
+    out.detach().copy_(term)
+    return out
 
 
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]

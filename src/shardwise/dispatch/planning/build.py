@@ -55,7 +55,8 @@ def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, A
         if not any(movers):
             return Direct(function, layouts[0])
         if positions is not None:
-            return moved_first(function, [(at, m) for at, m in zip(positions, movers, strict=True) if m], layouts[0])
+            moving = [(at, m) for at, m in zip(positions, movers, strict=True) if m]
+            return Direct(moved_first(function, moving, len(args) if not kwargs else 0), layouts[0])
     returned = [_argument_index(value, lowered) for value in lowered.trace.results]
     plain = draw is not None or not _takes_shards(function, lowered)
     return Whole(function if draw is None else draw(function), movers, layouts, returned, lowered.mesh, plain)
@@ -153,7 +154,7 @@ def _reduced_plan(function: Callable, lowered: Lowered, args: tuple, kwargs: dic
         if not mover.moves[0].keeps_value:
             function = joined if at == positions[0] else _joined_to
         movers = []
-    return reduced_after(function, movers, reduce, layout)
+    return Direct(reduced_after(moved_first(function, movers, len(args) if not kwargs else 0), reduce), layout)
 
 
 def _joined_to(term: Tensor, whole: Tensor) -> Tensor:
