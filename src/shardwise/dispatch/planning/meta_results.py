@@ -67,6 +67,12 @@ def _grouped(
     return (len(offs), len(a), b.shape[1]) if a.dim() == b.dim() else (a.shape[-2], b.shape[-1])
 
 
+def _margins(x: Tensor, *_: Any) -> None:
+    """The kernels for meta tensors give the loss of a single row a dim."""
+    if x.dim() < 2:
+        raise NotImplementedError("the loss of a single row is gathered")
+
+
 GROUPED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -98,6 +104,8 @@ SHAPES: dict[Any, Callable[..., Shape | None]] = {
     aten.grid_sampler_2d.default: _sampled,
     aten.index.Tensor: _by_bytes,
     aten.linalg_vector_norm.default: _normed,
+    aten.multi_margin_loss.default: _margins,
+    aten.multilabel_margin_loss_forward.default: _margins,
 }
 """The shape of the result, or None where there may be something to complain about."""
 
