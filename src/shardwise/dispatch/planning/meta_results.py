@@ -67,13 +67,16 @@ def _grouped(
     return (len(offs), len(a), b.shape[1]) if a.dim() == b.dim() else (a.shape[-2], b.shape[-1])
 
 
+GROUPED = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+# Losses
+
+
 def _margins(x: Tensor, *_: Any) -> None:
     """The kernels for meta tensors give the loss of a single row a dim."""
     if x.dim() < 2:
         raise NotImplementedError("the loss of a single row is gathered")
-
-
-GROUPED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 # Masks
