@@ -40,7 +40,11 @@ def _is_unpooling(call: Call, truth: Truth) -> bool:
     return call.name.startswith("max_unpool") and truth.outs == (Partial("sum"),)
 
 
-RARE = ("fractional_max_pool2d", "fractional_max_pool3d")
+RARE = (
+    *("fractional_max_pool2d", "fractional_max_pool3d"),
+    *("cholesky_inverse", "geqrf", "linalg_householder_product", "ormqr", "triangular_solve"),
+    *("linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lu_solve", "lu_unpack"),
+)
 
 REASONS: tuple[tuple[Test, str], ...] = (
     (_is_backward, "a backward op: gradients are computed on the shards, so it is met only when called by name"),

@@ -116,9 +116,11 @@ def program_ways(call: Call, cost: float = PROGRAM_COST) -> list[Strategy]:
 # Sums, means, products
 
 
-def for_this_dtype(call: Call) -> Local:
-    """The op itself, in a plan for its dtypes and numbers only. (One that runs nothing but the op holds for all.)"""
-    return Local(_call, [call.op, *call.args], call.kwargs)
+def for_these_values(call: Call, **arguments: Any) -> Local:
+    """The op itself, some arguments replaced, in a plan for its dtypes and numbers only. (A plan that runs the op as it
+    is holds for all.)"""
+    args, kwargs = call.replace(**arguments)
+    return Local(_call, [call.op.overloadpacket, *args], kwargs)
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +129,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def converted(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     """Whether a pending input passes through a conversion depends on its dtype."""
-    return for_this_dtype(call) if call.bound.get("dtype") is not None and ins[0].has_pending else None
+    return for_these_values(call) if call.bound.get("dtype") is not None and ins[0].has_pending else None
 
 
 def _mean_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
