@@ -55,7 +55,7 @@ def toy_rows(shards: Any, x: Tensor, target: Tensor, weight: Tensor | None, of: 
     """One look at the logits forward, one backward, and nothing sent there."""
     if of.probabilities or weight is not None or of.smoothing:
         return class_parallel_rows(shards, x, target, weight, of)
-    offset = shards.offset(0, of.classes)
+    offset = shards.offset(0, of.dim)
     largest, total, picked = shards.map(local_rows, x, target, offset)
     most = shards.reduce(largest, "max")
     total, picked = shards.reduce(torch.stack([total * (largest - most).exp(), picked]), "sum").unbind()

@@ -70,6 +70,15 @@ def _grouped(
 GROUPED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
+# Losses
+
+
+def _margins(x: Tensor, *_: Any) -> None:
+    """The kernels for meta tensors give the loss of a single row a dim."""
+    if x.dim() < 2:
+        raise NotImplementedError("the loss of a single row is gathered")
+
+
 # Masks
 
 
@@ -98,6 +107,8 @@ SHAPES: dict[Any, Callable[..., Shape | None]] = {
     aten.grid_sampler_2d.default: _sampled,
     aten.index.Tensor: _by_bytes,
     aten.linalg_vector_norm.default: _normed,
+    aten.multi_margin_loss.default: _margins,
+    aten.multilabel_margin_loss_forward.default: _margins,
 }
 """The shape of the result, or None where there may be something to complain about."""
 

@@ -174,12 +174,6 @@ class _Recorder(ThinkingMode):
         if torch.Tag.inplace_view in func.tags and id(args[0]) not in self.arguments:
             return self.reshape_in_place(func, args, kwargs)
         out = run_on_meta(func, args, kwargs)
-        in_parts = treatment_of(func).parts
-        if in_parts is not None:
-            with self:
-                parts = in_parts(out, *args, **kwargs)
-            if parts is not None:
-                return parts
         if func in SILENT_IN_EVALUATION and not Call(func, args, kwargs, (), ()).bound.get("training"):
             out = (out[0], *(stat.new_empty(0) for stat in out[1:3]), *out[3:])
         made = flat_tensors(out)

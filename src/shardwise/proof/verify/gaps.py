@@ -40,7 +40,11 @@ def _is_unpooling(call: Call, truth: Truth) -> bool:
     return call.name.startswith("max_unpool") and truth.outs == (Partial("sum"),)
 
 
-TWO_WINDOWS = "with two windows the random samples do not matter, and the kernel does not check how many there are"
+RARE = (
+    *("fractional_max_pool2d", "fractional_max_pool3d"),
+    *("cholesky_inverse", "geqrf", "linalg_householder_product", "ormqr", "triangular_solve"),
+    *("linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lu_solve", "lu_unpack"),
+)
 
 REASONS: tuple[tuple[Test, str], ...] = (
     (_is_backward, "a backward op: gradients are computed on the shards, so it is met only when called by name"),
@@ -51,7 +55,7 @@ REASONS: tuple[tuple[Test, str], ...] = (
     (_named("masked_scatter"), "true of a mask that is all or nothing: which elements go where depends on data"),
     (_named("median", "nanmedian", "kthvalue", "mode"), "true of this data, and rare: the dim is gathered"),
     (_is_unpooling, "true of distinct indices: where two windows share their maximum it would count twice"),
-    (_named("fractional_max_pool2d", "fractional_max_pool3d"), TWO_WINDOWS),
+    (_named(*RARE), "rare, and gathered"),
     (_named("isin"), "true of this data: no element is found in another rank's part"),
     (_unread, "a triangle of one element that counts as one is not read"),
     (_whole, "the result does not depend on how this input is cut: it is not read, or this data hides it"),

@@ -15,7 +15,7 @@ Handler = Callable[[Callable, tuple, dict[str, Any]], Any]
 
 @dataclass(slots=True)
 class Treatment:
-    """What is done about a function (or, for `parts`, an op) beside tracing it."""
+    """What is done about a function beside tracing it."""
 
     handler: Handler | None = None
     """Answers the call in place of a plan; or gives NotImplemented, and the call is planned."""
@@ -32,9 +32,6 @@ class Treatment:
     the shards cannot run the function itself."""
     keeps_composites: bool = False
     """For such a form: the composite functions with an `op` that it calls are recorded as that."""
-    parts: Callable[..., Any] | None = None
-    """For an op that is traced as several, each of which may run in the layout that is best for it: given the result
-    of the op and its arguments, on meta tensors, gives the same in parts, or None where the op is to stay one."""
     program: Callable[..., Any] | None = None
     """Runs on shards what cannot be traced, because the size of its results depends on data; or NotImplemented."""
     autocast: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,18 +12,10 @@ from torch import Tensor
 from shardwise.layout import Layout, Partial
 from shardwise.rules.kit.notation import Factor, Factors, factor_rule
 from shardwise.rules.kit.registry import register
+from shardwise.rules.kit.treatments import treat
 from shardwise.rules.kit.types import SUM, Call, Collectives, Local, Rule, Strategy
 from shardwise.rules.math.pointwise import broadcast
-from shardwise.rules.math.reductions import (
-    PROGRAM_COST,
-    extremum,
-    is_split,
-    program_ways,
-    reduced_dims,
-    reduction_ways,
-    split_axes,
-    wide,
-)
+from shardwise.rules.math.reductions import Reduction, extremum, program_ways, reducing, reduction_ways, wide
 
 # Norms
 
@@ -35,9 +27,9 @@ def _order(call: Call) -> float:
 
 def _norm(call: Call) -> list[Strategy]:
     """A single norm stays pending: with others it may become part of a larger one, which is pending too. Norms of rows
-    are made whole, and so are largest elements, of which all that are equal share the gradient, on whatever rank; and
-    norms that may be differentiated, since one of a shard that is zero has no second derivative where the whole has."""
-    if _is_whole(call):
+    are reduced, and so are largest elements, of which all that are equal share the gradient, on whatever rank; and
+    norms that may be differentiated: that of a shard of zeros has no second derivative where the global one has."""
+    if _is_reduced(call):
         return program_ways(call)
     order = _order(call)
     same = Partial("norm", order)
@@ -45,109 +37,56 @@ def _norm(call: Call) -> list[Strategy]:
     return [*reduction_ways(call, same), *passing]
 
 
-def _is_whole(call: Call) -> bool:
+def _is_reduced(call: Call) -> bool:
     order = _order(call)
     return order < 0 or order == math.inf or call.outputs[0].numel > 1 or call.inputs[0].may_need_grad
 
 
 def _norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if not is_split(call, ins[0]) or not _is_whole(call):
+    if not _is_reduced(call):
         return None
-    order = _order(call)
-    keepdim = bool(call.bound.get("keepdim"))
-    args = [call.inputs[0], order, reduced_dims(call), keepdim, call.bound.get("dtype"), call.outputs[0].dtype]
-    return Local(_whole_norm, args, groups=split_axes(call, ins[0]))
+    return reducing(_sharded_norm, _order, lambda call: call.bound.get("dtype"))(call, ins, outs)
 
 
-def _whole_norm(
-    group: Collectives,
-    x: Tensor,
-    order: float,
-    dims: tuple[int, ...],
-    keepdim: bool,
-    dtype: torch.dtype | None,
-    result: torch.dtype,
-) -> Tensor:
+def _sharded_norm(group: Collectives, x: Tensor, of: Reduction, order: float, dtype: torch.dtype | None) -> Tensor:
     if order == 0:
-        return group.psum(torch.linalg.vector_norm(x, 0, dims, keepdim, dtype=dtype)).to(result)
+        return group.psum(torch.linalg.vector_norm(x, 0, of.dims, of.keepdim, dtype=dtype)).to(of.dtype)
     x = wide(x if dtype is None else x.to(dtype))
     if math.isinf(order):
-        return extremum(group, x.abs(), dims, keepdim, "max" if order > 0 else "min").to(result)
-    total = group.psum(_powers(x, order).sum(dims, keepdim))
-    nothing = total == 0
-    return torch.where(nothing, 0, torch.where(nothing, 1, total) ** (1 / order)).to(result)
+        return extremum(group, x.abs(), replace(of, name="max" if order > 0 else "min")).to(of.dtype)
+    total = group.psum(_powers(x, order).sum(of.dims, of.keepdim))
+    zero = total == 0
+    return torch.where(zero, 0, torch.where(zero, 1, total) ** (1 / order)).to(of.dtype)
 
 
 def _powers(x: Tensor, order: float) -> Tensor:
     if order == 2:  # has a second derivative at zero
         return (x * x.conj()).real if x.is_complex() else x * x
     size = x.abs()
-    zero = size == 0  # there the norm's gradient is none, whatever the slope of the power is
+    zero = size == 0  # there the norm's gradient is zero, whatever the slope of the power is
     return torch.where(zero, 0 if order > 0 else math.inf, torch.where(zero, 1, size) ** order)
-
-
-def _needs_elements(order: float) -> bool:
-    """Whether torch refuses this norm of nothing."""
-    return order < 0 or math.isinf(order)
-
-
-def _norm_or_neutral(x: Tensor, order: float, dims: tuple[int, ...], keepdim: bool, dtype: Any) -> Tensor:
-    """Torch refuses an infinite or negative norm of nothing; an empty shard's is the neutral one of the reduction."""
-    if all(x.shape[d] for d in dims):
-        return torch.linalg.vector_norm(x, order, dims, keepdim, dtype=dtype)
-    return torch.sum(x.abs(), dims, keepdim, dtype=dtype) + (0 if order > 0 else math.inf)
 
 
 register("linalg_vector_norm", "norm", rule=Rule(_norm, _norm_local))
 
 
-def _renorm(call: Call) -> list[Strategy]:
-    """Each slice along the dim is scaled by its own norm, which ranks that have parts of it know together."""
-    (dim,), ndim = call.dims(), call.inputs[0].ndim
-    slices: list[Factor] = ["slice" if d == dim else None for d in range(ndim)]
-    parts = [d for d in range(ndim) if d != dim] if 1 <= call["p"] < math.inf else []
-    return [*Factors([slices], [slices]).strategies(), *(Strategy((d,), (d,), PROGRAM_COST) for d in parts)]
+def _renorm(call: Call) -> Factors:
+    """Each slice along the dim is scaled by its own norm."""
+    names: list[Factor] = ["slice" if d in call.dims() else None for d in range(call.inputs[0].ndim)]
+    return Factors([names], [names])
 
 
-def _renorm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    (dim,) = call.dims()
-    axes = tuple(axis for d, split in enumerate(ins[0].splits) for axis in split if d != dim)
-    args = [call.inputs[0], call["p"], dim, call["maxnorm"]]
-    return Local(_renorm_parts, args, groups=(axes,)) if axes else None
+register("renorm", rule=factor_rule(_renorm))
 
 
-def _renorm_parts(group: Collectives, x: Tensor, order: float, dim: int, largest: float) -> Tensor:
-    rest = [d for d in range(x.dim()) if d != dim]
-    total = group.psum(torch.linalg.vector_norm(wide(x), order, rest, keepdim=True).pow(order))
-    too_long = total.pow(1 / order) > largest
-    norm = torch.where(too_long, total, 1).pow(1 / order)  # of others, no gradient: that of a norm of zero is none
-    return x * group.vary(torch.where(too_long, largest / (norm + 1e-7), 1).to(x.dtype))
+def _dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    return torch.linalg.vector_norm(input - other, p)
 
 
-register("renorm", rule=Rule(_renorm, _renorm_local))
+treat(torch.dist, Tensor.dist, traced_as=_dist)
 
 
-# Distances between two tensors, and between all rows of two matrices
-
-
-def _dist(call: Call) -> Factors:
-    shape = torch.broadcast_shapes(*(value.shape for value in call.inputs))
-    ins = [broadcast(value.shape, shape) for value in call.inputs]
-    return Factors(ins, [()], reduce=dict.fromkeys(range(len(shape)), Partial("norm", _order(call))))
-
-
-def _dist_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if not _needs_elements(_order(call)) or not any(any(layout.splits) for layout in ins):
-        return None
-    return Local(_dist_or_neutral, [*call.inputs, _order(call)])
-
-
-def _dist_or_neutral(x: Tensor, y: Tensor, order: float) -> Tensor:
-    away = x - y
-    return _norm_or_neutral(away, order, tuple(range(away.ndim)), False, None)
-
-
-register("dist", rule=factor_rule(_dist, _dist_local))
+# Distances between all rows of two matrices
 
 
 def _over_features(order: float) -> Partial | None:

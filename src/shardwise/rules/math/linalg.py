@@ -1,9 +1,8 @@
-"""Linear algebra: batches are free, matrices whole; so are the columns of a right-hand side."""
+"""Linear algebra: batches are free, and so are the columns of a right-hand side. Matrices are not sharded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.empty import unless_empty
+from shardwise.rules.kit.indices import axes_of
 from shardwise.rules.kit.notation import Factor, Factors, factor_rule
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import AxisPlacement, Call, Collectives, Local, Rule, Strategy, replicated
@@ -18,12 +18,9 @@ from shardwise.rules.math.pointwise import broadcast
 from shardwise.rules.math.reductions import PROGRAM_COST
 
 Cores = tuple[str, ...]
-Joins = Sequence[tuple[int, int, Sequence[int]]]
-"""How a tensor is made whole: dims, the numbers of the groups that split them, and the sizes of the pieces."""
 
 _MATRICES: dict[str, str] = {
     "cholesky": "NN->NN",
-    "cholesky_inverse": "NN->NN",
     "linalg_cholesky_ex": "NN->NN,",
     "linalg_inv_ex": "NN->NN,",
     "linalg_matrix_exp": "NN->NN",
@@ -35,35 +32,21 @@ _MATRICES: dict[str, str] = {
     "linalg_eig": "NN->N,NN",
     "_linalg_svd": "MN->MM,K,NN",
     "linalg_qr": "MN->MK,KN",
-    "geqrf": "MN->MN,K",
     "linalg_lu": "MN->MM,MK,KN",
     "linalg_lu_factor_ex": "MN->MN,K,",
-    "lu_unpack": "MN,K->MM,MK,KN",
-    "linalg_ldl_factor_ex": "NN->NN,N,",
-    "linalg_householder_product": "MN,K->MN",
-    "triangular_solve": "NK,NN->NK,NN",  # the second result is a copy of A and has a gradient: no free columns
 }
-"""The dims that follow the batch in each input and output. Capital letters must be whole. Where an output is not asked
-for (the vectors of `svdvals`), torch gives an empty one without a batch."""
+"""The dims that follow the batch in each input and output. Capital letters must not be sharded. Where an output is not
+asked for (the vectors of `svdvals`), torch gives an empty one without a batch."""
 
 _SOLVES: dict[str, str] = {
     "_linalg_solve_ex": "NN,Nk->Nk,NN,N,",
     "linalg_solve_triangular": "NN,Nk->Nk",
     "cholesky_solve": "Nk,NN->Nk",
-    "linalg_lu_solve": "NN,N,Nk->Nk",
-    "linalg_ldl_solve": "NN,N,Nk->Nk",
-    "ormqr": "MK,K,Mk->Mk",
 }
 """Each column of the right-hand side is solved for on its own. With `left=False` these are rows."""
 
-PIVOTED = frozenset({"lu_unpack", "linalg_lu_solve", "linalg_ldl_solve"})
-"""Ops that refuse pivots out of range. Only on the CPU: elsewhere torch does not look."""
-
-_RAISING = PIVOTED | {
-    *("cholesky", "cholesky_inverse", "linalg_pinv", "linalg_eig"),
-    *("_linalg_eigvals", "_linalg_eigh", "_linalg_svd"),
-}
-"""Ops that raise for some data, and so on some ranks only, unless these are brought together."""
+_RAISING = frozenset({"cholesky", "linalg_pinv", "linalg_eig", "_linalg_eigvals", "_linalg_eigh", "_linalg_svd"})
+"""Ops that raise for some data, and so on some ranks only, unless these agree."""
 
 
 def _cores(call: Call) -> tuple[Cores, Cores]:
@@ -127,75 +110,38 @@ def _may_raise(call: Call) -> bool:
 
 
 def _batched_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    cuts = tuple(dict.fromkeys(axes for layout in ins for axes in layout.splits if axes))
-    if not _may_raise(call) or not cuts:
+    axes = tuple(sorted(axes_of(ins)))
+    if not _may_raise(call) or not axes:
         return None
-    joins = [
-        [(dim, cuts.index(axes), layout.pieces(dim)) for dim, axes in enumerate(layout.splits) if axes]
-        for layout in ins
-    ]
-    return Local(_Alike(call.op, joins, len(cuts), len(call.outputs)), call.args, call.kwargs, groups=cuts)
+    return Local(_agreeing, [call.op, len(call.outputs), *call.args], call.kwargs, groups=(axes,))
 
 
-class _Alike:
-    """An op that may fail at some ranks' data. If it does, all ranks join their parts and run it on the whole, so that
-    all of them raise what one device would, with the numbers of the whole batch."""
-
-    __slots__ = ("joins", "num_groups", "num_outputs", "op")
-
-    def __init__(self, op: Any, joins: Sequence[Joins], num_groups: int, num_outputs: int) -> None:
-        self.op, self.joins, self.num_groups, self.num_outputs = op, joins, num_groups, num_outputs
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        groups: Sequence[Collectives] = args[: self.num_groups]
-        args = args[self.num_groups :]
-        if self.op._schema.name.split("::")[1] in PIVOTED and next(filter(_is_tensor, args)).device.type != "cpu":
-            return groups[0].map(partial(self.op, **kwargs), *args)
-        failed, *out = groups[0].map(self._attempt, args, kwargs)
-        for group in groups:
-            failed = group.reduce(failed, "max")
-        if not failed.is_meta and bool(failed):
-            parts = iter(self.joins)
-            whole = [self._whole(arg, next(parts), groups) if isinstance(arg, Tensor) else arg for arg in args]
-            named = {k: self._whole(x, next(parts), groups) if isinstance(x, Tensor) else x for k, x in kwargs.items()}
-            self.op(*whole, **named)
-            raise RuntimeError(f"{self.op._schema.name} failed on a part of its batch but not on the whole of it")
-        return out[0] if self.num_outputs == 1 else tuple(out)
-
-    def _attempt(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Whether the op failed, and what it gave, if anything."""
-        like = next(x for x in args if isinstance(x, Tensor))
-        try:
-            out = self.op(*args, **kwargs)
-        except RuntimeError:
-            return [like.new_ones((), dtype=torch.int32), *(like.new_empty(0) for _ in range(self.num_outputs))]
-        return [like.new_zeros((), dtype=torch.int32), *([out] if isinstance(out, Tensor) else out)]
-
-    @staticmethod
-    def _whole(x: Tensor, parts: Joins, groups: Sequence[Collectives]) -> Tensor:
-        for dim, group, sizes in parts:
-            x = groups[group].gather(x.detach(), dim, sizes)
-        return x
+def _agreeing(group: Collectives, op: Any, num_outputs: int, *args: Any, **kwargs: Any) -> Any:
+    """An op that may fail at some ranks' data: then all of them raise."""
+    failed, *out = group.map(_attempt, op, num_outputs, args, kwargs)
+    failed = group.reduce(failed, "max")
+    if not failed.is_meta and bool(failed):
+        raise torch.linalg.LinAlgError(f"{op._schema.name}: the algorithm failed for some matrices of the batch")
+    return out[0] if num_outputs == 1 else tuple(out)
 
 
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor)
+def _attempt(op: Any, num_outputs: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Whether an op fails, and its results, if any."""
+    like = next(x for x in args if isinstance(x, Tensor))
+    try:
+        out = op(*args, **kwargs)
+    except RuntimeError:
+        return [like.new_ones((), dtype=torch.int32), *(like.new_empty(0) for _ in range(num_outputs))]
+    return [like.new_zeros((), dtype=torch.int32), *([out] if isinstance(out, Tensor) else out)]
 
 
 register(*_MATRICES, *_SOLVES, rule=Rule(_batched, _batched_local))
 register("_linalg_check_errors", rule=Rule(lambda call: [replicated(call)], sees_all=True))
 
 
-def _reflections_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    """Of nothing torch has no gradient at all, but every rank takes part in backward."""
-    return unless_empty(call, outs)
-
-
-register("linalg_householder_product", "ormqr", rule=Rule(_batched, _reflections_local))
-
-
 def _det_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    """Of no matrices some versions of torch have no gradient either. (The determinant of an empty matrix is one.)"""
+    """Of no matrices some versions of torch have no gradient, in which every rank takes part. (The determinant of an
+    empty matrix is one.)"""
     return unless_empty(call, outs) if call.inputs[0].numel else None
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import cmath
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ from shardwise.rules.kit.types import (
     Value,
     replicated,
 )
+from shardwise.rules.math.reductions import for_these_values
 
 JOINTLY = [frozenset({0, 1})]
 EACH = [frozenset({0}), frozenset({1})]
@@ -50,10 +50,9 @@ LINEAR_IN: dict[str, list[frozenset[int]]] = {
     "deg2rad": FIRST,
     "rad2deg": FIRST,
 }
-"""Inputs in which an op is linear, so that a pending sum passes through. A pending sum is not divided by a
-tensor, nor by the number zero: zeros are ordinary, and where one device divides a number by zero and gets infinity, a
-term that is zero itself would make it NaN. An infinite factor does the same to a product: a number that is one is seen
-here, but of tensors with infinities, which are not ordinary, nothing is known."""
+"""Inputs in which an op is linear, so that a pending sum passes through. A pending sum is not divided by a tensor, nor
+by the number zero: where one device divides a number by zero and gets infinity, a term that is itself zero would make
+it NaN. An infinite factor does the same to a product; numbers are looked at, tensors are taken to be finite."""
 
 
 def broadcast(shape: tuple[int, ...], out: tuple[int, ...]) -> tuple[Factor, ...]:
@@ -81,8 +80,8 @@ def linear_sets(call: Call) -> list[frozenset[int]]:
 
 
 def has_infinity(call: Call) -> bool:
-    """Whether a number among the arguments is infinite in the dtype that is computed in, or one divided by it is. (Keys
-    tell such numbers from finite ones.)"""
+    """Whether a number among the arguments is infinite in the dtype that is computed in, or its inverse is. (Keys tell
+    such numbers from finite ones.)"""
     numbers = [arg for arg in (*call.args, *call.kwargs.values()) if isinstance(arg, (float, complex))]
     return any(not cmath.isfinite(number) or _overflows(abs(number), call) for number in numbers)
 
@@ -97,19 +96,17 @@ def _overflows(size: float, call: Call) -> bool:
 
 ADDING = ("add", "sub", "rsub")
 AVG, MAX, MIN = Partial("avg"), Partial("max"), Partial("min")
-KEPT = ((MAX, MAX), (MIN, MIN))
-SWAPPED = ((MAX, MIN), (MIN, MAX))
 
 
 def _strategies(call: Call) -> list[Strategy]:
-    if not call.inputs:  # `normal` of two numbers: it has the size of the whole among its arguments
+    if not call.inputs:  # `normal` of two numbers: it has the global size among its arguments
         return [replicated(call)]
-    return [*pointwise_factors(call).strategies(), *_averages(call), *_extrema(call)]
+    return [*pointwise_factors(call).strategies(), *_averages(call)]
 
 
 def _averages(call: Call) -> list[Strategy]:
-    """What is added to a pending average is averaged with it: a whole value, or a scalar, stays as it is. A scalar that
-    is added to a pending sum counts once: see `_counted_once`."""
+    """What is added to a pending average is averaged with it, so a replicated value, or a number, is added as it is. A
+    number that is added to a pending sum counts once: see `_counted_once`."""
     if call.name.rstrip("_") not in ADDING or has_infinity(call):
         return []
     if len(call.inputs) == 1:
@@ -117,44 +114,15 @@ def _averages(call: Call) -> list[Strategy]:
     return [Strategy(ways_in, (AVG,)) for ways_in in ((AVG, None), (None, AVG))]
 
 
-def _extrema(call: Call) -> list[Strategy]:
-    """A pending maximum or minimum passes through what keeps, or reverses, the order of finite numbers: a change of
-    sign, and one Python number, whose sign is known here. (That makes a plan for each number: see `_by_value`.)"""
-    base = call.name.rstrip("_")
-    if len(call.inputs) != 1 or call.inputs[0].dtype == torch.uint8:
-        return []
-    number = call.bound.get("other")
-    if base == "neg" or (base == "rsub" and _is_finite(number) and _is_positive(call["alpha"])):
-        pairs = SWAPPED
-    elif base in ("add", "sub") and _is_finite(number):
-        pairs = KEPT
-    elif base in ("mul", "div") and _is_finite(number) and number and not call.bound.get("rounding_mode"):
-        pairs = KEPT if number > 0 else SWAPPED
-    else:
-        return []
-    return [Strategy((source,), (target,)) for source, target in pairs]
-
-
-def _is_finite(number: Any) -> bool:
-    return isinstance(number, (int, float)) and math.isfinite(number)
-
-
-def _is_positive(number: Any) -> bool:
-    return _is_finite(number) and number > 0
-
-
 def _by_value(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    """A plan holds for all floats and dtypes unless it runs something else than the op. These decide here what passes
-    through, and so are to be part of the plan."""
+    """What a pending sum passes through depends on numbers and dtypes, so then these are part of the plan."""
     pending = {p for layout in ins for p in layout.pending if p is not None}
     if _divides_by_numbers(call) and any(any(layout.splits) for layout in ins):
         return _divided(call, ins)
     if SUM in pending and len(call.inputs) == 1 and call.name.rstrip("_") in ADDING:
         return _counted_once(call, ins[0], "other")
     divided = call.name.rstrip("_") == "div" and isinstance(call["other"], float)
-    if not pending or not (divided or call.name == "copy_" or not pending.isdisjoint((MAX, MIN))):
-        return None
-    return Local(_call, [call.op.overloadpacket, *call.args], call.kwargs)
+    return for_these_values(call) if pending and (divided or call.name == "copy_") else None
 
 
 def _divides_by_numbers(call: Call) -> bool:
@@ -166,7 +134,7 @@ def _divides_by_numbers(call: Call) -> bool:
 
 
 def _divided(call: Call, ins: Sequence[Layout]) -> Local:
-    """For all dtypes, so that no plan is made that holds for integers too and does not look."""
+    """For all dtypes, since a plan made for floats may serve integers too."""
     axes = {axis for layout in ins for cut in layout.splits for axis in cut}
     options = {"rounding_mode": call["rounding_mode"]} if "rounding_mode" in call.bound else {}
     op = partial(call.op.overloadpacket, **options)
@@ -185,16 +153,11 @@ def _is_zero(x: Tensor) -> Tensor:
 
 
 def _counted_once(call: Call, layout: Layout, name: str) -> Local:
-    """A number that goes into a pending sum: one rank takes it, the others take nothing."""
+    """A number that is added to a pending sum: one rank adds it, the others add zero."""
     summed = [axis for axis, pending in enumerate(layout.pending) if pending == SUM]
     number = call[name]
     terms = [type(number)(0) if any(at[axis] for axis in summed) else number for at in layout.mesh.held]
-    args, kwargs = call.replace(**{name: HeldValues(terms)})
-    return Local(_call, [call.op.overloadpacket, *args], kwargs)
-
-
-def _call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return op(*args, **kwargs)
+    return for_these_values(call, **{name: HeldValues(terms)})
 
 
 ELEMENTWISE = Rule(_strategies, _by_value)
@@ -272,7 +235,7 @@ register("copy", "copy_", rule=Rule(_copy, _by_value))
 
 
 def _fill(call: Call) -> list[Strategy]:
-    """Every element becomes the same: right on every shard, and of every term but those of a sum, of which one does."""
+    """Every element becomes the same, on every shard, and in every pending term; but of a sum, in one term only."""
     dims = tuple(range(call.inputs[0].ndim))
     rest: list[tuple[Factor, ...]] = [()] * (len(call.inputs) - 1)
     found = Factors([dims, *rest], [dims]).strategies()
@@ -303,14 +266,10 @@ register(
 )
 
 
-def _same_size(call: Call) -> bool:
-    return call.outputs[0].shape == call.inputs[0].shape
-
-
 def _new(call: Call) -> list[Strategy]:
-    """A new tensor of the same size lies like the old one; of any other size, it is replicated."""
+    """A new tensor of the same size is sharded like the old one; of any other size, or with strides, replicated."""
     (value,) = call.inputs
-    keep = _same_size(call)
+    keep = call.outputs[0].shape == value.shape and "stride" not in call.bound
     return [
         replicated(call),
         *(Strategy((dim,), (dim if keep else None,)) for dim in range(value.ndim)),
@@ -325,32 +284,4 @@ def _new_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Loc
     return Local(call.op, args, kwargs, resized=True)
 
 
-register("new_zeros", "new_ones", "new_empty", "new_full", rule=Rule(_new, _new_local))
-
-
-def _new_strided(call: Call) -> list[Strategy]:
-    """As `new_empty`, if the strides say no more than the order of the dims in memory."""
-    if call.outputs[0].numel and sorted(call["stride"]) != sorted(_dense(call.outputs[0].shape, call["stride"])):
-        return [replicated(call), *(Strategy((d,), (None,)) for d in range(call.inputs[0].ndim))]
-    return _new(call)
-
-
-def _dense(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor without gaps whose dims are ordered in memory as `strides` orders them."""
-    found, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
-        found[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(found)
-
-
-def _new_strided_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if outs[0].replicated:
-        return None
-    shapes = outs[0].held_shapes
-    strides = HeldValues([_dense(shape, call["stride"]) for shape in shapes])
-    args, kwargs = call.replace(size=HeldValues(shapes), stride=strides)
-    return Local(call.op, args, kwargs, resized=True)
-
-
-register("new_empty_strided", rule=Rule(_new_strided, _new_strided_local))
+register("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided", rule=Rule(_new, _new_local))

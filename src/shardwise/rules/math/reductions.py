@@ -4,16 +4,18 @@ included; elsewhere a small distributed program finishes the job."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.layout import Layout, Partial
+from shardwise.rules.kit.empty import unless_empty
 from shardwise.rules.kit.notation import Factor, Factors, dims_of
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import SUM, Call, Collectives, HeldValues, Local, Rule, Strategy
+from shardwise.rules.kit.types import SUM, Call, Collectives, HeldValues, Local, Lowering, Rule, Strategy
 
 PROGRAM_COST = 10_000.0
 """What one small reduction inside a program counts for: so little that a few of them, as in a cross entropy, are less
@@ -56,14 +58,37 @@ def is_split(call: Call, layout: Layout) -> bool:
     return any(layout.splits[dim] for dim in reduced_dims(call))
 
 
-def split_axes(call: Call, layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """The one group of axes that split the reduced dims."""
-    return (tuple(axis for dim in sorted(reduced_dims(call)) for axis in layout.splits[dim]),)
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What a call reduces: its name, the dims, whether they stay as dims of size one, and the dtype of its result."""
+
+    name: str
+    dims: tuple[int, ...]
+    keepdim: bool
+    dtype: torch.dtype
+
+    def shaped(self, out: Tensor) -> Tensor:
+        """A result of which the reduced dims are still there, as the call gives it."""
+        return out if self.keepdim else out.squeeze(self.dims)
+
+
+def reducing(program: Callable[..., Any], *extra: Callable[[Call], Any]) -> Lowering:
+    """Run `program(group, x, reduction, ...)` where a reduced dim is sharded, with what `extra` says of the call."""
+
+    def local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+        if not is_split(call, ins[0]):
+            return None
+        axes = tuple(axis for dim in sorted(reduced_dims(call)) for axis in ins[0].splits[dim])
+        keepdim = bool(call.bound.get("keepdim"))
+        reduction = Reduction(call.name, reduced_dims(call), keepdim, call.outputs[0].dtype)
+        return Local(program, [call.inputs[0], reduction, *(say(call) for say in extra)], groups=(axes,))
+
+    return local
 
 
 def is_linear(call: Call, op: str) -> bool:
-    """Whether a sum, or an average, that is pending on the input passes through the op: not if the op first converts to
-    a dtype that cuts digits off, nor where the terms themselves do not add up in full."""
+    """Whether a pending sum, or average, of the input passes through the op: not if the op first converts to a dtype
+    that cuts digits off, nor where the terms themselves do not add up in full."""
     source, target = call.inputs[0].dtype, call.outputs[0].dtype
     if source.is_floating_point or source.is_complex:
         return target.is_floating_point or target.is_complex
@@ -81,7 +106,7 @@ def reduction_ways(call: Call, reduction: Partial | None, *, linear: bool = Fals
 
 
 def program_ways(call: Call, cost: float = PROGRAM_COST) -> list[Strategy]:
-    """Reduced dims may be sharded too; the program makes the outputs whole. What to say of nothing is left to torch."""
+    """Reduced dims may be sharded too; the program replicates the outputs. Reductions of no elements are torch's."""
     if not _count(call):
         return reduction_ways(call, None)
     outs = (None,) * len(call.outputs)
@@ -91,16 +116,20 @@ def program_ways(call: Call, cost: float = PROGRAM_COST) -> list[Strategy]:
 # Sums, means, products
 
 
-def converted(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    """Whether a pending input passes through a conversion depends on its dtype. A call of something else than the op
-    itself is planned for each dtype anew."""
-    if call.bound.get("dtype") is None or not ins[0].has_pending:
-        return None
-    return Local(_call, [call.op, *call.args], call.kwargs)
+def for_these_values(call: Call, **arguments: Any) -> Local:
+    """The op itself, some arguments replaced, in a plan for its dtypes and numbers only. (A plan that runs the op as it
+    is holds for all.)"""
+    args, kwargs = call.replace(**arguments)
+    return Local(_call, [call.op.overloadpacket, *args], kwargs)
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
+
+
+def converted(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    """Whether a pending input passes through a conversion depends on its dtype."""
+    return for_these_values(call) if call.bound.get("dtype") is not None and ins[0].has_pending else None
 
 
 def _mean_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
@@ -112,47 +141,42 @@ def _mean_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Lo
 
 
 def _share_of_mean(x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None, count: int) -> Tensor:
-    """By a mean, whose gradient, unlike that of a sum, has memory for each of its elements: it may be written to."""
+    """A shard's term of the mean, by a mean: its gradient, unlike that of a sum, has memory for each element, and so
+    may be written to."""
     x = x if dtype is None else x.to(dtype)
     own = math.prod(x.shape[dim] for dim in dims)
     return (wide(x).mean(dims, keepdim) / (count / own) if own else wide(x).sum(dims, keepdim) / count).to(x.dtype)
 
 
 register("sum", rule=Rule(lambda call: reduction_ways(call, SUM, linear=True), converted))
-register("nansum", rule=Rule(lambda call: reduction_ways(call, SUM)))
+register("nansum", "count_nonzero", rule=Rule(lambda call: reduction_ways(call, SUM)))
 register("mean", rule=Rule(lambda call: reduction_ways(call, SUM, linear=True), _mean_local))
+register("hash_tensor", rule=Rule(lambda call: reduction_ways(call, None)))
 
 
 def _product_ways(call: Call) -> list[Strategy]:
-    """A pending product has no gradient with a layout: what its factors get does not add up to that of the whole."""
+    """A pending product has no gradient with a layout: what its factors get does not add up to that of the product."""
     return program_ways(call) if call.inputs[0].may_need_grad else reduction_ways(call, Partial("product"))
 
 
 def _product_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if not call.inputs[0].may_need_grad or not is_split(call, ins[0]):
-        return None
-    args = [call.inputs[0], reduced_dims(call), bool(call.bound.get("keepdim")), call.outputs[0].dtype]
-    return Local(_product, args, groups=split_axes(call, ins[0]))
+    return reducing(_product)(call, ins, outs) if call.inputs[0].may_need_grad else None
 
 
-def _product(group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    """Everybody gets everybody's factor, of which the gradient is torch's own, of any order."""
-    factors = group.psum(group.map(_factor_at, group.index(), group.size, x, dims, dtype))
-    out = factors.prod(0)
-    return out if keepdim else out.squeeze(dims)
+def _product(group: Collectives, x: Tensor, of: Reduction) -> Tensor:
+    """All factors are gathered along a new dim, and multiplied with torch's own gradient, of any order."""
+    return of.shaped(group.psum(group.map(_factor_at, group.index(), group.size, x, of)).prod(0))
 
 
-def _factor_at(place: int, count: int, x: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Our factor, in our place among as many."""
-    factor = x.to(dtype)
-    for dim in dims:
+def _factor_at(place: int, count: int, x: Tensor, of: Reduction) -> Tensor:
+    """A shard's factor, at its place among as many."""
+    factor = x.to(of.dtype)
+    for dim in of.dims:
         factor = factor.prod(dim, keepdim=True)
     return torch.cat([factor[None] if i == place else torch.zeros_like(factor)[None] for i in range(count)])
 
 
 register("prod", rule=Rule(_product_ways, _product_local))
-register("count_nonzero", rule=Rule(lambda call: reduction_ways(call, SUM)))
-register("hash_tensor", rule=Rule(lambda call: reduction_ways(call, None)))
 
 
 # All and any are minimum and maximum of booleans; an empty shard's answer is the neutral one.
@@ -163,23 +187,18 @@ register("any", "_is_any_true", rule=Rule(lambda call: reduction_ways(call, Part
 
 # Extrema: values, indices, or both
 
-
-def _extremum_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if not is_split(call, ins[0]):
-        return None
-    args = [call.inputs[0], reduced_dims(call), bool(call.bound.get("keepdim")), call.name]
-    return Local(extremum, args, groups=split_axes(call, ins[0]))
+LAST = torch.iinfo(torch.int64).max
 
 
-def extremum(group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool, name: str) -> Any:
+def extremum(group: Collectives, x: Tensor, of: Reduction) -> Any:
     """The global extremum, or both of them, the minimum first."""
     found = []
     for op in ("min", "max"):
-        if op in name:
-            best = group.reduce(group.map(extremum_or_neutral, x.detach(), dims, op == "max"), op)
+        if op in of.name:
+            best = group.reduce(group.map(extremum_or_neutral, x.detach(), of.dims, op == "max"), op)
             if x.requires_grad:
-                best = shared_gradient(group, x, best, dims, of_nan=name in ("max", "min"))
-            found.append(best if keepdim else best.squeeze(dims))
+                best = shared_gradient(group, x, best, of.dims, of_nan=of.name in ("max", "min"))
+            found.append(of.shaped(best))
     return found[0] if len(found) == 1 else tuple(found)
 
 
@@ -202,6 +221,11 @@ def extremum_or_neutral(x: Tensor, dims: tuple[int, ...], largest: bool) -> Tens
     return x.new_full(shape, neutral(x.dtype, largest))
 
 
+def maximum(group: Collectives, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The global maximum without gradient, dims kept."""
+    return group.reduce(group.map(extremum_or_neutral, x.detach(), dims, True), "max")
+
+
 def neutral(dtype: torch.dtype, largest: bool) -> Any:
     """The value that never is the largest (the smallest), unless all are."""
     if dtype == torch.bool:
@@ -211,29 +235,19 @@ def neutral(dtype: torch.dtype, largest: bool) -> Any:
     return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
 
 
-def _extremum_dim_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if len(call.outputs) == 1 or call.name == "aminmax":
-        return _extremum_local(call, ins, outs)
-    if not is_split(call, ins[0]):
-        return None
-    (dim,) = call.dims()
-    return Local(
-        _extremum_with_index,
-        [call.inputs[0], dim, call["keepdim"], "max" in call.name],
-        groups=split_axes(call, ins[0]),
-    )
+def _extremum_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    with_index = len(call.outputs) == 2 and call.name != "aminmax"
+    return reducing(_extremum_with_index if with_index else extremum)(call, ins, outs)
 
 
-def _extremum_with_index(
-    group: Collectives, x: Tensor, dim: int, keepdim: bool, largest: bool
-) -> tuple[Tensor, Tensor]:
+def _extremum_with_index(group: Collectives, x: Tensor, of: Reduction) -> tuple[Tensor, Tensor]:
     """Value and global index; the gradient goes to the element at that index."""
+    (dim,), largest = of.dims, "max" in of.name
     value, index = group.map(_local_extremum, x, dim, largest, group.offset(0, dim))
     best, chosen = _winner(group, value.detach(), index, largest)
     if x.requires_grad:
-        mine = (chosen == index).to(x.dtype)
-        best = group.attach(best, group.psum(value * mine))
-    return (best, chosen) if keepdim else (best.squeeze(dim), chosen.squeeze(dim))
+        best = group.attach(best, group.psum(value * (chosen == index).to(x.dtype)))
+    return of.shaped(best), of.shaped(chosen)
 
 
 def _local_extremum(x: Tensor, dim: int, largest: bool, offset: int) -> tuple[Tensor, Tensor]:
@@ -241,15 +255,10 @@ def _local_extremum(x: Tensor, dim: int, largest: bool, offset: int) -> tuple[Te
         value, index = x.max(dim, keepdim=True) if largest else x.min(dim, keepdim=True)
         return value, index + offset
     shape = [1 if d == dim else size for d, size in enumerate(x.shape)]
-    never = (
-        x.sum(dim, keepdim=True).to(x.dtype) + neutral(x.dtype, largest)
-        if x.dtype != torch.bool
-        else x.new_full(shape, not largest)
-    )
+    never = x.new_full(shape, neutral(x.dtype, largest))
+    if x.requires_grad:
+        never = never + x.sum(dim, keepdim=True)
     return never, x.new_full(shape, LAST, dtype=torch.int64)
-
-
-LAST = torch.iinfo(torch.int64).max
 
 
 def _winner(group: Collectives, value: Tensor, index: Tensor, largest: bool) -> tuple[Tensor, Tensor]:
@@ -259,42 +268,36 @@ def _winner(group: Collectives, value: Tensor, index: Tensor, largest: bool) -> 
     return best, group.reduce(torch.where(hit, index, LAST), "min")
 
 
-register("max", "min", "amax", "amin", "aminmax", rule=Rule(program_ways, _extremum_dim_local))
+register("max", "min", "amax", "amin", "aminmax", rule=Rule(program_ways, _extremum_local))
 
 
 def _arg_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if not is_split(call, ins[0]):
-        return None
-    boxes = HeldValues([ins[0].box(coordinate) for coordinate in ins[0].mesh.held])
-    args = [call.inputs[0], call["dim"], call["keepdim"], "max" in call.name, call.inputs[0].shape, boxes]
-    return Local(_arg_extremum, args, groups=split_axes(call, ins[0]))
+    if call["dim"] is not None:
+        return reducing(_arg_extremum)(call, ins, outs)
+    starts = HeldValues(ins[0].held_starts)
+    return reducing(_flat_arg_extremum, lambda call: call.inputs[0].shape, lambda call: starts)(call, ins, outs)
 
 
-def _arg_extremum(
-    group: Collectives, x: Tensor, dim: int | None, keepdim: bool, largest: bool, shape: tuple[int, ...], box: Any
-) -> Tensor:
-    if dim is not None:
-        value, index = group.map(
-            _local_extremum, x.detach(), dim % len(shape), largest, group.offset(0, dim % len(shape))
-        )
-        chosen = _winner(group, value, index, largest)[1]
-        return chosen if keepdim else chosen.squeeze(dim % len(shape))
-    value, index = group.map(_flat_extremum, x.detach(), largest, shape, box)
+def _arg_extremum(group: Collectives, x: Tensor, of: Reduction) -> Tensor:
+    return _extremum_with_index(group, x.detach(), of)[1]
+
+
+def _flat_arg_extremum(group: Collectives, x: Tensor, of: Reduction, shape: tuple[int, ...], start: Any) -> Tensor:
+    largest = "max" in of.name
+    value, index = group.map(_flat_extremum, x.detach(), largest, shape, start)
     chosen = _winner(group, value, index, largest)[1]
-    return chosen.reshape([1] * len(shape)) if keepdim else chosen
+    return chosen.reshape([1] * len(shape)) if of.keepdim else chosen
 
 
-def _flat_extremum(x: Tensor, largest: bool, shape: tuple[int, ...], box: Any) -> tuple[Tensor, Tensor]:
-    """The extremum of a whole shard and its index in the flattened global tensor."""
+def _flat_extremum(x: Tensor, largest: bool, shape: tuple[int, ...], start: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The extremum of a shard and its index in the flattened global tensor."""
     if not x.numel():
         return x.new_full((), neutral(x.dtype, largest)), x.new_full((), LAST, dtype=torch.int64)
     flat = x.argmax() if largest else x.argmin()
-    value = x.reshape(-1)[flat]
-    where = torch.unravel_index(flat, x.shape)
     index = torch.zeros_like(flat)
-    for at, start, size in zip(where, box[0], shape, strict=True):
-        index = index * size + at + start
-    return value, index
+    for at, first, size in zip(torch.unravel_index(flat, x.shape), start, shape, strict=True):
+        index = index * size + at + first
+    return x.reshape(-1)[flat], index
 
 
 register("argmax", "argmin", rule=Rule(program_ways, _arg_local))
@@ -303,43 +306,36 @@ register("argmax", "argmin", rule=Rule(program_ways, _arg_local))
 # Variance: two passes, so that it is as exact as on one device
 
 
-def _correction(call: Call) -> float:
+def _freedom(call: Call) -> float:
+    """The degrees of freedom."""
     if "correction" in call.bound:
-        return 1 if call["correction"] is None else call["correction"]
-    return 1 if call.bound.get("unbiased", True) else 0
+        return _count(call) - (1 if call["correction"] is None else call["correction"])
+    return _count(call) - (1 if call.bound.get("unbiased", True) else 0)
 
 
-def _variance_strategies(call: Call) -> list[Strategy]:
+def _variance_ways(call: Call) -> list[Strategy]:
     if not is_inexact(call.inputs[0].dtype):
         torch.var(torch.zeros(2, dtype=call.inputs[0].dtype))  # torch refuses
-    if _count(call) <= _correction(call):  # no degrees of freedom: torch has its own answers, infinite or NaN
+    if _freedom(call) <= 0:  # torch has its own answers, infinite or NaN
         return reduction_ways(call, None)
     return program_ways(call, 2 * PROGRAM_COST)
 
 
 def _variance_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    freedom = _count(call) - _correction(call)
-    whole = not is_split(call, ins[0]) and all(map(math.prod, ins[0].held_shapes))
-    if whole or freedom <= 0:
-        return None  # torch itself, unless it would warn about empty shards
-    keepdim = bool(call.bound.get("keepdim"))
-    args = [call.inputs[0], reduced_dims(call), keepdim, _count(call), freedom, call.name]
-    return Local(_variance, args, groups=split_axes(call, ins[0]))
+    if _freedom(call) <= 0:
+        return None
+    program = reducing(_variance, _count, _freedom)(call, ins, outs)
+    return program or unless_empty(call, outs)  # torch would warn about empty shards
 
 
-def _variance(
-    group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool, count: int, freedom: float, name: str
-) -> Any:
+def _variance(group: Collectives, x: Tensor, of: Reduction, count: int, freedom: float) -> Any:
     dtype, x = x.dtype, wide(x)
-    mean = group.psum(group.map(_share_of_mean, x, dims, True, None, count))
-    away = x - group.vary(mean)
-    squares = (away * away.conj()).real if x.is_complex() else away * away
-    var = group.psum(squares.sum(dims, keepdim=True)) / freedom
-    spread = _root(var) if name.startswith("std") else var
-    if not keepdim:
-        mean, spread = mean.squeeze(dims), spread.squeeze(dims)
-    spread = spread.to(dtype.to_real())
-    return (spread, mean.to(dtype)) if name.endswith("_mean") else spread
+    mean = group.psum(group.map(_share_of_mean, x, of.dims, True, None, count))
+    centred = x - group.vary(mean)
+    squares = (centred * centred.conj()).real if x.is_complex() else centred * centred
+    var = group.psum(squares.sum(of.dims, keepdim=True)) / freedom
+    spread = of.shaped(_root(var) if of.name.startswith("std") else var).to(dtype.to_real())
+    return (spread, of.shaped(mean).to(dtype)) if of.name.endswith("_mean") else spread
 
 
 def _root(x: Tensor) -> Tensor:
@@ -348,37 +344,17 @@ def _root(x: Tensor) -> Tensor:
     return torch.where(zero, 0, torch.where(zero, 1, x).sqrt())
 
 
-register(
-    "var",
-    "std",
-    "var_mean",
-    "std_mean",
-    rule=Rule(_variance_strategies, _variance_local),
-)
+register("var", "std", "var_mean", "std_mean", rule=Rule(_variance_ways, _variance_local))
 
 
 # logsumexp
 
 
-def _logsumexp_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if not is_split(call, ins[0]):
-        return None
-    args = [call.inputs[0], reduced_dims(call), call["keepdim"], call.outputs[0].dtype]
-    return Local(_logsumexp, args, groups=split_axes(call, ins[0]))
-
-
-def _logsumexp(group: Collectives, x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    x = wide(x.to(dtype))
-    top = maximum(group, x.real if x.is_complex() else x, dims)
+def _logsumexp(group: Collectives, x: Tensor, of: Reduction) -> Tensor:
+    x = wide(x.to(of.dtype))
+    top = maximum(group, x.real if x.is_complex() else x, of.dims)
     top = torch.where(top.isinf(), 0, top)
-    out = group.psum((x - top).exp().sum(dims, keepdim=True)).log() + top
-    out = out.to(dtype)
-    return out if keepdim else out.squeeze(dims)
+    return of.shaped((group.psum((x - top).exp().sum(of.dims, keepdim=True)).log() + top).to(of.dtype))
 
 
-def maximum(group: Collectives, x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The global maximum without gradient, dims kept."""
-    return group.reduce(group.map(extremum_or_neutral, x.detach(), dims, True), "max")
-
-
-register("logsumexp", rule=Rule(lambda call: program_ways(call, 2 * PROGRAM_COST), _logsumexp_local))
+register("logsumexp", rule=Rule(lambda call: program_ways(call, 2 * PROGRAM_COST), reducing(_logsumexp)))

@@ -4,28 +4,23 @@ to know of them, and the scan is torch's own, so that its special values and gra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.layout import Layout, Partial
 from shardwise.rules.kit.dim_rebuild import joined
-from shardwise.rules.kit.notation import Factor, Factors, dims_of
+from shardwise.rules.kit.notation import Factor, Factors, dims_of, factor_rule
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, Local, Rule, Strategy
 from shardwise.rules.math.reductions import PROGRAM_COST, converted, is_inexact, is_linear, wide
 
-TOTALS: dict[str, Callable[..., Tensor]] = {"cumsum": torch.sum, "cumprod": torch.prod, "logcumsumexp": torch.logsumexp}
-"""What a scan makes of a whole part."""
-
-SCANS: dict[str, Callable[..., Any]] = {
-    "cumsum": torch.cumsum,
-    "cumprod": torch.cumprod,
-    "logcumsumexp": torch.logcumsumexp,
-    "cummax": torch.cummax,
-    "cummin": torch.cummin,
+SCANS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "cumsum": (torch.cumsum, torch.sum),
+    "cumprod": (torch.cumprod, torch.prod),
+    "logcumsumexp": (torch.logcumsumexp, torch.logsumexp),
 }
+"""Each scan, and the reduction that gives its last value."""
 
 
 def _scan(call: Call) -> list[Strategy]:
@@ -33,10 +28,10 @@ def _scan(call: Call) -> list[Strategy]:
     if call.name.startswith("logcumsumexp") and not is_inexact(value.dtype):
         torch.logcumsumexp(torch.zeros(1, dtype=value.dtype), 0)  # torch refuses
     free: list[Factor] = [None if d == dim else name for d, name in enumerate(dims_of(value.ndim))]
-    found = Factors([free], [free] * len(call.outputs)).strategies()
+    found = Factors([free], [free]).strategies()
     logs = call.name.startswith("logcumsumexp") and value.dtype.is_complex  # their branches depend on all before them
     if value.ndim and not logs:
-        found.append(Strategy((dim,), (dim,) * len(call.outputs), PROGRAM_COST))
+        found.append(Strategy((dim,), (dim,), PROGRAM_COST))
     if call.name.rstrip("_") == "cumsum":
         found += [Strategy((Partial(op),), (Partial(op),)) for op in ("sum", "avg") if is_linear(call, op)]
     return found
@@ -46,21 +41,17 @@ def _scan_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Lo
     (dim,) = call.dims()
     if not call.inputs[0].ndim or not ins[0].splits[dim]:
         return converted(call, ins, outs)
-    name, groups = call.name.rstrip("_"), (ins[0].splits[dim],)
-    pieces = ins[0].pieces(dim)
-    if len(call.outputs) == 2:
-        return Local(_indexed_scan, [call.inputs[0], dim, name, pieces], groups=groups)
-    args = [call.inputs[0], dim, name, call.outputs[0].dtype, pieces]
-    return Local(_sharded_scan, args, groups=groups)
+    args = [call.inputs[0], dim, call.name.rstrip("_"), call.outputs[0].dtype, ins[0].pieces(dim)]
+    return Local(_sharded_scan, args, groups=(ins[0].splits[dim],))
 
 
 def _sharded_scan(
     group: Collectives, x: Tensor, dim: int, name: str, dtype: torch.dtype, pieces: tuple[int, ...]
 ) -> Tensor:
+    scan, total = SCANS[name]
     x = wide(x.to(dtype))
-    total = group.map(_total, x, dim, TOTALS[name])
-    totals = group.gather(total, dim, _present(pieces))
-    return group.map(_scan_behind, totals, x, dim, SCANS[name], group.index(), pieces).to(dtype)
+    totals = group.gather(group.map(_total, x, dim, total), dim, _present(pieces))
+    return group.map(_scan_behind, totals, x, dim, scan, group.index(), pieces).to(dtype)
 
 
 def _present(pieces: tuple[int, ...]) -> list[int]:
@@ -82,41 +73,12 @@ def _scan_behind(
 register("cumsum", "cumprod", "logcumsumexp", rule=Rule(_scan, _scan_local))
 
 
-# Running extrema, with the global index of each. Torch decides ties and NaNs as it goes along, in the order of the dim.
+# Running extrema: the dim must not be sharded
 
 
-def _indexed_scan(group: Collectives, x: Tensor, dim: int, name: str, pieces: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    scan = SCANS[name]
-    value, index = group.map(_last, x, dim, scan, group.offset(0, dim))
-    values = group.gather(value, dim, _present(pieces))
-    indices = group.gather(index, dim, _present(pieces))
-    return group.map(_indexed_scan_behind, values, indices, x, dim, scan, group.index(), group.offset(0, dim), pieces)
+def _extremum_scan(call: Call) -> Factors:
+    names: list[Factor] = [None if (d,) == call.dims() else d for d in range(call.inputs[0].ndim)]
+    return Factors([names], [names, names])
 
 
-def _last(x: Tensor, dim: int, scan: Callable[..., Any], offset: int) -> tuple[Tensor, Tensor]:
-    """A part's extremum and its index, as the scan itself ends with them."""
-    values, indices = scan(x, dim)
-    size = x.shape[dim]
-    start = max(size - 1, 0)
-    return values.narrow(dim, start, size - start), indices.narrow(dim, start, size - start) + offset
-
-
-def _indexed_scan_behind(
-    values: Tensor,
-    indices: Tensor,
-    x: Tensor,
-    dim: int,
-    scan: Callable[..., Any],
-    index: int,
-    offset: int,
-    pieces: tuple[int, ...],
-) -> tuple[Tensor, Tensor]:
-    before, size = sum(_present(pieces[:index])), x.shape[dim]
-    shape = [-1 if d == dim else 1 for d in range(x.ndim)]
-    own = torch.arange(offset, offset + size, device=x.device).reshape(shape).expand(x.shape)
-    places = torch.cat([indices.narrow(dim, 0, before), own], dim)
-    found, at = scan(joined([values.narrow(dim, 0, before), x], dim), dim)
-    return found.narrow(dim, before, size), places.gather(dim, at.narrow(dim, before, size))
-
-
-register("cummax", "cummin", rule=Rule(_scan, _scan_local))
+register("cummax", "cummin", rule=factor_rule(_extremum_scan))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,15 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.empty import connected_zeros
+from shardwise.rules.kit.empty import unless_empty
 from shardwise.rules.kit.notation import Factor, Factors, dims_of
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, HeldValues, Local, Rule, Strategy
 
 
 def _attention(call: Call) -> list[Strategy]:
-    """What comes before rows and columns broadcasts. A dim in which the sizes differ otherwise (the heads, where some
-    share keys and values) must be whole."""
+    """Batch dims broadcast. One in which the sizes differ otherwise (the heads, where some share keys and values) must
+    not be sharded."""
     query, key, value, mask = call["query"], call["key"], call["value"], call["attn_mask"]
     batch = call.outputs[0].shape[:-2]
     operands = (query, key, value)
@@ -47,7 +46,7 @@ def _of_operand(shape: tuple[int, ...], full: Sequence[Factor], sizes: tuple[int
 
 
 def _grouped_heads(call: Call) -> list[Strategy]:
-    """Several heads of queries share one of keys and values. Queries may be sharded alone, or all in whole groups."""
+    """Several heads of queries share one of keys and values. Queries may be sharded alone, or all by groups."""
     query, key, value = call["query"], call["key"], call["value"]
     heads = query.ndim - 3
     if not call.bound.get("enable_gqa") or call["attn_mask"] is not None or heads < 0:
@@ -69,45 +68,29 @@ def _attention_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) 
     causal = bool(call["is_causal"]) and bool(ins[0].splits[rows])
     grouped = bool(call.bound.get("enable_gqa")) and heads >= 0 and query.shape[heads] != key.shape[heads]
     alone = grouped and bool(ins[0].splits[heads]) and not ins[1].splits[heads]
-    if not causal and not alone and all(map(math.prod, outs[0].held_shapes)):
-        return None
-    starts = ins[0].held_starts
-    first_rows = HeldValues([start[rows] for start in starts]) if causal else None
-    first_heads = HeldValues([start[heads] for start in starts]) if alone else None
-    shared = query.shape[heads] // key.shape[heads] if alone else 1
-    own = [HeldValues(outs[0].held_shapes), first_rows, first_heads, shared]
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    args = [*own, *(call[name] for name in names)]
-    return _rank_by_rank(_local_attention, args) if call["dropout_p"] else Local(_local_attention, args)
+    local = None
+    if causal or alone:
+        first_rows = HeldValues([start[rows] for start in ins[0].held_starts]) if causal else None
+        first_heads = HeldValues([start[heads] for start in ins[0].held_starts]) if alone else None
+        shared = query.shape[heads] // key.shape[heads] if alone else 1
+        local = Local(_local_attention, [first_rows, first_heads, shared, *call.bound.values()])
+    local = unless_empty(call, outs, local)
+    return local if local is None or not call["dropout_p"] else _rank_by_rank(local)
 
 
-def _rank_by_rank(function: Callable[..., Any], args: Sequence[Any], kwargs: Any = None) -> Local:
-    """How a call that draws runs with arguments of its own on each rank. Such calls are made one rank at a time, each
-    from its own stream; as a program (of a group without axes) the function takes part in that as it is."""
-    return Local(_without_group, [function, *args], kwargs or {}, groups=((),))
+def _rank_by_rank(local: Local) -> Local:
+    """A call that draws random numbers, with arguments of its own on each rank. Such calls are made one rank at a time,
+    each from its own stream: a program of a group without axes is run that way."""
+    return Local(_without_group, [local.function, *local.args], local.kwargs, groups=((),))
 
 
 def _without_group(group: Collectives, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def _local_attention(
-    shape: tuple[int, ...],
-    first_row: int | None,
-    first_head: int | None,
-    shared: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
+def _local_attention(first_row: int | None, first_head: int | None, shared: int, *args: Any) -> Tensor:
     """Some rows of queries, from `first_row` on, and some heads, of which `shared` share one of keys and values."""
-    if not math.prod(shape):
-        return _nothing(shape, query, key, value, mask)
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = args
     if first_head is not None:
         heads = torch.arange(first_head, first_head + query.shape[-3], device=query.device) // shared
         key, value, enable_gqa = key.index_select(-3, heads), value.index_select(-3, heads), False
@@ -119,41 +102,4 @@ def _local_attention(
     )
 
 
-def _nothing(shape: tuple[int, ...], query: Tensor, *others: Tensor | None) -> Tensor:
-    """Where there is nothing to attend, some releases of torch crash and others leave the mask out of the graph, in
-    which every rank must take part. Autograd saves something here too (see `connected_zeros`)."""
-    return connected_zeros(query, shape, *others)
-
-
 register("scaled_dot_product_attention", rule=Rule(_attention, _attention_local))
-
-
-# The kernel for CPUs, called by its name: it returns the logarithms of the sums as well
-
-
-def _flash_for_cpu(call: Call) -> list[Strategy]:
-    query, key, value, mask = call["query"], call["key"], call["value"], call["attn_mask"]
-    lead: list[Factor] = [
-        name if query.shape[d] == key.shape[d] == value.shape[d] else None for d, name in enumerate(("batch", "head"))
-    ]
-    rows: Factor = None if call["is_causal"] else "row"
-    ins: list[list[Factor]] = [[*lead, rows, None], [*lead, None, None], [*lead, None, None]]
-    if mask is not None:
-        ins.append(_of_operand(mask.shape, [*lead, rows, None], (*query.shape[:-1], key.shape[-2])))
-    return Factors(ins, [[*lead, rows, None], [*lead, rows]]).strategies()
-
-
-def _flash_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    if all(map(math.prod, outs[0].held_shapes)):
-        return None
-    return _rank_by_rank(_flash_or_empty, [HeldValues(outs[0].held_shapes), call.op, *call.args], call.kwargs)
-
-
-def _flash_or_empty(shape: tuple[int, ...], op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    if math.prod(shape):
-        return op(*args, **kwargs)
-    query, key, value = args[:3]
-    return _nothing(shape, query, key, value, kwargs.get("attn_mask")), query.new_zeros(shape[:-1])
-
-
-register("_scaled_dot_product_flash_attention_for_cpu", rule=Rule(_flash_for_cpu, _flash_local))

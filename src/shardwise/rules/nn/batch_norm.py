@@ -1,9 +1,10 @@
-"""Batch norm. With a sharded batch (or spatial dim) the statistics are those of the whole batch, on every rank."""
+"""Batch norm. With a sharded batch (or spatial dim) the statistics are those of the global batch, on every rank."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ def _ways(call: Call, x: AxisPlacement, params: AxisPlacement, running: AxisPlac
 def _outs(call: Call, x: AxisPlacement, stats: AxisPlacement) -> tuple[AxisPlacement, ...]:
     """The result, two statistics (which may be empty, too), and whatever else an op returns (an empty tensor)."""
     stats = stats if call.outputs[1].numel else None
-    stats = stats if call.outputs[1].numel else None
     return (x, stats, stats, *[None] * (len(call.outputs) - 3))
 
 
@@ -49,66 +49,63 @@ def _batch_norm(call: Call) -> list[Strategy]:
         *(Strategy(_ways(call, dim, None, None), _outs(call, dim, None), cost) for dim in range(x.ndim) if dim != 1),
     ]
     if training and call.bound.get("running_mean") is not None:
-        # Running statistics are written to, so they cannot be sharded on the way: they get those of all channels.
+        # Replicated running statistics are written to, so they must not be sharded for the call: all are gathered.
         found.append(Strategy(_ways(call, 1, 0, None), _outs(call, 1, None), PROGRAM_COST))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """A batch norm in training: its options, and its global sizes."""
+
+    momentum: float
+    eps: float
+    count: int  # elements of each channel
+    channels: tuple[int, ...] | None  # how they are sharded, where statistics are gathered
+    dtype: torch.dtype  # of the statistics
+    num_extra: int  # further results, which are empty
 
 
 def _batch_norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     x, channels = ins[0], ins[0].splits[1]
     batch = tuple(axis for dim, cut in enumerate(x.splits) if dim != 1 for axis in cut)
-    operands = [call.bound.get(name) for name in ("input", *PARAMETERS, *RUNNING)]
-    dtype, extra = call.outputs[1].dtype, len(call.outputs) - 3
+    dtype = call.outputs[1].dtype
     if not _trains(call):
-        return Local(
-            _evaluate,
-            [call.op, HeldValues([shape[0] for shape in outs[1].held_shapes]), dtype, *call.args],
-            call.kwargs,
-        )
-    apart = bool(channels) and not outs[1].splits[0]
-    if not batch and not apart and all(map(math.prod, x.held_shapes)):
+        sizes = HeldValues([shape[0] for shape in outs[1].held_shapes])
+        return Local(_evaluate, [call.op, sizes, dtype, *call.args], call.kwargs)
+    gathered = bool(channels) and not outs[1].splits[0]
+    if not batch and not gathered and not x.has_empty:
         return None
-    count = math.prod(x.shape) // x.shape[1]
-    sizes = x.pieces(1) if apart else None
-    args = [*operands, call["momentum"], call["eps"], count, sizes, dtype, extra]
-    return Local(_train, args, groups=(batch, channels if apart else ()))
+    sizes, count = x.pieces(1) if gathered else None, math.prod(x.shape) // x.shape[1]
+    norm = _Norm(call["momentum"], call["eps"], count, sizes, dtype, len(call.outputs) - 3)
+    operands = [call.bound.get(name) for name in ("input", *PARAMETERS, *RUNNING)]
+    return Local(_train, [norm, *operands], groups=(batch, channels if gathered else ()))
 
 
 def _train(
-    batch: Collectives,
-    channels: Collectives,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    count: int,
-    sizes: Sequence[int] | None,
-    dtype: torch.dtype,
-    extra: int,
+    batch: Collectives, channels: Collectives, norm: _Norm, x: Tensor, *params: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Normalise by the mean and variance of the whole batch; `sizes` are the channels' pieces where the statistics of
-    all of them are wanted on every rank."""
+    """Normalise by the mean and variance of the global batch."""
+    weight, bias, running_mean, running_var = params
     dims, shape = [d for d in range(x.dim()) if d != 1], [-1, *[1] * (x.dim() - 2)]
     wider = wide(x)
-    mean = batch.psum(wider.sum(dims)) / count
-    away = wider - batch.vary(mean).reshape(shape)
-    var = batch.psum((away * away).sum(dims)) / count
-    invstd = (var + eps).rsqrt()
+    mean = batch.psum(wider.sum(dims)) / norm.count
+    centred = wider - batch.vary(mean).reshape(shape)
+    var = batch.psum((centred * centred).sum(dims)) / norm.count
+    invstd = (var + norm.eps).rsqrt()
     scale = batch.vary(invstd) if weight is None else batch.vary(invstd) * weight
-    out = away * scale.reshape(shape)
+    out = centred * scale.reshape(shape)
     out = out if bias is None else out + bias.reshape(shape)
-    dtype = stats_dtype(dtype, x, weight, bias, running_mean, running_var)
     stats = [mean.detach(), var.detach(), invstd.detach()]
-    if sizes is not None:
-        stats = [channels.gather(stat, 0, sizes) for stat in stats]
+    if norm.channels is not None:
+        stats = [channels.gather(stat, 0, norm.channels) for stat in stats]
     if running_mean is not None and running_var is not None:
-        _update(running_mean, stats[0], momentum)
-        _update(running_var, stats[1] * count / (count - 1) if count > 1 else stats[1] / 0.0, momentum)
-    rest = [x.new_empty(0, dtype=torch.uint8) for _ in range(extra)]
-    return out.to(x.dtype), stats[0].to(dtype), stats[2].to(dtype), *rest
+        freedom = norm.count - 1
+        _update(running_mean, stats[0], norm.momentum)
+        _update(running_var, stats[1] * norm.count / freedom if freedom else stats[1] / 0.0, norm.momentum)
+    dtype = stats_dtype(norm.dtype, x, *params)
+    extra = [x.new_empty(0, dtype=torch.uint8) for _ in range(norm.num_extra)]
+    return out.to(x.dtype), stats[0].to(dtype), stats[2].to(dtype), *extra
 
 
 def _update(running: Tensor, new: Tensor, momentum: float) -> None:

@@ -5,8 +5,10 @@ Torch merges them into one dim, of which a shard by heads is every so many rows:
 
 from __future__ import annotations
 
+import inspect
 import math
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,70 +18,53 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.rules.kit.treatments import treat
 
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
-def by_heads(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """`F.multi_head_attention_forward`, of what it accepts."""
-    is_batched = query.dim() == 3
+
+def by_heads(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """`F.multi_head_attention_forward`, of arguments that it accepts."""
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = SimpleNamespace(**bound.arguments)
+    is_batched = call.query.dim() == 3
     if not is_batched:
-        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-    separate = (q_proj_weight, k_proj_weight, v_proj_weight)
-    weights = separate if use_separate_proj_weight else in_proj_weight.chunk(3)  # type: ignore[union-attr]
-    biases = in_proj_bias.chunk(3) if in_proj_bias is not None else (None,) * 3
-    q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-    k, v = _with_row(k, bias_k), _with_row(v, bias_v)
-    q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))
-    k, v = (_given_or(x, given) for x, given in ((k, static_k), (v, static_v)))
-    if add_zero_attn:
-        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-    is_causal = is_causal and key_padding_mask is None and not need_weights
-    mask = _mask(None if is_causal else attn_mask, key_padding_mask, q, k.shape[2])
-    dropped = dropout_p if training else 0.0
-    if need_weights:
-        found = _weights(q, k, mask, dropped)
-        mixed = found @ v
+        call.query, call.key, call.value = (x.unsqueeze(1) for x in (call.query, call.key, call.value))
+    q, k, v = _projected(call)
+    is_causal = call.is_causal and call.key_padding_mask is None and not call.need_weights
+    mask = _mask(None if is_causal else call.attn_mask, call.key_padding_mask, q, k.shape[2])
+    dropout_p = call.dropout_p if call.training else 0.0
+    weights = _weights(q, k, mask, dropout_p) if call.need_weights else None
+    if weights is None:
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal)
     else:
-        mixed = F.scaled_dot_product_attention(q, k, v, mask, dropped, is_causal)
-    out = F.linear(mixed.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
-    out = out if is_batched else out.squeeze(1)
-    if not need_weights:
-        return out, None
-    found = found.mean(1) if average_attn_weights else found
-    return out, found if is_batched else found.squeeze(0)
+        mixed = weights @ v
+    out = F.linear(mixed.permute(2, 0, 1, 3).flatten(2), call.out_proj_weight, call.out_proj_bias)
+    if weights is not None and call.average_attn_weights:
+        weights = weights.mean(1)
+    if is_batched:
+        return out, weights
+    return out.squeeze(1), None if weights is None else weights.squeeze(0)
+
+
+def _projected(call: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as [batch, head, row, feature], with the rows that are added to keys and values."""
+    separate = (call.q_proj_weight, call.k_proj_weight, call.v_proj_weight)
+    weights = separate if call.use_separate_proj_weight else call.in_proj_weight.chunk(3)
+    biases = call.in_proj_bias.chunk(3) if call.in_proj_bias is not None else (None,) * 3
+    operands = zip((call.query, call.key, call.value), weights, biases, strict=True)
+    q, k, v = (F.linear(x, weight, bias) for x, weight, bias in operands)
+    k, v = _with_row(k, call.bias_k), _with_row(v, call.bias_v)
+    q, k, v = (x.unflatten(-1, (call.num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))
+    k, v = (
+        x if given is None else given.unflatten(0, x.shape[:2]) for x, given in ((k, call.static_k), (v, call.static_v))
+    )
+    if call.add_zero_attn:
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    return q, k, v
 
 
 def _with_row(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else torch.cat([x, bias.repeat(1, x.shape[1], 1)])
-
-
-def _given_or(x: Tensor, given: Tensor | None) -> Tensor:
-    """What was projected, or what was given in its place, batch and heads merged."""
-    return x if given is None else given.unflatten(0, x.shape[:2])
 
 
 def _mask(mask: Tensor | None, padding: Tensor | None, q: Tensor, num_columns: int) -> Tensor | None:
@@ -95,7 +80,7 @@ def _mask(mask: Tensor | None, padding: Tensor | None, q: Tensor, num_columns: i
 
 
 def _additive(mask: Tensor, dtype: torch.dtype, num_columns: int) -> Tensor:
-    """A mask as numbers. Columns that the function has added itself are seen."""
+    """A mask as numbers, zero for the columns that the function has added itself."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
     added = num_columns - mask.shape[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.empty import saved
-from shardwise.rules.kit.notation import Factor, Factors, dims_of
+from shardwise.rules.kit.empty import unless_empty
+from shardwise.rules.kit.notation import Factors, dims_of
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
 from shardwise.rules.math.reductions import PROGRAM_COST, is_inexact, maximum, wide
@@ -69,50 +70,59 @@ def stats_dtype(elsewhere: torch.dtype, x: Tensor, *params: Tensor | None) -> to
     return torch.float32 if any(p.dtype != x.dtype for p in params if p is not None) else x.dtype
 
 
-# Layer norm
+# Layer norm and RMS norm: leading dims are free; normalised dims may be sharded too, together with weight and bias
 
 
-def _layer_norm(call: Call) -> list[Strategy]:
-    """Leading dims are free. Normalised dims may be sharded too, together with weight and bias."""
-    ndim, inner = call.inputs[0].ndim, len(call["normalized_shape"])
-    lead = dims_of(ndim - inner)
-    rest: list[Factor] = [None] * inner
-    params = len(call.inputs) - 1
-    stats = (*lead, *rest)
-    found = Factors([stats, *[rest] * params], [stats, stats, stats]).strategies()
-    for dim in range(inner):
-        at = ndim - inner + dim
-        found.append(Strategy((at, *([dim] * params)), (at, None, None), 2 * PROGRAM_COST))
-    return found
+@dataclass(frozen=True, slots=True)
+class _Inner:
+    """The last dims, which are normalised: how many elements they have, and what is added to the variance."""
+
+    dims: tuple[int, ...]
+    count: int
+    eps: float | None
+    stats: torch.dtype
 
 
-def _layer_norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    inner = len(call["normalized_shape"])
-    axes = tuple(axis for cut in ins[0].splits[-inner:] for axis in cut)
+def _inner_norm(call: Call) -> list[Strategy]:
+    inner, ndim, params = len(call["normalized_shape"]), call.inputs[0].ndim, len(call.inputs) - 1
+    num_stats = len(call.outputs) - 1
+    lead, cost = ndim - inner, (2 if num_stats else 1) * PROGRAM_COST
+    return [
+        replicated(call),
+        *(Strategy((dim, *[None] * params), (dim,) * (1 + num_stats)) for dim in range(lead)),
+        *(Strategy((lead + d, *[d] * params), (lead + d, *[None] * num_stats), cost) for d in range(inner)),
+    ]
+
+
+def _inner_norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    shape = call["normalized_shape"]
+    axes = tuple(axis for cut in ins[0].splits[-len(shape) :] for axis in cut)
     if not axes:
         return None
-    dims, count = tuple(range(-inner, 0)), math.prod(call["normalized_shape"])
-    args = [call["input"], call["weight"], call["bias"], call["eps"], dims, count, call.outputs[1].dtype]
-    return Local(_sharded_layer_norm, args, groups=(axes,))
+    inner = _Inner(tuple(range(-len(shape), 0)), math.prod(shape), call["eps"], call.outputs[-1].dtype)
+    if call.name == "rms_norm":
+        return Local(_sharded_rms_norm, [inner, call["input"], call["weight"]], groups=(axes,))
+    return Local(_sharded_layer_norm, [inner, call["input"], call["weight"], call["bias"]], groups=(axes,))
 
 
 def _sharded_layer_norm(
-    group: Collectives,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dims: tuple[int, ...],
-    count: int,
-    stats: torch.dtype,
+    group: Collectives, inner: _Inner, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, stats = x.dtype, stats_dtype(stats, x, weight, bias)
+    dtype, stats = x.dtype, stats_dtype(inner.stats, x, weight, bias)
     x = wide(x).contiguous()  # as torch's result is, whatever the strides of the input
-    mean = group.psum(x.sum(dims, keepdim=True)) / count
-    away = x - group.vary(mean)
-    rstd = (group.psum((away * away).sum(dims, keepdim=True)) / count + eps).rsqrt()
-    out = _affine(away * group.vary(rstd), weight, bias)
+    mean = group.psum(x.sum(inner.dims, keepdim=True)) / inner.count
+    centred = x - group.vary(mean)
+    rstd = (group.psum((centred * centred).sum(inner.dims, keepdim=True)) / inner.count + inner.eps).rsqrt()
+    out = _affine(centred * group.vary(rstd), weight, bias)
     return out.to(dtype), mean.detach().to(stats), rstd.detach().to(stats)
+
+
+def _sharded_rms_norm(group: Collectives, inner: _Inner, x: Tensor, weight: Tensor | None) -> Tensor:
+    """(Of complex numbers torch takes the mean of squares, not of magnitudes.)"""
+    dtype, x = x.dtype, wide(x)
+    squares = group.psum((x * x).sum(inner.dims, keepdim=True))
+    eps = torch.finfo(x.dtype).eps if inner.eps is None else inner.eps
+    return _affine(x * group.vary((squares / inner.count + eps).rsqrt()), weight, None).to(dtype)
 
 
 def _affine(out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -120,41 +130,19 @@ def _affine(out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return out if bias is None else out + bias
 
 
-register("native_layer_norm", rule=Rule(_layer_norm, _layer_norm_local))
+register("native_layer_norm", "rms_norm", rule=Rule(_inner_norm, _inner_norm_local))
 
 
-def _rms_norm(call: Call) -> list[Strategy]:
-    """The same for its root mean square. (Of complex numbers torch takes the mean of squares, not of magnitudes.)"""
-    inner, ndim, params = len(call["normalized_shape"]), call.inputs[0].ndim, len(call.inputs) - 1
-    found = [replicated(call), *(Strategy((dim, *([None] * params)), (dim,)) for dim in range(ndim - inner))]
-    for dim in range(inner):
-        at = ndim - inner + dim
-        found.append(Strategy((at, *([dim] * params)), (at,), PROGRAM_COST))
-    return found
+# Group norm: the batch is free, and channels by groups. Otherwise the sums of each group are reduced
 
 
-def _rms_norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    inner = len(call["normalized_shape"])
-    axes = tuple(axis for cut in ins[0].splits[-inner:] for axis in cut)
-    if not axes:
-        return None
-    args = [call["input"], call["weight"], call["eps"], tuple(range(-inner, 0)), math.prod(call["normalized_shape"])]
-    return Local(_sharded_rms_norm, args, groups=(axes,))
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """A group norm: the channels and elements of each group, and what is added to the variance."""
 
-
-def _sharded_rms_norm(
-    group: Collectives, x: Tensor, weight: Tensor | None, eps: float | None, dims: tuple[int, ...], count: int
-) -> Tensor:
-    dtype, x = x.dtype, wide(x)
-    squares = group.psum((x * x).sum(dims, keepdim=True))
-    out = x * group.vary((squares / count + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt())
-    return _affine(out, weight, None).to(dtype)
-
-
-register("rms_norm", rule=Rule(_rms_norm, _rms_norm_local))
-
-
-# Group norm: batch free; channels in whole groups. Otherwise the sums of each group are added up over the ranks
+    channels: int
+    count: int
+    eps: float
 
 
 def _group_norm(call: Call) -> list[Strategy]:
@@ -162,95 +150,79 @@ def _group_norm(call: Call) -> list[Strategy]:
     params = len(call.inputs) - 1
     channels = x.shape[1] // call["group"]
 
-    def whole_groups(sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+    def by_groups(sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
         if any(size % channels for size in sizes):
             return None
         groups = tuple(size // channels for size in sizes)
         return [sizes, groups, groups]
 
-    found = [
+    if not x.numel:
+        return [replicated(call)]
+    return [
         replicated(call),
         Strategy((0, *([None] * params)), (0, 0, 0)),
-        Strategy((1, *([0] * params)), (1, 1, 1), resize=whole_groups),
+        Strategy((1, *([0] * params)), (1, 1, 1), resize=by_groups),
+        Strategy((1, *([0] * params)), (1, None, None), 2 * PROGRAM_COST),
+        *(Strategy((dim, *([None] * params)), (dim, None, None), 2 * PROGRAM_COST) for dim in range(2, x.ndim)),
     ]
-    if not x.numel:
-        return found[:1]
-    found.append(Strategy((1, *([0] * params)), (1, None, None), 2 * PROGRAM_COST))
-    spatial = range(2, x.ndim)
-    return [*found, *(Strategy((dim, *([None] * params)), (dim, None, None), 2 * PROGRAM_COST) for dim in spatial)]
 
 
 def _group_norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     if not call.inputs[0].numel:
         return None
-    shapes, shape = ins[0].held_shapes, call.inputs[0].shape
-    channels = shape[1] // call["group"]
-    split_groups = bool(ins[0].splits[1]) and not outs[1].splits[1]
-    axes = tuple(axis for dim, cut in enumerate(ins[0].splits) if dim >= 2 - split_groups for axis in cut)
+    x, stats = ins[0], outs[1]
+    channels, spatial = x.shape[1] // call["group"], math.prod(x.shape[2:])
+    split_groups = bool(x.splits[1]) and not stats.splits[1]
+    axes = tuple(axis for dim, cut in enumerate(x.splits) if dim >= 2 - split_groups for axis in cut)
     if axes:
-        starts = [0 if outs[1].splits[1] else ins[0].box(coordinate)[0][1] for coordinate in ins[0].mesh.held]
-        args = [call["input"], call["weight"], call["bias"], call["eps"], channels, math.prod(shape[2:]) * channels]
-        groups = HeldValues([out[1] for out in outs[1].held_shapes])
-        return Local(_sharded_group_norm, [*args, groups, HeldValues(starts)], groups=(axes,))
+        starts = [0 if stats.splits[1] else start[1] for start in x.held_starts]
+        own = HeldValues([(shape[1], start) for shape, start in zip(stats.held_shapes, starts, strict=True)])
+        groups = _Groups(channels, spatial * channels, call["eps"])
+        return Local(_sharded_group_norm, [groups, own, *call.args[:3]], groups=(axes,))
     args, kwargs = call.replace(
-        N=HeldValues([shape[0] for shape in shapes]),
-        C=HeldValues([shape[1] for shape in shapes]),
-        group=HeldValues([max(shape[1] // channels, 1) for shape in shapes]),
-        HxW=math.prod(call.inputs[0].shape[2:]),
+        N=HeldValues([shape[0] for shape in x.held_shapes]),
+        C=HeldValues([shape[1] for shape in x.held_shapes]),
+        group=HeldValues([max(shape[1] // channels, 1) for shape in x.held_shapes]),
+        HxW=spatial,
     )
-    return Local(_group_norm_or_empty, args, kwargs)
+    return unless_empty(call, outs, Local(_contiguous_group_norm, args, kwargs))
+
+
+def _contiguous_group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *args: Any) -> Any:
+    """The kernel takes contiguous tensors only; torch sees to that before it calls it."""
+    params = (None if param is None else param.contiguous() for param in (weight, bias))
+    return torch.native_group_norm(x.contiguous(), *params, *args)
 
 
 def _sharded_group_norm(
-    group: Collectives,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    channels: int,
-    count: int,
-    num_groups: Any,
-    start: Any,
+    group: Collectives, groups: _Groups, own: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype, stats, x = x.dtype, stats_dtype(x.dtype, x, weight, bias), wide(x)
-    mean = group.psum(group.map(_sum_by_group, x, channels, num_groups, start)) / count
-    away = x - group.map(_by_channel, group.vary(mean), x, channels, start)
-    squares = group.psum(group.map(_sum_by_group, away * away, channels, num_groups, start))
-    rstd = (squares / count + eps).rsqrt()
-    out = away * group.map(_by_channel, group.vary(rstd), x, channels, start)
+    mean = group.psum(group.map(_sum_by_group, x, groups.channels, own)) / groups.count
+    centred = x - group.map(_by_channel, group.vary(mean), x, groups.channels, own)
+    squares = group.psum(group.map(_sum_by_group, centred * centred, groups.channels, own))
+    rstd = (squares / groups.count + groups.eps).rsqrt()
+    out = centred * group.map(_by_channel, group.vary(rstd), x, groups.channels, own)
     shape = [-1, *[1] * (x.dim() - 2)]
     weight, bias = (None if param is None else param.reshape(shape) for param in (weight, bias))
     return _affine(out, weight, bias).to(dtype), mean.to(stats), rstd.to(stats)
 
 
 def _group_of(x: Tensor, channels: int, start: int) -> Tensor:
-    """The number of the group of each channel at hand."""
+    """The number of the group of each channel held here."""
     return torch.arange(start, start + x.shape[1], device=x.device) // channels
 
 
-def _sum_by_group(x: Tensor, channels: int, num_groups: int, start: int) -> Tensor:
+def _sum_by_group(x: Tensor, channels: int, own: tuple[int, int]) -> Tensor:
     """[batch, channels, ...] -> [batch, groups]"""
+    num_groups, start = own
     sums = x.flatten(2).sum(2) if x.dim() > 2 else x
     return x.new_zeros(x.shape[0], num_groups).index_add(1, _group_of(x, channels, start), sums)
 
 
-def _by_channel(stats: Tensor, x: Tensor, channels: int, start: int) -> Tensor:
+def _by_channel(stats: Tensor, x: Tensor, channels: int, own: tuple[int, int]) -> Tensor:
     """[batch, groups] -> [batch, channels, 1...]"""
-    return stats[:, _group_of(x, channels, start)].reshape(*x.shape[:2], *[1] * (x.dim() - 2))
-
-
-def _group_norm_or_empty(x: Tensor, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float) -> Any:
-    if x.numel():
-        weight, bias = (
-            None if param is None else param.contiguous() for param in (weight, bias)
-        )  # as it must be given
-        return torch.native_group_norm(x.contiguous(), weight, bias, n, c, hxw, group, eps)
-    out = saved(x)
-    for param in (weight, bias):  # nothing to normalise, but every rank takes part in backward
-        out = out if param is None else out + param.sum() * param.new_zeros(())
-    stats = x.sum(dim=tuple(range(1, x.ndim))).reshape(n, 1).expand(n, group if c else 0)
-    stats = stats.to(stats_dtype(x.dtype, x, weight, bias))
-    return out, stats, stats
+    return stats[:, _group_of(x, channels, own[1])].reshape(*x.shape[:2], *[1] * (x.dim() - 2))
 
 
 register("native_group_norm", rule=Rule(_group_norm, _group_norm_local))
@@ -260,7 +232,7 @@ register("native_group_norm", rule=Rule(_group_norm, _group_norm_local))
 
 
 def _weight_norm(call: Call) -> list[Strategy]:
-    """The dim that is kept is free; over the others the length is added up."""
+    """The dim that is kept is free; squares are reduced over the others."""
     ndim = call.inputs[0].ndim
     kept = call["dim"] % ndim
     away = [dim for dim in range(ndim) if dim != kept]
@@ -272,7 +244,7 @@ def _weight_norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]
     ndim = call.inputs[0].ndim
     others = tuple(dim for dim in range(ndim) if dim != call["dim"] % ndim)
     axes = tuple(axis for dim in others for axis in ins[0].splits[dim])
-    if not axes and all(map(math.prod, ins[0].held_shapes)):
+    if not axes and not ins[0].has_empty:
         return None
     args = [call["v"], call["g"], others, call.outputs[1].dtype]
     return Local(_sharded_weight_norm, args, groups=(axes,))

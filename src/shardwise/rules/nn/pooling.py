@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import reduce
+from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -12,40 +13,49 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.agreement import unknown
-from shardwise.rules.kit.empty import connected_zeros, unless_empty
+from shardwise.rules.kit.empty import connected_zeros, skipping_empty, unless_empty
+from shardwise.rules.kit.indices import Bound, axes_of
 from shardwise.rules.kit.notation import Factor, Factors, dims_of
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, HeldValues, Interval, Local, Rule, Strategy
 from shardwise.rules.kit.windows import Fetch, Slide, around, by_rank, even_pieces, held, inside, per_dim, with_halo
-from shardwise.rules.math.reductions import LAST, PROGRAM_COST, wide
-
-aten = torch.ops.aten
-
-NUM_DIMS = {
-    "avg_pool2d": 2,
-    "avg_pool3d": 3,
-    "max_pool2d_with_indices": 2,
-    "max_pool3d_with_indices": 3,
-    "_adaptive_avg_pool2d": 2,
-    "_adaptive_avg_pool3d": 3,
-    "adaptive_max_pool2d": 2,
-    "adaptive_max_pool3d": 3,
-}
-"""Spatial dims, the last ones. Torch's 1-d pooling is made of these."""
+from shardwise.rules.math.reductions import PROGRAM_COST, wide
 
 
-def _batch_and_channels(call: Call, num_dims: int) -> list[Strategy]:
+def _num_dims(call: Call) -> int:
+    """The number of spatial dims, the last ones. Torch's 1-d pooling is made of that in two."""
+    return 3 if "3d" in call.name else 2
+
+
+def _batch_and_channels(call: Call) -> list[Strategy]:
+    num_dims = _num_dims(call)
     names: list[Factor] = [*dims_of(call.inputs[0].ndim - num_dims), *[None] * num_dims]
     linear = [frozenset({0})] if "avg_pool" in call.name and call.inputs[0].dtype.is_floating_point else []
-    return Factors([names], [names] * len(call.outputs), linear=linear).strategies()
+    return Factors([names] * len(call.inputs), [names] * len(call.outputs), linear=linear).strategies()
 
 
 # Windows of a fixed size
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Along one dim of a size: the outputs that a rank makes, and which inputs they read."""
+
+    slide: Slide
+    outputs: Interval
+    size: int
+
+    @property
+    def reads(self) -> Interval:
+        return self.slide.reads(self.outputs)
+
+    @property
+    def fetched(self) -> Interval:
+        return inside(self.reads, self.size)
+
+
 def _slides(call: Call) -> list[Slide]:
-    num_dims = NUM_DIMS[call.name]
+    num_dims = _num_dims(call)
     kernel = per_dim(call["kernel_size"], num_dims)
     stride = per_dim(call["stride"], num_dims) if call["stride"] else kernel
     padding, dilation = per_dim(call["padding"], num_dims), per_dim(call.bound.get("dilation", 1), num_dims)
@@ -53,9 +63,9 @@ def _slides(call: Call) -> list[Slide]:
 
 
 def _pool(call: Call) -> list[Strategy]:
-    num_dims, x, out = NUM_DIMS[call.name], call.inputs[0], call.outputs[0]
-    found = _batch_and_channels(call, num_dims)
-    if not x.dtype.is_floating_point or not _reads_something(call):
+    num_dims, x, out = _num_dims(call), call.inputs[0], call.outputs[0]
+    found = _batch_and_channels(call)
+    if not x.dtype.is_floating_point or not _all_read_something(call):
         return found
     for dim in range(x.ndim - num_dims, x.ndim):
         resize = even_pieces(len(call.outputs), x.shape[dim], out.shape[dim])
@@ -63,9 +73,9 @@ def _pool(call: Call) -> list[Strategy]:
     return found
 
 
-def _reads_something(call: Call) -> bool:
-    """Whether every output has an input. A dilated window may step over all of them; torch's answer then is its own."""
-    num_dims = NUM_DIMS[call.name]
+def _all_read_something(call: Call) -> bool:
+    """Whether every output has an input. A dilated window may step over all of them, into the padding."""
+    num_dims = _num_dims(call)
     sizes = zip(call.inputs[0].shape[-num_dims:], call.outputs[0].shape[-num_dims:], strict=True)
     dilation = per_dim(call.bound.get("dilation", 1), num_dims)
     for slide, step, (size, size_out) in zip(_slides(call), dilation, sizes, strict=True):
@@ -77,98 +87,69 @@ def _reads_something(call: Call) -> bool:
 
 
 def _pool_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    num_dims, x = NUM_DIMS[call.name], ins[0]
+    x, out, num_dims = ins[0], outs[0], _num_dims(call)
     lead = len(x.shape) - num_dims
     if not any(x.splits[lead:]):
         return unless_empty(call, outs)
-    fetches, starts, pads = [], [], []
+    fetches, parts = [], []
     for dim, slide in enumerate(_slides(call), lead):
-        pieces = outs[0].intervals(dim)
-        reads = [slide.reads(piece) for piece in pieces]
-        fetches.append(Fetch(dim, x.intervals(dim), tuple(inside(read, x.shape[dim]) for read in reads)))
-        starts.append(held(outs[0], dim, pieces))
-        pads.append(held(outs[0], dim, [around(read, x.shape[dim]) for read in reads]))
-    args = [call["self"], by_rank(pads), by_rank(starts), HeldValues(outs[0].held_shapes), x.shape[lead:]]
-    slides, kernel = _slides(call), per_dim(call["kernel_size"], num_dims)
+        pieces = [_Part(slide, piece, x.shape[dim]) for piece in out.intervals(dim)]
+        fetches.append(Fetch(dim, x.intervals(dim), tuple(piece.fetched for piece in pieces)))
+        parts.append(held(out, dim, pieces))
+    args = [call["self"], HeldValues(out.held_shapes), by_rank(parts), call.op.overloadpacket.default]
     if call.name.startswith("avg"):
-        rule = (slides, call["count_include_pad"], call["divisor_override"])
-        return with_halo(_local_average, fetches, x, [*args, aten.__getattr__(call.name).default, *rule])
-    dilation = per_dim(call["dilation"], num_dims)
-    return with_halo(_local_maximum, fetches, x, [*args, call.op, slides, kernel, dilation])
+        options = [call["count_include_pad"], call["divisor_override"]]
+        return with_halo(_local_average, fetches, x, [*args, *options])
+    options = [per_dim(call[name], num_dims) for name in ("kernel_size", "dilation")]
+    return with_halo(_local_maximum, fetches, x, [*args, *options])
 
 
-def _padded(x: Tensor, pads: Sequence[tuple[int, int]], value: float) -> Tensor:
-    flat = [side for pad in reversed(pads) for side in pad]
+def _padded(x: Tensor, parts: Sequence[_Part], value: float) -> Tensor:
+    flat = [side for part in reversed(parts) for side in around(part.reads, part.size)]
     return F.pad(x, flat, value=value) if any(flat) else x
 
 
 def _local_average(
-    x: Tensor,
-    pads: Sequence[tuple[int, int]],
-    pieces: Sequence[Interval],
-    shape: Sequence[int],
-    sizes: Sequence[int],
-    op: Any,
-    slides: Sequence[Slide],
-    include_pad: bool,
-    divisor: int | None,
+    x: Tensor, shape: Sequence[int], parts: Sequence[_Part], op: Any, include_pad: bool, divisor: int | None
 ) -> Tensor:
-    """Sums over windows, padded with zeros, divided by what torch divides by at these places of the whole."""
+    """Sums over windows, padded with zeros, divided by what torch divides by at these places of the global tensor."""
     if not math.prod(shape):
         return connected_zeros(x, shape)
-    kernel, stride = [slide.span for slide in slides], [slide.stride for slide in slides]
-    sums = op(_padded(wide(x), pads, 0.0), kernel, stride, 0, False, True, 1)
-    if divisor is None:
-        counts = []
-        for slide, piece, size in zip(slides, pieces, sizes, strict=True):
-            start = torch.arange(*piece, device=x.device) * slide.stride - slide.padding
-            stop = (start + slide.span).clamp(max=size + slide.padding)
-            counts.append(stop - start if include_pad else stop.clamp(max=size) - start.clamp(min=0))
-        divisors: Any = reduce(lambda outer, inner: outer.unsqueeze(-1) * inner, counts)
-    else:
-        divisors = divisor
+    kernel, stride = [part.slide.span for part in parts], [part.slide.stride for part in parts]
+    sums = op(_padded(wide(x), parts, 0.0), kernel, stride, 0, False, True, 1)
+    counts = (_count(part, include_pad, x.device) for part in parts)
+    divisors = divisor or reduce(lambda outer, inner: outer.unsqueeze(-1) * inner, counts)
     return (sums / divisors).to(x.dtype)
 
 
+def _count(part: _Part, include_pad: bool, device: torch.device) -> Tensor:
+    """How many places each window has along one dim."""
+    slide, size = part.slide, part.size
+    start = torch.arange(*part.outputs, device=device) * slide.stride - slide.padding
+    stop = (start + slide.span).clamp(max=size + slide.padding)
+    return stop - start if include_pad else stop.clamp(max=size) - start.clamp(min=0)
+
+
 def _local_maximum(
-    x: Tensor,
-    pads: Sequence[tuple[int, int]],
-    pieces: Sequence[Interval],
-    shape: Sequence[int],
-    sizes: Sequence[int],
-    op: Any,
-    slides: Sequence[Slide],
-    kernel: Sequence[int],
-    dilation: Sequence[int],
+    x: Tensor, shape: Sequence[int], parts: Sequence[_Part], op: Any, kernel: Sequence[int], dilation: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Torch says where the maxima are; the values, and with them the gradients, are taken from there.
 
-    Where all of a window is minus infinity torch names its first element, which here may be one of the padding; the
-    first that is not is what torch means.
+    Where all of a window is minus infinity torch names its first element, which here may be one of the padding: then
+    the first that is not is meant.
     """
-    num_dims = len(sizes)
     if not math.prod(shape):
         return connected_zeros(x, shape), x.new_zeros(shape, dtype=torch.int64)
-    padded = _padded(x.detach(), pads, -math.inf)
-    places = op(padded, kernel, [slide.stride for slide in slides], 0, dilation, False)[1]
-    here, there = torch.zeros_like(places), torch.zeros_like(places)
-    within = _coordinates(places, padded.shape[-num_dims:])
-    for d, (slide, piece, size) in enumerate(zip(slides, pieces, sizes, strict=True)):
-        at = within[d] + slide.reads(piece)[0]
+    num_dims, padded = len(parts), _padded(x.detach(), parts, -math.inf)
+    flat = op(padded, kernel, [part.slide.stride for part in parts], 0, dilation, False)[1]
+    local, index = torch.zeros_like(flat), torch.zeros_like(flat)
+    places = torch.unravel_index(flat, padded.shape[-num_dims:])
+    for d, (part, place) in enumerate(zip(parts, places, strict=True)):
+        at = place + part.reads[0]
         at = torch.where(at < 0, at % dilation[d], at)
-        there = there * size + at
-        here = here * x.shape[d - num_dims] + at - inside(slide.reads(piece), size)[0]
-    values = x.flatten(-num_dims).gather(-1, here.flatten(-num_dims)).reshape(shape)
-    return values, there
-
-
-def _coordinates(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Indices into flattened dims as one index per dim."""
-    found: list[Tensor] = []
-    for size in reversed(sizes):
-        found.insert(0, flat % size)
-        flat = flat // size
-    return found
+        index = index * part.size + at
+        local = local * x.shape[d - num_dims] + at - part.fetched[0]
+    return x.flatten(-num_dims).gather(-1, local.flatten(-num_dims)).reshape(shape), index
 
 
 register(
@@ -176,111 +157,57 @@ register(
 )
 
 
-# Windows that adapt to the size: a sharded dim, if it is cut into whole windows, all of one size
+# Windows that adapt to the size: averages of a sharded dim, if all windows are of one size and none is split
 
 
-def _adaptive(call: Call) -> list[Strategy]:
-    num_dims, x, out = NUM_DIMS[call.name], call.inputs[0], call.outputs[0]
-    found = _batch_and_channels(call, num_dims)
-    for dim in range(x.ndim - num_dims, x.ndim):
+def _adaptive_average(call: Call) -> list[Strategy]:
+    x, out = call.inputs[0], call.outputs[0]
+    found = _batch_and_channels(call)
+    for dim in range(x.ndim - _num_dims(call), x.ndim):
         window, rest = divmod(x.shape[dim], out.shape[dim]) if out.shape[dim] else (0, 1)
         if not rest and window:
-            resize = _whole_windows(window, len(call.outputs))
-            found.append(Strategy((dim,), (dim,) * len(call.outputs), resize=resize))
+            found.append(Strategy((dim,), (dim,), resize=partial(_whole_windows, window)))
     return found
 
 
-def _whole_windows(window: int, num_outputs: int) -> Any:
-    def resize(sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-        if any(size % window for size in sizes):
-            return None
-        return [tuple(size // window for size in sizes)] * num_outputs
-
-    return resize
+def _whole_windows(window: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+    return None if any(size % window for size in sizes) else [tuple(size // window for size in sizes)]
 
 
-def _adaptive_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    num_dims = NUM_DIMS[call.name]
-    lead = len(ins[0].shape) - num_dims
-    if not any(ins[0].splits[lead:]):
-        return unless_empty(call, outs)
-    sizes = HeldValues([shape[lead:] for shape in outs[0].held_shapes])
-    if len(outs) == 1:
-        return unless_empty(call, outs, Local(call.op, [call["self"], sizes]))
-    starts = HeldValues([start[lead:] for start in ins[0].held_starts])
-    args = [call.op, call["self"], sizes, starts, ins[0].shape[lead:]]
-    return unless_empty(call, outs, Local(_adaptive_maximum, args))
+def _adaptive_average_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    sizes = HeldValues([shape[-_num_dims(call) :] for shape in outs[0].held_shapes])
+    return Local(call.op, [call["self"], sizes]) if any(ins[0].splits[-_num_dims(call) :]) else None
 
 
-def _adaptive_maximum(
-    op: Any, x: Tensor, output_size: Sequence[int], starts: Sequence[int], sizes: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Indices count places of the whole."""
-    values, places = op(x, output_size)
-    there = torch.zeros_like(places)
-    for at, start, size in zip(_coordinates(places, x.shape[-len(sizes) :]), starts, sizes, strict=True):
-        there = there * size + at + start
-    return values, there
+_AVERAGE = Rule(_adaptive_average, _adaptive_average_local)
+register("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", rule=skipping_empty(_AVERAGE))
+register("adaptive_max_pool2d", "adaptive_max_pool3d", rule=skipping_empty(Rule(_batch_and_channels)))
 
 
-register(
-    *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
-    rule=Rule(_adaptive, _adaptive_local),
-)
-
-
-# Pooling into random windows, and the way back from a maximum
-
-
-def _fractional(call: Call) -> list[Strategy]:
-    """Given the samples nothing is random any more. An image without a batch has samples with a batch of one."""
-    num_dims = 2 if call.name.endswith("2d") else 3
-    lead = ["batch", "channel"][num_dims + 2 - call.inputs[0].ndim :]
-    names: list[Factor] = [*lead, *[None] * num_dims]
-    samples: list[Factor] = ["batch" if "batch" in lead else None, "channel", None]
-    return Factors([names, samples], [names, names]).strategies()
-
-
-def _unpool(call: Call) -> list[Strategy]:
-    num_dims = 2 if call.name.endswith("2d") else 3
-    names: list[Factor] = [*dims_of(call.inputs[0].ndim - num_dims), *[None] * num_dims]
-    return Factors([names, names], [names]).strategies()
+# The inverse of a maximum: torch refuses indices outside of the result
 
 
 def _unpool_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    axes = tuple(axis for cut in ins[1].splits for axis in cut)
-    if not axes:
+    if not any(ins[1].splits):
         return None
-    shapes = HeldValues(outs[0].held_shapes)
-    return Local(_checked_unpool, [call.op, shapes, list(call["output_size"]), *call.args], groups=(axes,))
+    bound = Bound(0, math.prod(call["output_size"]), True, _refuse_index)
+    args = [bound, call.op, HeldValues(outs[0].held_shapes), *call.args]
+    return Local(_checked_unpool, args, groups=(tuple(sorted(axes_of(ins))),))
+
+
+def _refuse_index(index: int) -> None:
+    raise RuntimeError(f"Found an invalid max index: {index}")
 
 
 def _checked_unpool(
-    group: Collectives, op: Any, shape: Any, sizes: Sequence[int], x: Tensor, indices: Tensor, *rest: Any
+    group: Collectives, bound: Bound, op: Any, shape: Any, x: Tensor, indices: Tensor, *args: Any
 ) -> Tensor:
-    """Torch refuses indices outside of the result; all ranks do if one has such an index."""
-    if indices.device.type == "cpu":
-        first = int(group.reduce(group.map(_first_outside, indices, math.prod(sizes)), "min"))
-        if first != LAST:
-            volumes = "x".join(map(str, sizes))
-            raise RuntimeError(f"Found an invalid max index: {first} (output volumes are of size {volumes})")
-    elif indices.is_meta:
-        unknown(group, indices)
-    return group.map(_unpool_or_empty, op, shape, x, indices, *rest)
-
-
-def _first_outside(index: Tensor, size: int) -> Tensor:
-    outside = index[(index < 0) | (index >= size)]
-    return outside[0] if outside.numel() else index.new_full((), LAST)
+    bound.check(group, indices)
+    return group.map(_unpool_or_empty, op, shape, x, indices, *args)
 
 
 def _unpool_or_empty(op: Any, shape: Sequence[int], x: Tensor, *args: Any) -> Tensor:
     return op(x, *args) if math.prod(shape) else connected_zeros(x, shape)
 
 
-def _fractional_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    return unless_empty(call, outs)
-
-
-register("fractional_max_pool2d", "fractional_max_pool3d", rule=Rule(_fractional, _fractional_local))
-register("max_unpool2d", "max_unpool3d", rule=Rule(_unpool, _unpool_local))
+register("max_unpool2d", "max_unpool3d", rule=Rule(_batch_and_channels, _unpool_local))

@@ -129,9 +129,12 @@ def test_reductions_pass_only_through_ops_that_allow_them(op):
 def test_reductions_stay_pending(op):
     d = place(normal(5, 3), P(op))
     assert d.clone().placements == d.detach().placements == (P(op),)
-    assert torch.neg(d).placements == (P({"max": "min", "min": "max"}.get(op, op)),)
-    assert (d * -2).placements == torch.neg(d).placements and (d * 2).placements == (P(op),)
-    assert (d + 1).placements == (P(op),)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_linear_reductions_stay_pending(op):
+    d = place(normal(5, 3), P(op))
+    assert torch.neg(d).placements == (d * -2).placements == (d + 1).placements == (P(op),)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
@@ -294,11 +297,10 @@ def test_new_tensors_lie_like_the_old_one(where):
 @pytest.mark.parametrize("where", [R, S(0), S(1), P()], ids=str)
 def test_new_tensors_with_strides(where):
     x = place(normal(5, 3), where, mesh=(4,))
-    for stride, keeps in (((3, 1), True), ((1, 5), True), ((0, 1), False), ((6, 2), False)):
+    for stride in ((3, 1), (1, 5), (6, 2)):
         new = x.new_empty_strided((5, 3), stride)
-        assert new.shape == (5, 3) and new.placements == ((where,) if keeps and where != P() else (R,))
+        assert new.shape == (5, 3) and new.placements == (R,) and new.stride() == stride
         check_shards(new.fill_(2.0))
-        assert new.stride() == stride or not keeps
     assert x.new_empty_strided((2, 2), (2, 1)).placements == (R,)
     like = torch.full_like(place(normal(2, 3, 5, 4), S(1)), 3.0, memory_format=torch.channels_last)
     assert like.placements == (S(1),) and like.is_contiguous(memory_format=torch.channels_last)

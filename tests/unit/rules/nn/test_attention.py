@@ -30,14 +30,6 @@ ATTENTION = {
     "one shared head": (attend(enable_gqa=True, is_causal=True), (2, 4, 5, 2), (2, 1, 6, 2), (2, 1, 6, 2)),
     "broadcast queries": (attend(), (4, 3, 2), (2, 4, 5, 2), (2, 4, 5, 3)),
     "broadcast causal keys": (attend(is_causal=True), (2, 4, 3, 2), (4, 5, 2), (2, 1, 5, 3)),
-    "kernel for CPUs": (
-        aten._scaled_dot_product_flash_attention_for_cpu,
-        *((2, 4, 5, 2), (2, 4, 6, 2), (2, 4, 6, 2)),
-    ),
-    "causal kernel for CPUs": (
-        lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0],
-        *((2, 4, 5, 2), (2, 4, 6, 2), (2, 4, 6, 2)),
-    ),
 }
 
 

@@ -102,13 +102,11 @@ def test_nothing_moves(mode, items, table, result):
     assert out.placements == (result,) and sent(comm) == (ASKED if items == S(0) else [])
 
 
-def test_maxima_are_reduced():
-    """The largest value of each bag, its place, and its gradient's way: three reductions of the result's size."""
+def test_maxima_of_split_rows_are_gathered():
     index, weight = place(BAGS, R), place(normal(6, 4), S(0)).requires_grad_()
     with CommDebugMode() as comm:
         F.embedding_bag(index, weight, mode="max").sum().backward()
-    assert [(c.kind, c.bytes, c.backward) for c in comm.comms] == [("all_reduce", 96, False)] * 3
-    assert weight.grad.placements == (S(0),)
+    assert comm.get_comm_counts() == {"all_gather": 1} and weight.grad.placements == (S(0),)
 
 
 def test_items_of_long_bags_add_up():
@@ -125,12 +123,17 @@ def test_items_of_long_bags_add_up():
     ("items", "offsets", "message"),
     [
         ([0, 6], [0], "found idx to be 6"),
-        ([0, 1], [1], r"offsets\[0\] has to be 0"),
-        ([0, 1], [0, 3], r"offsets\[-1\] can not be greater than input's length 2 but got offsets\[-1\] of 3"),
+        (
+            [0, 1],
+            [1],
+            r"offsets must begin at 0, not decrease, and not exceed the number of items, 2; but they are \[1",
+        ),
+        ([0, 1], [0, 3], r"but they are \[0, 3\]"),
+        ([0, 1], [0, -1], r"but they are \[0, -1\]"),
     ],
 )
 @pytest.mark.parametrize("placement", [R, S(0), S(1)], ids=str)
-def test_torch_own_complaints(placement, items, offsets, message):
+def test_bad_arguments(placement, items, offsets, message):
     items, offsets, table = (
         place(torch.tensor(items), R),
         place(torch.tensor(offsets), R),
@@ -149,7 +152,7 @@ def test_split_items_out_of_range(table, mode):
     index, table = place(bags, S(0), R, mesh=(2, 2)), place(normal(6, 4), R, table, mesh=(2, 2))
     with CommDebugMode() as comm, pytest.raises(RuntimeError, match="index 6 is out of bounds"):
         F.embedding_bag(index, table, mode=mode)
-    assert sent(comm) == ASKED
+    assert sent(comm)[-1:] == ASKED
 
 
 @may_gather  # what is not implemented is gathered before it says so
@@ -168,7 +171,5 @@ def test_arguments_that_do_not_fit():
 def test_bags_that_end_before_they_begin(mode, where):
     """Torch reads what is not there, or refuses: it depends on the mode, and the ranks would not agree."""
     items, offsets = place(ITEMS, R), place(torch.tensor([0, 5, 3]), R)
-    with pytest.raises(RuntimeError, match=r"bags must not end before they begin, but offsets are \[0, 5, 3\]"):
+    with pytest.raises(RuntimeError, match=r"offsets must .* not decrease, .* but they are \[0, 5, 3\]"):
         F.embedding_bag(items, place(normal(6, 4), where), offsets, mode=mode)
-    with pytest.raises(IndexError, match=r"index out of range in self|index -?\d is out of bounds"):
-        F.embedding_bag(items, place(normal(6, 4), where), place(torch.tensor([0, -1]), R), mode=mode)

@@ -118,7 +118,7 @@ def test_index_out_of_range(placement, bad):
     assert comm.get_total_counts() == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sparse": True}], ids=str)
 @pytest.mark.parametrize("placement", [R, S(0), S(1)], ids=str)
 def test_split_index_out_of_range(placement, options):
     """One rank of those that split the indices has it; they all tell each other, before anything else is sent."""
