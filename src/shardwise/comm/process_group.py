@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import record
 from shardwise.comm.group import ALL_REDUCE, Group
 from shardwise.comm.port import Axes, Chunks, Handle, Port, Shapes, Shards, communicating
-from shardwise.comm.wire import KNOWN, is_reducible, lent, padded, reducible, restored
+from shardwise.comm.wire import lent, padded, reducible, reducible_dtypes, restored
 from shardwise.errors import MeshError
 from shardwise.layout import Mesh
 
@@ -169,7 +169,7 @@ class ProcessGroupPort(GroupPort):
         beforehand."""
         axes = communicating(mesh, axes)
         known, key, options = self._reductions, (mesh, axes, op), ALL_REDUCE[op][True]
-        direct = frozenset(dtype for dtype in KNOWN if is_reducible(dtype, op))
+        direct = reducible_dtypes(op)
 
         def reduce(x: Tensor) -> None:
             if x.dtype not in direct:

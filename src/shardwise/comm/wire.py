@@ -15,6 +15,7 @@ def padded(flat: Tensor, room: int) -> Tensor:
 KNOWN = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 )
+_KNOWN_INTEGERS = frozenset(dtype for dtype in KNOWN if not dtype.is_floating_point)
 """The dtypes that every backend moves and reduces."""
 
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
@@ -42,14 +43,14 @@ def in_units(sizes: list[int], flat: Tensor) -> list[int]:
     return [size * unit for size in sizes]
 
 
-def is_reducible(dtype: torch.dtype, op: str) -> bool:
-    """Whether every backend reduces a dtype as torch does. Extrema of floats are not: backends lose NaNs."""
-    return dtype in KNOWN and (op not in ("max", "min") or not dtype.is_floating_point)
+def reducible_dtypes(op: str) -> frozenset[torch.dtype]:
+    """The dtypes that every backend reduces as torch does. Extrema of floats are not: backends lose NaNs."""
+    return _KNOWN_INTEGERS if op in ("max", "min") else KNOWN
 
 
 def reducible(fresh: Tensor, op: str) -> tuple[Tensor, str]:
     """A contiguous tensor of our own as any backend reduces it, and the operator that does to it what `op` means."""
-    if is_reducible(fresh.dtype, op):
+    if fresh.dtype in reducible_dtypes(op):
         return fresh, op
     if fresh.dtype.is_floating_point:
         return _ordered(fresh, op), op

@@ -28,7 +28,7 @@ from shardwise.dispatch.interop.mixing import is_collective, refuse_collective
 from shardwise.dispatch.key import variant_key
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.plan import Plan, has_terms, reduced_first, runs_in_cpp
-from shardwise.dispatch.planning.ask_torch import LARGE, only_meta_refuses, refuse_early, refused, shape_of
+from shardwise.dispatch.planning.ask_torch import LARGE, only_meta_refuses, refuse_early, refused
 from shardwise.dispatch.planning.autocast import Autocast, autocast_dtype
 from shardwise.dispatch.planning.build import build
 from shardwise.dispatch.planning.fallback import Gathered, describe, report
@@ -197,7 +197,8 @@ def _traced(call: Asked) -> Trace | Plan:
 
     def meta(x: Tensor) -> Tensor:
         """One for each argument, even where two are the same tensor: the plan must hold for two that are not."""
-        made = torch.empty(shape_of(x), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+        shape = x._layout.shape if isinstance(x, DTensor) else tuple(x.shape)
+        made = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
         metas.append(made.clone() if x.requires_grad and not is_leaf(x) else made)  # functions may branch on either
         return metas[-1]
 
