@@ -41,7 +41,6 @@ class Mesh:
         held: tuple[tuple[int, ...], ...],
         device_type: str,
         origin: Any = None,
-        root: Mesh | None = None,
     ) -> None:
         while before_first:
             before_first.pop()()
@@ -52,8 +51,7 @@ class Mesh:
         self.held = held
         self.device_type = device_type
         self.origin = self if origin is None else origin
-        # One object per set of axes, however it is reached: a submesh looks among its root's submeshes.
-        self._submeshes: dict[tuple[str, ...], Mesh] = {} if root is None else root._submeshes
+        self._submeshes: dict[tuple[str, ...], Mesh] = {}
 
     # The names torch's DeviceMesh gives the same facts.
 
@@ -104,7 +102,7 @@ class Mesh:
             )
         if wanted not in self._submeshes:
             origin = None if self.origin is self else self.origin[wanted]
-            self._submeshes[wanted] = Mesh(
+            made = self._submeshes[wanted] = Mesh(
                 self.port,
                 names=wanted,
                 shape=tuple(self.shape[axis] for axis in axes),
@@ -112,8 +110,8 @@ class Mesh:
                 held=tuple(tuple(coordinate[axis] for axis in axes) for coordinate in self.held),
                 device_type=self.device_type,
                 origin=origin,
-                root=self,
             )
+            made._submeshes = self._submeshes  # one object per set of axes, however it is reached
         return self._submeshes[wanted]
 
     def is_within(self, other: Mesh) -> bool:

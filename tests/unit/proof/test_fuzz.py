@@ -20,6 +20,7 @@ from shardwise.proof.fuzz.judge import APART, HUNG, INVALID, RAISED, RIGHT, WRON
 from shardwise.proof.fuzz.leaves import Device
 from shardwise.proof.fuzz.program import Leaf, Line, Program
 from shardwise.proof.fuzz.shrink import shrunk
+from shardwise.proof.kit.command import How
 from shardwise.proof.kit.pool import Outcome
 from shardwise.tensor import DTensor
 
@@ -235,7 +236,7 @@ def test_a_program_that_ends_its_process_is_told_apart_from_one_that_torch_dies_
 
 @pytest.mark.slow
 def test_programs_that_end_their_process_cost_no_others() -> None:
-    results = run_programs("", count_down, ["0-3", "4-9"], Settings(), {"jobs": 1, "timeout": 20.0})
+    results = run_programs("", count_down, ["0-3", "4-9"], Settings(), How(jobs=1, timeout=20.0))
     assert {result.name: result.counts for result in results} == {
         "0-3": {RIGHT: 3, INVALID: 1},
         "4-9": {RIGHT: 1, HUNG: 1},

@@ -13,6 +13,7 @@ from sweep import normal
 
 from shardwise.cli import main
 from shardwise.layout import Partial
+from shardwise.proof.kit.command import How
 from shardwise.proof.kit.pool import Outcome
 from shardwise.proof.kit.results import Store
 from shardwise.proof.verify import command
@@ -45,7 +46,7 @@ def calls() -> dict[str, list[Recorded]]:
 def test_every_rule_is_sound(part: int, calls: dict[str, list[Recorded]]) -> None:
     """Nothing that a rule lists is wrong, and of what is true nothing is missing without a reason."""
     ours = {name: calls[name] for name in sorted(calls)[part::4]}
-    reports = judge_all(ours, jobs=1)  # apart: torch may crash
+    reports = judge_all(ours, How(jobs=1))  # apart: torch may crash
     assert [report.name for report in reports] == sorted(ours)
     assert [str(report) for report in reports if not report.sound] == []
     assert [gap for report in reports for gap in report.gaps if not gap["reason"]] == []

@@ -30,6 +30,8 @@ from shardwise.proof.coverage.forms import OUT, Form, Unusable, forms
 from shardwise.proof.coverage.judge import Verdict, judge
 from shardwise.proof.coverage.plain import Case
 from shardwise.proof.kit.command import (
+    HERE,
+    How,
     add_run_arguments,
     count,
     finish,
@@ -327,7 +329,7 @@ def run(given: argparse.Namespace) -> int:
     """Run the command; 0 if nothing was wrong and nothing raised."""
     settings = Settings(given.samples, given.assignments, given.spread, given.seed, given.dtype)
     names = some([op.name for op in operators(given.ops, given.stratum)], given)
-    results = measure(names, settings, **how_to_run(given, asdict(settings), Result))
+    results = measure(names, settings, how_to_run(given, asdict(settings), Result))
     about = (
         f"{versions()} Every operator of op_db, and those on lists, {settings.samples or 'all'} samples of each, in "
         f"{settings.dtype} where it is taken, forward and backward, as function, method, in place and with out=; of "
@@ -339,6 +341,6 @@ def run(given: argparse.Namespace) -> int:
     return 1 if any(result.problems for result in results) else 0
 
 
-def measure(names: Sequence[str], settings: Settings, **how: Any) -> list[Result]:
-    """Try the named operators; the results are in their order. `how`: as `run_tasks` takes it."""
-    return run_tasks("coverage", cover, names, settings, lambda outcome: result_of(outcome, settings), **how)
+def measure(names: Sequence[str], settings: Settings, how: How = HERE) -> list[Result]:
+    """Try the named operators; the results are in their order."""
+    return run_tasks("coverage", cover, names, settings, lambda outcome: result_of(outcome, settings), how)

@@ -11,7 +11,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +25,16 @@ from shardwise.proof.fuzz.judge import FAILURES, HUNG, INVALID, KINDS, RAISED, R
 from shardwise.proof.fuzz.program import HEADER, Program
 from shardwise.proof.fuzz.ranks import START, Worlds
 from shardwise.proof.fuzz.shrink import shrunk
-from shardwise.proof.kit.command import add_run_arguments, count, finish, how_to_run, may_not_begin, run_tasks, versions
+from shardwise.proof.kit.command import (
+    How,
+    add_run_arguments,
+    count,
+    finish,
+    how_to_run,
+    may_not_begin,
+    run_tasks,
+    versions,
+)
 from shardwise.proof.kit.pool import Outcome, Task, run_all
 from shardwise.proof.kit.report import Table, page
 
@@ -138,20 +147,20 @@ def _ended(program: str, outcome: Outcome) -> dict[str, Any]:
     return {"kind": HUNG if is_ours else INVALID, "program": program, "line": "", "detail": why, "class": why}
 
 
-def run_programs(title: str, task: Task, names: Sequence[str], settings: Settings, how: dict[str, Any]) -> list[Result]:
+def run_programs(title: str, task: Task, names: Sequence[str], settings: Settings, how: How) -> list[Result]:
     """The results of tasks. Where a program ended one, those that come after it are a task of their own."""
-    results = run_tasks(title, task, names, settings, partial(result_of, seed=settings.seed), **how)
+    results = run_tasks(title, task, names, settings, partial(result_of, seed=settings.seed), how)
     rest = [result.rest for result in results if result.rest]
     return results + (run_programs(title, task, rest, settings, how) if rest else [])
 
 
-def on_ranks(parts: Sequence[str], settings: Settings, how: dict[str, Any]) -> list[Result]:
+def on_ranks(parts: Sequence[str], settings: Settings, how: How) -> list[Result]:
     """Run programs on real ranks: as many at a time as there may be processes for."""
     found: list[Result] = []
     with TemporaryDirectory(prefix="fuzz-", ignore_cleanup_errors=True) as place:
         for size in RANKS if parts else ():
             task, names = OnRanks(place), [f"{size} ranks {part}" for part in parts]
-            worlds = {**how, "jobs": -(-how["jobs"] // size), "timeout": START + settings.timeout}
+            worlds = replace(how, jobs=-(-how.jobs // size), timeout=START + settings.timeout)
             try:
                 found += run_programs(f"fuzz on {size} ranks", task, names, settings, worlds)
             finally:

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from datetime import date
 from functools import partial, wraps
 from pathlib import Path
@@ -90,8 +91,22 @@ def _stratum(text: str) -> tuple[int, int]:
     return int(part), int(parts)
 
 
-def how_to_run(given: argparse.Namespace, settings: dict[str, Any], kind: Callable[..., Any]) -> dict[str, Any]:
-    """The options that `run_tasks` takes, as they were given; results are of some kind of dataclass."""
+@dataclass(frozen=True)
+class How:
+    """How tasks run: the results there are, the number of processes (0: this one), and the seconds each may take."""
+
+    store: Store | None = None
+    jobs: int = 0
+    timeout: float = 120.0
+    quiet: bool = True
+
+
+HERE = How()
+"""In this process, and quietly."""
+
+
+def how_to_run(given: argparse.Namespace, settings: dict[str, Any], kind: Callable[..., Any]) -> How:
+    """How tasks are to run, as it was given; results are of some kind of dataclass."""
     if given.resume and given.json is None:
         raise CannotRun("--resume needs --json FILE: the results to go on with")
     for option in ("json", "write_report", "write_docs"):
@@ -100,7 +115,7 @@ def how_to_run(given: argparse.Namespace, settings: dict[str, Any], kind: Callab
         if why is not None:  # said before a long run, not after it
             raise CannotRun(f"{file} cannot be written: {why}")
     store = Store(given.json, settings, resume=given.resume, kind=kind)
-    return {"store": store, "jobs": given.jobs, "timeout": given.timeout, "quiet": given.quiet}
+    return How(store, given.jobs, given.timeout, given.quiet)
 
 
 def _unwritable(file: Path, *, replaced: bool) -> str | None:
@@ -135,17 +150,14 @@ def run_tasks(
     names: Sequence[str],
     settings: Any,
     result_of: Callable[[Outcome], Any],
-    *,
-    store: Store | None = None,
-    jobs: int = 0,
-    timeout: float = 120.0,
-    quiet: bool = True,
+    how: How,
 ) -> list[Any]:
     """Run a task for each name that the store holds nothing of; the results, each with a `status`, in their order."""
+    store = how.store
     done = {name: kept for name, kept in (store.results if store else {}).items() if name in names}
     left = [name for name in names if name not in done]
-    outcomes = closing(run_all(task, left, settings, jobs=jobs, timeout=timeout))
-    with outcomes as coming, Progress(title, len(names), done=len(done), quiet=quiet) as progress:
+    outcomes = closing(run_all(task, left, settings, jobs=how.jobs, timeout=how.timeout))
+    with outcomes as coming, Progress(title, len(names), done=len(done), quiet=how.quiet) as progress:
         for outcome in coming:
             result = done[outcome.name] = result_of(outcome)
             progress.advance(f"{outcome.name} {result.status}")

@@ -24,7 +24,9 @@ from typing import Any
 import torch
 
 from shardwise.proof.kit.command import (
+    HERE,
     CannotRun,
+    How,
     add_run_arguments,
     count,
     finish,
@@ -273,7 +275,7 @@ def run(given: argparse.Namespace) -> int:
     how = how_to_run(given, judged, OpReport)
     if given.ops is not None and given.module is None:
         some([op.name for op in operators(given.ops, given.stratum)], given)
-    reports = measure(settings, **how)
+    reports = measure(settings, how)
     if given.write_docs is not None:
         given.write_docs.write_text(catalogue.render({report.name: report for report in reports}))
     about = (
@@ -285,18 +287,18 @@ def run(given: argparse.Namespace) -> int:
     return 0 if all(report.sound for report in reports) else 1
 
 
-def measure(settings: Settings, *, quiet: bool = True, **how: Any) -> list[OpReport]:
-    """Judge the ops that the settings name, in the order of their names. `how`: as `run_tasks` takes it."""
-    return judge_all(collect(settings, quiet=quiet), module=settings.module, quiet=quiet, **how)
+def measure(settings: Settings, how: How = HERE) -> list[OpReport]:
+    """Judge the ops that the settings name, in the order of their names."""
+    return judge_all(collect(settings, quiet=how.quiet), how, module=settings.module)
 
 
-def judge_all(calls: Mapping[str, Sequence[Recorded]], *, module: str | None = None, **how: Any) -> list[OpReport]:
-    """Judge ops by some calls of each, in the order of their names. `how`: as `run_tasks` takes it."""
+def judge_all(calls: Mapping[str, Sequence[Recorded]], how: How, *, module: str | None = None) -> list[OpReport]:
+    """Judge ops by some calls of each, in the order of their names."""
     names = sorted(calls)
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             _save(calls[name], _file(folder, name))
-        return run_tasks("verify", judge_saved, names, (folder, module), report_of, **how)
+        return run_tasks("verify", judge_saved, names, (folder, module), report_of, how)
 
 
 def _save(calls: Sequence[Recorded], file: Path) -> None:
