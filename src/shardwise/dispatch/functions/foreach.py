@@ -22,7 +22,7 @@ from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh, Partial
 from shardwise.redistribute import Group, plan_moves
 from shardwise.rules.math.foreach import FUSED, REDUCING, STATE, UNSCALE, is_list_op, list_name
-from shardwise.tensor import DTensor, localise
+from shardwise.tensor import DTensor, localise, settled
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -431,6 +431,7 @@ def _each(func: Callable) -> Plan:
 
 
 def _of_one_node(results: list[Any]) -> list[Any]:
+    results = [settled(x) for x in results]  # within a graph all of them are, whatever each was computed from
     with _disabled():
         return joined(_OneNode.apply(*flat_shards(results)), [x._layout for x in results], [None] * len(results))
 

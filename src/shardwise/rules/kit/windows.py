@@ -113,17 +113,24 @@ class _WithHalo:
 # Shards of size zero, which torch's kernels often refuse
 
 
-def connected_zeros(like: Tensor, shape: Sequence[int], *others: Tensor | None, saves: bool = True) -> Tensor:
+def connected_zeros(
+    like: Tensor,
+    shape: Sequence[int],
+    *others: Tensor | None,
+    saves: bool = True,
+    unsaved: Sequence[Tensor | None] = (),
+) -> Tensor:
     """Zeros that depend on tensors without reading them: every rank takes part in a backward pass.
 
     An op that `saves` something for its gradient does so here as well. A checkpoint begins to recompute when the first
-    saved tensor is asked for and stops at the last one: all ranks must do that between the same collectives.
+    saved tensor is asked for and stops at the last one: all ranks must do that between the same collectives. What the
+    op does not save may be written to before the backward pass, and must be here.
     """
     out = like.new_zeros(shape)
-    for x in (like, *others):
+    for at, x in enumerate((like, *others, *unsaved)):
         if x is not None and x.requires_grad:
             nothing = x.narrow(0, 0, 0) if x.dim() else x[None][:0]
-            out = out + (saved(nothing) if saves else nothing).sum().to(out.dtype)
+            out = out + (saved(nothing) if saves and at <= len(others) else nothing).sum().to(out.dtype)
     return out
 
 

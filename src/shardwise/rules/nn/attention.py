@@ -119,10 +119,11 @@ def _local_attention(
     )
 
 
-def _nothing(shape: tuple[int, ...], query: Tensor, *others: Tensor | None) -> Tensor:
+def _nothing(shape: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Where there is nothing to attend, some releases of torch crash and others leave the mask out of the graph, in
-    which every rank must take part. Autograd saves something here too (see `connected_zeros`)."""
-    return connected_zeros(query, shape, *others)
+    which every rank must take part. Autograd saves something here too (see `connected_zeros`), but no mask that has a
+    gradient: it is added."""
+    return connected_zeros(query, shape, key, value, unsaved=[mask])
 
 
 register("scaled_dot_product_attention", rule=Rule(_attention, _attention_local))
