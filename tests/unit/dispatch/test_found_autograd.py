@@ -57,6 +57,19 @@ def test_norms_in_one_node_have_gradients_whatever_they_were_computed_from() -> 
     compare(program, (normal(4, 4), S(0)))
 
 
+def test_the_gradient_of_an_extremum_beside_a_sum_is_the_same_on_all_replicas() -> None:
+    mesh = sw.simulate((2, 2))
+    terms = sw.comm.ranked([normal(1, 2) + at % 2 for at in range(4)])
+    x = sw.DTensor.from_local(terms, mesh, [S(1), P("max")]).requires_grad_()
+    row, columns = (sw.distribute_tensor(torch.tensor(at), mesh) for at in (0, [3, 0]))
+    found = x[row, columns]
+    (gradient,) = torch.autograd.grad(found[:1].sum(), [found])
+    with torch._C.DisableTorchFunctionSubclass():
+        shards = shards_of(gradient)
+        assert shards[0].equal(shards[2]) and shards[1].equal(shards[3])
+    assert full(gradient).tolist() == [1, 0]
+
+
 # What is not saved for the backward pass may be written to, also on ranks that hold nothing
 
 

@@ -275,7 +275,7 @@ def _watched(
         plan = Copies(plan, func, copies)
     if may_hide([call.call for call in lowered.calls], [lowered.layouts[value.index] for value in results]):
         plan = Lying(plan, func, trace.lying)
-    if not all(p is None or p.divides_gradients for value in results for p in lowered.layouts[value.index].pending):
+    if any(has_terms(lowered.layouts[value.index]) for value in results):
         plan = settling(plan)
     return plan
 
@@ -398,7 +398,7 @@ def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, A
         return False
     if any(layout.has_empty for layout in call.layouts.ins):
         return False  # ranks that hold nothing would not say what torch has against a dtype
-    return all(p is None or p.divides_gradients for layout in call.layouts.outs for p in layout.pending)
+    return not any(map(has_terms, call.layouts.outs))
 
 
 class Reported:
