@@ -82,6 +82,12 @@ def test_every_family_is_drawn() -> None:
     assert len(FAMILIES) == 12
 
 
+def test_hooks_that_make_something_of_zeros_and_gradients_of_gradients_are_not_drawn_together() -> None:
+    bodies = [draw(0, number).body for number in range(150)]
+    assert any("g + 0.5" in body for body in bodies)
+    assert not any("g + 0.5" in body and "create_graph=True" in body for body in bodies)
+
+
 def drawn(*parts: Leaf | str) -> Draw:
     """A drawing that has come so far."""
     made = Draw(0, 0)
@@ -183,6 +189,12 @@ def test_a_gradient_that_should_be_none_is_found() -> None:
     give = "x2.grad = x2.detach() * 0 if hasattr(x2, '_layout') else None; x1.sum().backward()"
     verdict = judged(X, Y, give)
     assert verdict == Verdict(WRONG, "x2.grad: should be None", 2)
+
+
+def test_zeros_after_gradients_of_gradients_are_excused_and_not_decayed() -> None:
+    first = "v2, = torch.autograd.grad((x1 * x2).sum(), [x1], create_graph=True)"
+    decay = "o1 = torch.optim.SGD([x1, x2], lr=0.1, weight_decay=0.1); o1.step()"
+    assert judged(X, Y, first, "v2.sum().backward()", decay).kind == RIGHT
 
 
 def test_what_is_written_is_compared_though_it_is_not_given() -> None:
