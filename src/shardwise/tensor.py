@@ -496,8 +496,12 @@ def settled(x: Any) -> Any:
 
 
 def without_terms(layout: Layout) -> Layout:
-    """The layout in which products and norms are reduced, whose terms no value is taken apart into."""
-    return layout.with_(pending=[p if p is not None and p.divides_gradients else None for p in layout.pending])
+    """The layout in which products and norms are reduced, whose terms no value is taken apart into. So are extrema
+    beside something else: which rank has one, and the gradient, depends on the other axis, along which it is whole."""
+    kept = [p if p is not None and p.divides_gradients else None for p in layout.pending]
+    if len({p.reduce_op for p in kept if p is not None}) > 1:
+        kept = [p if p is not None and p.reduce_op in ("sum", "avg") else None for p in kept]
+    return layout.with_(pending=kept)
 
 
 # A gradient of a pending sum is whole on every rank, and what each rank computes from it differs: `V` in the table of

@@ -78,7 +78,13 @@ def _linear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
     if move.is_identity:
         return shards
     out = differentiable(move)(*shards)
-    return (out,) if out.__class__ is Tensor else out
+    return (out,) if out.__class__ is Tensor else tuple(map(_with_own_node, out))
+
+
+def _with_own_node(x: Tensor) -> Tensor:
+    """A shard of the simulator's that is not the first result of its node. After a write to a view of such a result,
+    torch looks for the gradient that it retains in the place of the first one, and dies."""
+    return _unsafe_view(x, _size(x)) if x.output_nr else x
 
 
 def differentiable(move: Move) -> Callable[..., Any]:

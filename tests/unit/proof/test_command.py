@@ -22,12 +22,11 @@ IN_THIS_PROCESS = ("--jobs", "0", "--quiet", "--samples", "1")
 
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "coverage": ("--ops", "mm|bmm|mv", "--assignments", "2", "--spread", "1"),
-    "errors": ("--ops", "mm|bmm|mv", "--layouts", "1", "--spread", "1"),
     "verify": ("aten::mm", "aten::bmm", "aten::mv", "--calls", "1"),
 }
 OF_OPERATORS = list(ARGUMENTS)
 """Commands that go through torch's operators. (`fuzz` goes through programs: see test_fuzz.py.)"""
-TASKS = {"coverage": "cover", "errors": "try_operator", "verify": "judge_saved"}
+TASKS = {"coverage": "cover", "verify": "judge_saved"}
 
 
 def run(command: str, *arguments: str) -> int:

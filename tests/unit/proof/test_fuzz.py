@@ -13,8 +13,9 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.cli import main
+from shardwise.proof.fuzz.calls.writes import is_recorded
 from shardwise.proof.fuzz.command import Settings, classes_of, result_of, run_programs, smallest
-from shardwise.proof.fuzz.draw import MESHES, mesh_of
+from shardwise.proof.fuzz.draw import MESHES, Do, Draw, Var, mesh_of
 from shardwise.proof.fuzz.families import FAMILIES, draw
 from shardwise.proof.fuzz.judge import APART, HUNG, INVALID, RAISED, RIGHT, WRONG, Verdict, judge, together
 from shardwise.proof.fuzz.leaves import Device
@@ -82,6 +83,50 @@ def test_every_family_is_drawn() -> None:
     assert len(FAMILIES) == 12
 
 
+def test_hooks_that_make_something_of_zeros_and_gradients_of_gradients_are_not_drawn_together() -> None:
+    bodies = [draw(0, number).body for number in range(150)]
+    assert any("g + 0.5" in body for body in bodies)
+    assert not any("g + 0.5" in body and "create_graph=True" in body for body in bodies)
+
+
+def drawn(*parts: Leaf | str) -> Draw:
+    """A drawing that has come so far."""
+    made = Draw(0, 0)
+    for part in program(*parts).parts:
+        made.parts.append(part)
+        made.run.do(part)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("lines", "recorded"),
+    [
+        (["v1 = x1.detach()"], True),
+        (["v1 = x1.detach().clone()"], False),
+        (["v1 = x1.detach().clone()", "v2 = v1[0]", "v3 = v2 * x1"], True),
+        (["v1 = x1.detach().clone()", "v2 = v1[0]", "with torch.no_grad(): v3 = v2 * x1.detach()"], True),
+        (["v1 = x1.detach().clone()", "v2 = v1 * 2", "v3 = v2 * x1"], False),
+    ],
+)
+def test_memory_that_a_graph_may_have_saved(lines: list[str], recorded: bool) -> None:
+    made = drawn(X, *lines)
+    assert is_recorded(made, Var.of("v1", made.tensors["v1"])) is recorded
+
+
+def test_gradients_that_share_memory_are_not_drawn() -> None:
+    made = drawn(X, "v1 = x1 + 1", "v2 = v1 * 2")
+    assert not made.add(lambda d: "torch.autograd.grad(v2.sum(), [x1, v1], retain_graph=True)")
+    assert made.add(lambda d: "torch.autograd.grad(v2.sum(), [x1, v2], retain_graph=True)")
+
+
+@pytest.mark.parametrize("watch", ["v1.retain_grad()", "v1.register_hook(lambda g: g * 2)"])
+def test_hidden_views_whose_gradient_is_watched_are_not_written_to(watch: str) -> None:
+    for given, fits in (("v1 = (x1 * 2).view(-1)", False), ("v1 = x1 * 2", True)):
+        made = drawn(X, given, "v2 = v1.view(2, 6)")
+        assert made.add(lambda d: Do(watch))
+        assert made.add(lambda d: Do("v2.mul_(3)")) is fits
+
+
 # Leaves
 
 WAYS = (sw.Replicate(), sw.Shard(0), sw.Shard(1), *(sw.Partial(op) for op in ("sum", "avg", "max", "min")))
@@ -130,10 +175,27 @@ def test_replicas_that_differ_in_a_bit_are_found() -> None:
     assert verdict.kind == WRONG and verdict.detail == "v1: replicas differ as [3,4] R"
 
 
+def test_strides_that_differ_between_ranks_are_found() -> None:
+    widen = "v1 = x1.detach().clone(); [p.set_(p.new_zeros(1, 5)[:, :4].copy_(p)) for p in getattr(v1, '_peers', ())]"
+    verdict = judged(X, widen)
+    assert verdict.kind == WRONG and verdict.detail == "v1, its strides: replicas differ as [3,4] S(0)@axis0"
+
+
+def test_views_without_a_history_are_no_failure() -> None:
+    leaf = replace(X, shape=(4, 4))
+    assert judged(leaf, "v1 = x1 * 2", "v2, v3, v4, v5 = v1.unbind(0)", "v1.mul_(2)", "v6 = v1.sin()").kind == RIGHT
+
+
 def test_a_gradient_that_should_be_none_is_found() -> None:
     give = "x2.grad = x2.detach() * 0 if hasattr(x2, '_layout') else None; x1.sum().backward()"
     verdict = judged(X, Y, give)
     assert verdict == Verdict(WRONG, "x2.grad: should be None", 2)
+
+
+def test_zeros_after_gradients_of_gradients_are_excused_and_not_decayed() -> None:
+    first = "v2, = torch.autograd.grad((x1 * x2).sum(), [x1], create_graph=True)"
+    decay = "o1 = torch.optim.SGD([x1, x2], lr=0.1, weight_decay=0.1); o1.step()"
+    assert judged(X, Y, first, "v2.sum().backward()", decay).kind == RIGHT
 
 
 def test_what_is_written_is_compared_though_it_is_not_given() -> None:

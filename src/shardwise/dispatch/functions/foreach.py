@@ -28,6 +28,7 @@ from shardwise.layout import Layout, Mesh, Partial
 from shardwise.redistribute import Group, plan_moves
 from shardwise.rules.math.foreach import FUSED, REDUCING, STATE, UNSCALE, list_name
 from shardwise.tensor import DTensor, localise
+from shardwise.tensor import settled as reduced_terms
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -434,6 +435,7 @@ def _each(func: Callable) -> Plan:
 
 
 def _of_one_node(results: list[Any]) -> list[Any]:
+    results = [reduced_terms(x) for x in results]  # within a graph all of them are, whatever each was computed from
     with _disabled():
         return joined(_OneNode.apply(*flat_shards(results)), [x._layout for x in results], [None] * len(results))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardwise.dispatch.planning.lower import Lowered, LoweredCall
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
+from shardwise.local import is_leaf
 from shardwise.rules import Call
 from shardwise.tensor import DTensor
 
@@ -93,14 +94,15 @@ def refused(func: Callable, args: tuple, kwargs: dict[str, Any], *, most: int = 
 
 def _raised(func: Callable, args: tuple, kwargs: dict[str, Any], fill: Callable[..., Tensor]) -> Exception | None:
     def filled(x: Tensor) -> Tensor:
-        with _disabled():
-            return fill(shape_of(x), dtype=x.dtype)
+        with _disabled():  # functions, and the kernels that they choose, may depend on what needs a gradient
+            made = fill(shape_of(x), dtype=x.dtype).requires_grad_(x.requires_grad)
+            return made.clone() if x.requires_grad and not is_leaf(x) else made
 
     generator = kwargs.get("generator")
     if generator is not None:
         kwargs = {**kwargs, "generator": generator.clone_state()}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
             func(*map_tensors(args, filled), **map_tensors(kwargs, filled))
     except Exception as error:
         return error.with_traceback(None)

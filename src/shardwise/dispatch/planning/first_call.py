@@ -288,7 +288,7 @@ def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -
     layouts = [lowered.layouts[value.index] for value in results]
     if copies := [at for at, value in enumerate(results) if value.index in lowered.copies]:
         guards.append(Copies(call.func, copies))
-    if not all(p is None or p.divides_gradients for layout in layouts for p in layout.pending):
+    if any(map(has_terms, layouts)):
         guards.append(Settles())
     plan = guarded(plan, guards)
     hides = may_hide([made.call for made in lowered.calls], layouts)
@@ -378,7 +378,7 @@ def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, A
         return False
     if any(layout.has_empty for layout in call.layouts.ins):
         return False  # ranks that hold nothing would not say what torch has against a dtype
-    return all(p is None or p.divides_gradients for layout in call.layouts.outs for p in layout.pending)
+    return not any(map(has_terms, call.layouts.outs))
 
 
 class Reports(Guard):

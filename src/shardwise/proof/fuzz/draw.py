@@ -29,6 +29,9 @@ GAP = 1e-5
 CHANGES = re.compile(r"_\(|grad\(")
 """Expressions that change more than their result: the memory or the graph of what there is."""
 
+WATCHES = re.compile(r"\.register_hook\(|\.retain_grad\(")
+"""Statements after which somebody is told the gradient of a tensor."""
+
 
 class Refused(Exception):
     """A call that torch does not take, or whose result would not be of use."""
@@ -96,8 +99,12 @@ class Draw:
         """What calls may take: tensors, later ones last."""
         if self.inner is not None:
             return self.inner
-        names = [name for part in self.parts for name in part.gives]
-        return [Var.of(name, value) for name, value in self.run.tensors(names)]
+        return [Var.of(name, value) for name, value in self.tensors.items()]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All there are, by name."""
+        return dict(self.run.tensors([name for part in self.parts for name in part.gives]))
 
     def name(self, letter: str = "v") -> str:
         self.count += 1
@@ -122,11 +129,6 @@ class Draw:
         if found is None or self.chance.random() < new:
             return self.leaf(shape, dtype)
         return found
-
-    def is_saved(self, x: Var) -> bool:
-        """Whether a call that is part of a graph was given a tensor."""
-        names = [name for part in self.parts if x in part.takes for name in part.gives]
-        return any(value.requires_grad for _, value in self.run.tensors(names))
 
     def target(self, *dims: int) -> Var:
         """A tensor to write to: not a gradient in memory that autograd chose, which may be another's, or repeated."""
@@ -236,7 +238,8 @@ class Draw:
             self.parts.append(Line(made.text, gives))
             self.changed = True
             self.run.do(self.parts[-1])
-            self._check([name for part in self.parts for name in part.gives])
+            self._check(list(self.tensors))
+            self._check_hidden_views()
             return
         self.give(made)
 
@@ -253,11 +256,15 @@ class Draw:
         values = list(value) if several else [value]
         if not 0 < len(values) <= 8:
             raise Refused("too many results")
+        if "autograd.grad(" in text:
+            self._check_apart(values)
         names = [self.name() for _ in values]
         left = ", ".join(names) + ("," if several and len(names) == 1 else "")
         self.parts.append(Line(f"{left} = {text}", tuple(names)))
         self.run.names.update(zip(names, values, strict=True))
         self._check(names)
+        if self.changed:
+            self._check_hidden_views()
         return [Var.of(name, value) for name, value in zip(names, values, strict=True)]
 
     def _check(self, names: Sequence[str]) -> None:
@@ -265,6 +272,26 @@ class Draw:
             check_numbers(x)
             if (x.is_leaf or x.retains_grad) and x.grad is not None:
                 check_numbers(x.grad)
+
+    def _check_apart(self, gradients: Sequence[Tensor | None]) -> None:
+        """Raise where torch hands out the same memory for several gradients: a write to one would reach the others."""
+        retained = [x.grad for x in self.tensors.values() if x.is_leaf or x.retains_grad]
+        new, old = (
+            [x.untyped_storage().data_ptr() for x in found if x is not None and x.numel()]
+            for found in (gradients, retained)
+        )
+        if len(set(new)) < len(new) or set(new) & set(old):
+            raise Refused("gradients that share memory")
+
+    def _check_hidden_views(self) -> None:
+        """Raise where torch's own way of computing something decides which gradients there are. `F.linear` of several
+        rows is a view of what it computed. Written to in another view, that has a history in which the result, and
+        whoever watches its gradient, has no part; a result that is no view has."""
+        named = {id(x) for x in self.tensors.values()}
+        watched = [name for part in self.parts if WATCHES.search(part.text) for name in part.takes]
+        for _, x in self.run.tensors(watched):
+            if x._is_view() and id(x._base) not in named and type(x._base.grad_fn).__name__ == "CopySlices":
+                raise Refused("a hidden view")
 
     def _again(self) -> None:
         """Run what is left, as if what was removed had never been run."""

@@ -72,20 +72,26 @@ def _dtype(planned: torch.dtype, x: Tensor) -> torch.dtype:
 
 
 def connected_zeros(
-    like: Tensor, shape: Sequence[int], *others: Tensor | None, dtype: torch.dtype | None = None, saves: bool = True
+    like: Tensor,
+    shape: Sequence[int],
+    *others: Tensor | None,
+    dtype: torch.dtype | None = None,
+    saves: bool = True,
+    unsaved: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """Zeros that depend on tensors without reading them: every rank takes part in a backward pass.
 
     An op that `saves` something for its gradient does so here as well. A checkpoint begins to recompute when the first
-    saved tensor is asked for and stops at the last one: all ranks must do that between the same collectives.
+    saved tensor is asked for and stops at the last one: all ranks must do that between the same collectives. What the
+    op leaves `unsaved` may be written to before the backward pass, and may be here.
     """
     out = like.new_zeros(shape, dtype=dtype)
     if not (out.is_floating_point() or out.is_complex()):
         return out
-    for x in (like, *others):
+    for at, x in enumerate((like, *others, *unsaved)):
         if x is not None and x.requires_grad:
             empty = x.narrow(0, 0, 0) if x.dim() else x[None][:0]
-            term = (saved(empty) if saves else empty).sum()
+            term = (saved(empty) if saves and at <= len(others) else empty).sum()
             out = out + (term.real if x.is_complex() and not out.is_complex() else term).to(out.dtype)
     return out
 

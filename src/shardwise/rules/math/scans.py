@@ -66,8 +66,10 @@ def _total(x: Tensor, dim: int, total: Callable[..., Tensor]) -> Tensor:
 def _scan_behind(
     totals: Tensor, x: Tensor, dim: int, scan: Callable[..., Tensor], index: int, pieces: tuple[int, ...]
 ) -> Tensor:
+    """Contiguous on every rank, as torch's result is: what ranks take for a view follows from the strides of shards."""
     before = sum(_present(pieces[:index]))
-    return scan(joined([totals.narrow(dim, 0, before), x], dim), dim).narrow(dim, before, x.shape[dim])
+    found = scan(joined([totals.narrow(dim, 0, before), x], dim), dim)
+    return found.narrow(dim, before, x.shape[dim]).contiguous()
 
 
 register("cumsum", "cumprod", "logcumsumexp", rule=Rule(_scan, _scan_local))

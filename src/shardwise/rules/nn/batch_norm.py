@@ -117,7 +117,7 @@ def _evaluate(op: Any, num_channels: int, dtype: torch.dtype, x: Tensor, *args: 
     if x.numel():
         out, _, _, *rest = op(x, *args, **kwargs)
     else:
-        out, rest = connected_zeros(x, x.shape, *args[:2]), [x.new_empty(0, dtype=torch.uint8)]
+        out, rest = connected_zeros(x, x.shape, args[0], unsaved=[args[1]]), [x.new_empty(0, dtype=torch.uint8)]
     stats = x.new_zeros(num_channels, dtype=stats_dtype(dtype, x, *args[:4]))
     return (out, stats, stats.clone(), *rest)[: len(op._schema.returns)]
 

@@ -198,7 +198,7 @@ def _local_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, pads: Any, shape: Any, channels: Any, *settings: Any
 ) -> Tensor:
     if not math.prod(shape):  # torch's result of no channels has none either, whatever the bias
-        return connected_zeros(x, shape, weight, bias)
+        return connected_zeros(x, shape, weight, unsaved=[bias])
     if not weight.numel():
         return _biased(connected_zeros(x, shape, weight), bias)
     x = F.pad(_taken(x, channels), _flat(pads)) if any(map(any, pads)) else _taken(x, channels)

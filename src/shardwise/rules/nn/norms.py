@@ -204,7 +204,8 @@ def _sharded_group_norm(
     rstd = (squares / groups.count + groups.eps).rsqrt()
     out = centred * group.map(_by_channel, group.vary(rstd), x, groups.channels, own)
     shape = [-1, *[1] * (x.dim() - 2)]
-    weight, bias = (None if param is None else param.reshape(shape) for param in (weight, bias))
+    # contiguous, as torch makes them: it saves a copy of what is not, and lets that be written to
+    weight, bias = (None if param is None else param.contiguous().reshape(shape) for param in (weight, bias))
     return _affine(out, weight, bias).to(dtype), mean.to(stats), rstd.to(stats)
 
 

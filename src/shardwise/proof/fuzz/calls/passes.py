@@ -10,6 +10,14 @@ from shardwise.proof.fuzz.draw import Do, Draw, Refused, Var
 LOSSES = ("{x}.sum()", "{x}.sin().sum()", "({x} * {x}).sum()", "{x}.mean()", "{x}.tanh().sum()")
 
 
+SHIFT, SECOND = "g + 0.5", "create_graph=True"
+"""Not in one program: a pass through gradients of gradients gives zeros to hooks that torch would not come to."""
+
+
+def _is_in(d: Draw, text: str) -> bool:
+    return any(text in part.text for part in d.parts)
+
+
 def _loss(d: Draw, x: Var) -> str:
     return d.pick(*LOSSES).format(x=x)
 
@@ -26,7 +34,8 @@ def hook(d: Draw) -> Do:
     """On a tensor that is not used yet: in the simulator a hook must come first."""
     used = {name for part in d.parts for name in part.takes}
     x = d.tensor(0, 1, 2, 3, fits=lambda v: v.value.requires_grad and str(v) not in used)
-    return Do(f"{x}.register_hook(lambda g: {d.pick('g * 2', 'None', 'g + 0.5', 'g.tanh()')})")
+    keep_zeros = ("g * 2", "None", "g.tanh()")
+    return Do(f"{x}.register_hook(lambda g: {d.pick(*keep_zeros, *([] if _is_in(d, SECOND) else [SHIFT]))})")
 
 
 def retain(d: Draw) -> Do:
@@ -47,7 +56,7 @@ def gradient(d: Draw) -> str:
     x = _recorded(d)
     sources = [v for v in d.pool if v.value.requires_grad and v.dtype.is_floating_point and v != x]
     wanted = d.chance.sample(sources, min(len(sources), d.pick(1, 1, 2)))
-    create = d.pick("create_graph=True", "retain_graph=True")
+    create = d.pick(SECOND, "retain_graph=True") if not _is_in(d, SHIFT) else "retain_graph=True"
     return f"torch.autograd.grad({_loss(d, x)}, [{', '.join(wanted)}], {create}, allow_unused=True)"
 
 

@@ -78,10 +78,19 @@ def _target(d: Draw) -> Var:
     x = d.target(1, 2, 3)
     dim = d.dim(x)
     text = d.pick(*VIEWS).format(x=x, d=dim, i=d.chance.randrange(max(x.shape[dim], 1)))
-    if text.endswith(".data") and (x.value.requires_grad or d.is_saved(x)):
+    if text.endswith(".data") and is_recorded(d, x):
         raise Refused("what a backward pass saved of it would change, or would not, without a word")
     with torch.no_grad():
         return Var.of(text, eval(text, d.run.names))
+
+
+def is_recorded(d: Draw, x: Var) -> bool:
+    """Whether a tensor, or another that shares its memory, is part of the graph or was given to a call that is."""
+    values = d.tensors
+    storage = x.value.untyped_storage().data_ptr()
+    shared = {name for name, y in values.items() if y.untyped_storage().data_ptr() == storage}
+    near = shared.union(*({*part.takes, *part.gives} for part in d.parts if shared & part.takes))
+    return any(values[name].requires_grad for name in near & values.keys())
 
 
 def _maybe_unrecorded(d: Draw, text: str) -> str:
