@@ -105,20 +105,11 @@ class OfCopies:
         self.function = function
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        given: dict[int, CopiedView] = {}
-        aliases: dict[int, Any] = {}  # one for each: a tensor may be given twice
-
-        def as_usual(x: Tensor) -> Tensor:
-            if not isinstance(x, CopiedView):
-                return x
-            made = aliases.get(id(x))
-            if made is None:
-                made = aliases[id(x)] = x if isinstance(x, Part) else _alias(x)
-                given[id(made)] = x
-            return made
-
-        args, kwargs = map_tensors(args, as_usual), map_tensors(kwargs or {}, as_usual)
-        parts = [x for x in given.values() if isinstance(x, Part)]
+        followed = {id(x): x for x in flat_tensors((args, kwargs)) if isinstance(x, CopiedView)}
+        usual = {at: x if isinstance(x, Part) else _alias(x) for at, x in followed.items()}
+        given = {id(usual[at]): x for at, x in followed.items()}
+        args, kwargs = map_tensors((args, kwargs or {}), lambda x: usual.get(id(x), x))
+        parts = [x for x in followed.values() if isinstance(x, Part)]
         for x in parts:  # to the function they are what they are on ranks that show their strides: uses share moves
             x.__class__ = DTensor  # type: ignore[assignment]
         try:
@@ -144,13 +135,10 @@ class OfCopies:
             if x.__class__ is CopiedView:
                 outdate_with(x, given)
             copy = by_storage.get(storage_of(x)) if x.__class__ in (DTensor, Part) and id(x) not in given else None
-            if copy.__class__ is DTensor:  # a part
-                if x.__class__ is DTensor:
-                    hidden.append(at)
-            elif copy is not None:
+            if copy.__class__ is CopiedView:
                 watch_view(x, copy)
-                if "_strides" in copy.__dict__:
-                    hidden.append(at)
+            if copy is not None and "_strides" in copy.__dict__ and x.__class__ is not Part:
+                hidden.append(at)
         all_strides = strides_of_views(self.function, args, kwargs) if hidden else []
         for at in hidden:
             remember = _remember_strides if results[at].__class__ is DTensor else _remember_other_strides
