@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import CreationMeta, _get_creation_meta, _set_creation_meta
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.aliasing.copied_views import (
@@ -41,8 +40,6 @@ from shardwise.tensor import DTensor, localise, wrap
 _disabled = torch._C.DisableTorchFunctionSubclass
 _on_shard = torch._C._disabled_torch_function_impl
 _stride = torch._C.TensorBase.stride
-_grad_enabled = torch._C.is_grad_enabled
-_base = Tensor._base.__get__  # type: ignore[attr-defined]
 _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -203,11 +200,8 @@ class Writes(Guard):
         if windows and not _is_recorded(args, kwargs):
             for mesh in {x._layout.mesh for x in flat_tensors((args, kwargs)) if isinstance(x, DTensor)}:
                 forget(mesh)
-        written = self._written(args, kwargs) if copies or _grad_enabled() else ()
-        for x in written:
-            if not _on_shard(_requires_grad, (), (x,)):  # type: ignore[call-arg]
-                _let_record(x)
         if copies:
+            written = self._written(args, kwargs)
             refuse_lost_writes(written, self.name)
             take_anew(written)
 
@@ -219,19 +213,8 @@ class Writes(Guard):
     def _written(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[Tensor]:
         if self.positions is None:
             return args[0]
-        if self.positions == [0] and isinstance(args[0], Tensor):
-            return args[:1]
         tensors = flat_tensors((args, kwargs))
         return [tensors[position] for position in self.positions]
-
-
-def _let_record(x: Tensor) -> None:
-    """Let autograd record a write to what was made without it. Kernels choose whether that is a view of a fresh tensor,
-    which torch would refuse to write to; on other ranks they may choose otherwise."""
-    for shard in (x, *x.__dict__.get("_peers", ())):
-        base = _on_shard(_base, (), (shard,))  # type: ignore[call-arg]
-        if base is not None and not base.requires_grad and _get_creation_meta(shard) == CreationMeta.NO_GRAD_MODE:
-            _set_creation_meta(shard, CreationMeta.DEFAULT)
 
 
 class OfAllRanks:
