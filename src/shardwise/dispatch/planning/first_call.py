@@ -274,7 +274,7 @@ def _writing(plan: Plan, guards: list[Guard], written: Sequence[int], lowered: L
     if simulated:
         guards.append(Retains(written))
     if any(call.layouts[i].thinness for i in written):
-        plan = OnThinShards(plan, written)
+        plan = OnThinShards(plan, call.name, written)
     guards.append(Writes(call.name, written))
     plan = Guarded(plan, guards)
     shared = simulated and not all(isinstance(call.tensors[i], DTensor) for i in written)
