@@ -200,3 +200,63 @@ def test_every_write_is_right_or_refused(write: Callable, placement: sw.Placemen
         expected = x
     assert d.placements == (placement,)
     torch.testing.assert_close(d.full_tensor(), expected)
+
+
+MADE_WITHOUT_AUTOGRAD: dict[str, Callable[[Tensor], Tensor]] = {
+    "maximum": lambda x: x.max(0).values,
+    "linear": lambda x: F.linear(x.detach().view(2, 2, 4).permute(1, 0, 2), x.detach(), x.detach()[:, 0]),
+    "gathered": lambda x: x.detach().flip(0) @ x.detach(),
+}
+
+
+@pytest.mark.parametrize("placement", [S(0), S(1), R], ids=str)
+@pytest.mark.parametrize("name", MADE_WITHOUT_AUTOGRAD)
+def test_what_was_made_without_autograd_may_be_written_to_with_it(name: str, placement: sw.Placement) -> None:
+    """Kernels may make it a view of something: torch does not write to views that were made without autograd."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            y = MADE_WITHOUT_AUTOGRAD[name](x)
+        y[-1] = x[0, 0]
+        y.flatten()[0].copy_(x[1, 1])
+        (y * y).sum().backward()
+        return y, x.grad
+
+    for mesh in MESHES:
+        same(program, normal(4, 4), placement, mesh=mesh)
+
+
+def test_a_view_without_autograd_of_what_has_a_history_is_refused() -> None:
+    y = place(normal(4, 4), S(0)).requires_grad_() * 1
+    with torch.no_grad():
+        view = y.view(16)
+    with pytest.raises(RuntimeError, match=r"in-place operation|modified inplace"):
+        view.mul_(y.view(16))
+
+
+@pytest.mark.parametrize("index", [slice(None), ..., (slice(None), slice(None))], ids=str)
+def test_what_is_set_to_itself(index: Any) -> None:
+    """Nothing is written, so its elements may share memory."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = (x.detach() * 2).expand(2, 4)
+        y[index] = y
+        return (y,)
+
+    for placement in (S(0), P(), R):
+        same(program, normal(4), placement)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_write_to_a_part_of_what_it_reads(mesh: tuple[int, ...]) -> None:
+    """Torch refuses some overlaps in memory, but a rank with a single row may see another one than the whole has."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = (x.detach() * 1)[::2, :, 2]
+        y[::2] += y
+        z = (x.detach() * 1)[:1]
+        z[::2, :, 1].mul_(z[..., 1])
+        return y, z
+
+    for placement in (S(1), S(0), R):
+        same(program, normal(1, 3, 4), placement, mesh=mesh)

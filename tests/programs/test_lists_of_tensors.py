@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import PAIR
 from sweep import normal, place, same
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.comm import ranked
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 
@@ -157,3 +159,60 @@ def test_a_leaf_in_a_list_is_refused_before_anything_is_written() -> None:
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         torch._foreach_mul_([v, leaf], 3.0)
     assert torch.equal(v, before)
+
+
+REFUSED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "a view of a leaf": lambda x: (x * 1, x[0]),
+    "a column of a leaf": lambda x: (x * 1, x.view(-1)),
+    "one of several views": lambda x: (x * 1, (x * 2).chunk(2)[0]),
+}
+
+
+@pytest.mark.parametrize("placement", [S(0), S(1), P(), R], ids=str)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_refuses_in_a_list_is_refused_before_anything_is_written(name: str, placement: sw.Placement) -> None:
+    first, refused = REFUSED[name](place(normal(4, 4), placement).requires_grad_())
+    before = first.detach().clone()
+    with pytest.raises(RuntimeError, match=r"in-place operation|modified inplace"):
+        torch._foreach_tanh_([first, refused])
+    assert torch.equal(first, before)
+
+
+@pytest.mark.parametrize("placement", [S(0), S(1), P(), R], ids=str)
+def test_a_list_with_a_view_of_what_has_a_history_since(placement: sw.Placement) -> None:
+    """Torch itself takes the view for a leaf, unless somebody asks for its history in between."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = x.detach() * 1
+        view = y[..., None]
+        view[..., 0].copy_(x)
+        assert view.grad_fn is not None or isinstance(x, sw.DTensor)
+        torch._foreach_mul_([y, view], 3.0)
+        y.sum().backward()
+        return y, view
+
+    same(program, normal(4, 4).diagonal().clone(), placement if placement != S(1) else S(0))
+
+
+@pytest.mark.parametrize("kind", ["sum", "max", "avg"])
+def test_lists_with_pending_elements_of_other_shapes(kind: str) -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y, z = x.detach() * 1, x.detach()[:1] * 2
+        torch._foreach_maximum_([y, z], [x.detach()[0], z * 0.5])
+        torch._foreach_add_([z, y, z], 0.5)
+        return y, z
+
+    same(program, normal(4, 4).abs(), P(kind))
+
+
+def test_results_of_lists_on_shards_that_do_not_show_how_the_whole_lies() -> None:
+    """The first rank holds nothing: its strides say nothing, and the whole's decide what is a view."""
+
+    def program(x: Tensor) -> Tensor:
+        (y,) = torch._foreach_mul([x.permute(1, 0, 2)], 2.0)
+        y.permute(2, 1, 0).contiguous().add_(1)  # contiguous as it is: a write to y
+        return y
+
+    whole = normal(4, 4, 1)
+    dist = sw.DTensor.from_local(ranked([whole[:0].clone(), whole.clone()]), PAIR, [S(0)])
+    torch.testing.assert_close(program(dist).full_tensor(), program(whole))

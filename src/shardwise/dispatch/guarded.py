@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import CreationMeta, _get_creation_meta, _set_creation_meta
 
+from shardwise.comm import shards_of
 from shardwise.dispatch.plan import Plan
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.tensor import DTensor, settled
@@ -99,3 +101,18 @@ class Settles(Guard):
 
     def after(self, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return map_tensors(out, lambda x: settled(x) if x.requires_grad else x)
+
+
+class Unrecorded(Guard):
+    """Results that are fresh, but that kernels may have made views of something: torch would refuse to record a write
+    to one that was made without autograd, on the ranks where it is a view."""
+
+    __slots__ = ()
+
+    def after(self, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            with _disabled():
+                for shard in (shard for x in flat_tensors(out) for shard in shards_of(x)):
+                    if shard._is_view() and _get_creation_meta(shard) == CreationMeta.NO_GRAD_MODE:
+                        _set_creation_meta(shard, CreationMeta.DEFAULT)
+        return out

@@ -69,7 +69,7 @@ def _plain_tensor(value: Tensor) -> Any:
     if isinstance(value, StaleView):
         renew(value)
     if isinstance(value, CopiedView):
-        return (CopiedView, value._layout)
+        return (value.__class__, value._layout)
     shape = tuple(value.shape)
     if (shape and not replicates_implicitly()) or _is_wrapped(value):
         raise PlainTensor

@@ -18,20 +18,23 @@ from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.rules.kit.registry import is_expanded
 from shardwise.tensor import DTensor
 
+FILLS = frozenset({"zero_", "fill_", "masked_fill_", "index_fill_", "index_put_", "fill_diagonal_", "triu_", "tril_"})
+"""What torch lets fill elements that share memory, but not differentiates."""
+
 
 class OnThinShards:
     """A plan that writes to thin shards: not to those of `expand` where some are empty, and what it reads of the same
     memory is a copy."""
 
-    __slots__ = ("plan", "positions")
+    __slots__ = ("fills", "plan", "positions")
 
-    def __init__(self, plan: Callable, positions: Sequence[int]) -> None:
-        self.plan, self.positions = plan, positions
+    def __init__(self, plan: Callable, name: str, positions: Sequence[int]) -> None:
+        self.plan, self.positions, self.fills = plan, positions, name in FILLS
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         tensors = flat_tensors((args, kwargs or {}))
         written = [tensors[position] for position in self.positions]
-        if any(is_expanded(x) for x in written if isinstance(x, DTensor) and x._layout.has_empty):
+        if any(map(self._is_refused, written)):
             torch.zeros(()).expand(2).copy_(torch.zeros(2))  # torch refuses
         storages = {storage_of(x) for x in written}
 
@@ -40,3 +43,8 @@ class OnThinShards:
             return copied(x) if shared and isinstance(x, DTensor) else x
 
         return self.plan(map_tensors(args, apart), map_tensors(kwargs or {}, apart))
+
+    def _is_refused(self, x: Tensor) -> bool:
+        if not isinstance(x, DTensor) or not x._layout.has_empty or not is_expanded(x):
+            return False
+        return not self.fills or (torch.is_grad_enabled() and x.requires_grad)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import CreationMeta, _get_creation_meta, _set_creation_meta
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.aliasing.copied_views import (
@@ -41,8 +40,6 @@ from shardwise.tensor import DTensor, localise, wrap
 _disabled = torch._C.DisableTorchFunctionSubclass
 _on_shard = torch._C._disabled_torch_function_impl
 _stride = torch._C.TensorBase.stride
-_grad_enabled = torch._C.is_grad_enabled
-_base = Tensor._base.__get__  # type: ignore[attr-defined]
 _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -105,20 +102,11 @@ class OfCopies:
         self.function = function
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        given: dict[int, CopiedView] = {}
-        aliases: dict[int, Any] = {}  # one for each: a tensor may be given twice
-
-        def as_usual(x: Tensor) -> Tensor:
-            if not isinstance(x, CopiedView):
-                return x
-            made = aliases.get(id(x))
-            if made is None:
-                made = aliases[id(x)] = x if isinstance(x, Part) else _alias(x)
-                given[id(made)] = x
-            return made
-
-        args, kwargs = map_tensors(args, as_usual), map_tensors(kwargs or {}, as_usual)
-        parts = [x for x in given.values() if isinstance(x, Part)]
+        followed = {id(x): x for x in flat_tensors((args, kwargs)) if isinstance(x, CopiedView)}
+        usual = {at: x if isinstance(x, Part) else _alias(x) for at, x in followed.items()}
+        given = {id(usual[at]): x for at, x in followed.items()}
+        args, kwargs = map_tensors((args, kwargs or {}), lambda x: usual.get(id(x), x))
+        parts = [x for x in followed.values() if isinstance(x, Part)]
         for x in parts:  # to the function they are what they are on ranks that show their strides: uses share moves
             x.__class__ = DTensor  # type: ignore[assignment]
         try:
@@ -144,13 +132,10 @@ class OfCopies:
             if x.__class__ is CopiedView:
                 outdate_with(x, given)
             copy = by_storage.get(storage_of(x)) if x.__class__ in (DTensor, Part) and id(x) not in given else None
-            if copy.__class__ is DTensor:  # a part
-                if x.__class__ is DTensor:
-                    hidden.append(at)
-            elif copy is not None:
+            if copy.__class__ is CopiedView:
                 watch_view(x, copy)
-                if "_strides" in copy.__dict__:
-                    hidden.append(at)
+            if copy is not None and "_strides" in copy.__dict__ and x.__class__ is not Part:
+                hidden.append(at)
         all_strides = strides_of_views(self.function, args, kwargs) if hidden else []
         for at in hidden:
             remember = _remember_strides if results[at].__class__ is DTensor else _remember_other_strides
@@ -215,11 +200,8 @@ class Writes(Guard):
         if windows and not _is_recorded(args, kwargs):
             for mesh in {x._layout.mesh for x in flat_tensors((args, kwargs)) if isinstance(x, DTensor)}:
                 forget(mesh)
-        written = self._written(args, kwargs) if copies or _grad_enabled() else ()
-        for x in written:
-            if not _on_shard(_requires_grad, (), (x,)):  # type: ignore[call-arg]
-                _let_record(x)
         if copies:
+            written = self._written(args, kwargs)
             refuse_lost_writes(written, self.name)
             take_anew(written)
 
@@ -231,19 +213,8 @@ class Writes(Guard):
     def _written(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[Tensor]:
         if self.positions is None:
             return args[0]
-        if self.positions == [0] and isinstance(args[0], Tensor):
-            return args[:1]
         tensors = flat_tensors((args, kwargs))
         return [tensors[position] for position in self.positions]
-
-
-def _let_record(x: Tensor) -> None:
-    """Let autograd record a write to what was made without it. Kernels choose whether that is a view of a fresh tensor,
-    which torch would refuse to write to; on other ranks they may choose otherwise."""
-    for shard in (x, *x.__dict__.get("_peers", ())):
-        base = _on_shard(_base, (), (shard,))  # type: ignore[call-arg]
-        if base is not None and not base.requires_grad and _get_creation_meta(shard) == CreationMeta.NO_GRAD_MODE:
-            _set_creation_meta(shard, CreationMeta.DEFAULT)
 
 
 class OfAllRanks:

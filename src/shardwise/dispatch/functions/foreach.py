@@ -16,7 +16,7 @@ from shardwise.dispatch.aliasing.copied_views import CopiedView, depend, is_view
 from shardwise.dispatch.aliasing.inplace_via_copy import Elsewhere, settled
 from shardwise.dispatch.aliasing.result_strides import Lying
 from shardwise.dispatch.aliasing.views import OfCopies, Writes
-from shardwise.dispatch.guarded import Guarded, retain_anew
+from shardwise.dispatch.guarded import Guarded
 from shardwise.dispatch.interop.autograd_function import flat_shards, joined
 from shardwise.dispatch.interop.nodes import pass_nothing_on
 from shardwise.dispatch.plan import Mover, Plan, direct_list, has_terms, mover_of, reduced_first, runs_in_cpp
@@ -340,8 +340,7 @@ def _reduced(layout: Layout, pending: Partial) -> Layout:
 
 class _InPlace:
     """An in-place list call: the results are the arguments. Every rank's shards are written to themselves: the graph of
-    a write to aliases is another where a tensor is in the list twice. But not those that retain their gradient: torch
-    cannot write to one of several results of a node that all do."""
+    a write to aliases is another where a tensor is in the list twice."""
 
     __slots__ = ("func", "mesh", "movers")
 
@@ -349,8 +348,8 @@ class _InPlace:
         self.func, self.movers, self.mesh = func, movers, mesh
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        lead, movers = _lead(args, kwargs or {}), iter(self.movers)
-        written = {id(x) for x in lead if not x.retains_grad} if self.mesh.device_type != "meta" else ()
+        written = {id(x) for x in _lead(args, kwargs or {})} if self.mesh.device_type != "meta" else ()
+        movers = iter(self.movers)
 
         def shards(x: Tensor) -> Tensor:
             mover = next(movers)
@@ -362,7 +361,6 @@ class _InPlace:
             for rank in range(len(self.mesh.held)):
                 mine = [map_tensors(tree, partial(_of_rank, rank)) for tree in local]
                 self.func(*mine[0], **mine[1])
-        retain_anew(lead)
         return _returned(self.func, args, kwargs, ())
 
 

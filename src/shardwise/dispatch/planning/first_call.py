@@ -23,7 +23,7 @@ from shardwise.dispatch.aliasing.views import (
     only_views,
 )
 from shardwise.dispatch.functions.foreach import plan_list_call
-from shardwise.dispatch.guarded import Changes, Guard, Guarded, Retains, Settles, guarded
+from shardwise.dispatch.guarded import Changes, Guard, Guarded, Retains, Settles, Unrecorded, guarded
 from shardwise.dispatch.interop.mixing import is_collective, refuse_collective
 from shardwise.dispatch.key import variant_key
 from shardwise.dispatch.modes import unseen
@@ -34,7 +34,7 @@ from shardwise.dispatch.planning.build import build
 from shardwise.dispatch.planning.fallback import Gathered, describe, report
 from shardwise.dispatch.planning.lower import LostWriteError, Lowered, is_builtin, lower
 from shardwise.dispatch.planning.trace import Trace, flat_tensors, map_tensors, trace_call
-from shardwise.dispatch.steps import Steps
+from shardwise.dispatch.steps import Steps, Whole
 from shardwise.dispatch.watch import labelled
 from shardwise.errors import InPlaceError, MeshError, ShardwiseError, StrideError
 from shardwise.layout import Layout
@@ -274,7 +274,7 @@ def _writing(plan: Plan, guards: list[Guard], written: Sequence[int], lowered: L
     if simulated:
         guards.append(Retains(written))
     if any(call.layouts[i].thinness for i in written):
-        plan = OnThinShards(plan, written)
+        plan = OnThinShards(plan, call.name, written)
     guards.append(Writes(call.name, written))
     plan = Guarded(plan, guards)
     shared = simulated and not all(isinstance(call.tensors[i], DTensor) for i in written)
@@ -290,6 +290,8 @@ def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -
         guards.append(Copies(call.func, copies))
     if any(map(has_terms, layouts)):
         guards.append(Settles())
+    if isinstance(plan, (Steps, Whole)) and not lowered.trace.seen_arguments:
+        guards.append(Unrecorded())
     plan = guarded(plan, guards)
     hides = may_hide([made.call for made in lowered.calls], layouts)
     return Lying(plan, call.func, lowered.trace.lying) if hides else plan
