@@ -1,4 +1,4 @@
-"""How the whole of a DTensor would lie in memory on one device, as its shards show it."""
+"""Global strides: those that the tensor would have on one device, inferred from its shards."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _size = torch._C.TensorBase.size
 _clone = torch._C.TensorBase.clone
 
 
-def lies_plainly(x: Tensor) -> bool:
-    """Whether the shards lie in memory as fresh tensors do, so that the whole does."""
+def shards_contiguous(x: Tensor) -> bool:
+    """Whether all shards held here are contiguous, so that the tensor would be on one device."""
     if "_strides" in x.__dict__:
         return False
     with _disabled():
         shards = (x, *x.__dict__.get("_peers", ()))
-        return all(_lies_plainly(_size(shard), shard.stride()) for shard in shards)
+        return all(_is_contiguous(_size(shard), shard.stride()) for shard in shards)
 
 
-def _lies_plainly(sizes: Sequence[int], steps: Sequence[int]) -> bool:
-    """Of what is empty no strides tell anything."""
-    return 0 in sizes or fresh_strides(sizes) == steps
+def _is_contiguous(sizes: Sequence[int], steps: Sequence[int]) -> bool:
+    """Strides of what is empty say nothing."""
+    return 0 in sizes or contiguous_strides(sizes) == steps
 
 
-def fresh_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     step, found = 1, []
     for size in reversed(sizes):
         found.append(step)
@@ -39,27 +39,26 @@ def fresh_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def whole_strides(x: Any) -> tuple[int, ...]:
+def global_strides(x: Any) -> tuple[int, ...]:
     """The strides of the tensor on one device."""
     if "_strides" in x.__dict__:
         return x._strides
     with _disabled():
-        return strides_shown(x._layout.shape, _size(x), x.stride())
+        return inferred_strides(x._layout.shape, _size(x), x.stride())
 
 
-def whole_lies_plainly(x: Tensor) -> bool:
-    """Whether the tensor on one device lies in memory as a fresh one does. The step along a dim of one index is never
-    taken."""
-    shape, steps = (x._layout.shape, whole_strides(x)) if isinstance(x, DTensor) else (x.shape, x.stride())
-    return all(a == b or size == 1 for a, b, size in zip(steps, fresh_strides(shape), shape, strict=True))
+def globally_contiguous(x: Tensor) -> bool:
+    """Whether the tensor would be contiguous on one device. The stride of a dim with one index does not count."""
+    shape, steps = (x._layout.shape, global_strides(x)) if isinstance(x, DTensor) else (x.shape, x.stride())
+    return all(a == b or size == 1 for a, b, size in zip(steps, contiguous_strides(shape), shape, strict=True))
 
 
-def strides_shown(shape: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor of this shape, as a shard shows them: from the innermost dim outwards, each dim steps
+def inferred_strides(shape: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor of this shape, inferred from a shard's: from the innermost dim outwards, each dim steps
     over as many pieces of the next inner one as it does in the shard. Of dims with equal strides, one with a single
-    index is within the other. An empty shard shows nothing: then the whole lies plainly, or is a `Part` that knows."""
+    index is the inner one. An empty shard says nothing: the tensor is contiguous, or a `Part` that remembers."""
     if 0 in sizes:
-        return fresh_strides(shape)
+        return contiguous_strides(shape)
     strides = [0] * len(shape)
     inner: int | None = None
     for dim in sorted((d for d in range(len(shape)) if steps[d]), key=lambda d: (steps[d], sizes[d] > 1, -d)):
@@ -75,12 +74,16 @@ def strides_shown(shape: Sequence[int], sizes: Sequence[int], steps: Sequence[in
     return tuple(strides)
 
 
-def on_one_device(x: Any) -> Tensor:
-    """A meta tensor that lies as the whole would."""
+META = torch.device("meta")
+
+
+def on_one_device(x: Any, device: torch.device = META) -> Tensor:
+    """A tensor of the global shape and strides, without data, or full of zeros."""
     shape = x._layout.shape if isinstance(x, DTensor) else tuple(x.shape)
     with _disabled():
-        strides = whole_strides(x) if isinstance(x, DTensor) else x.stride()
-        return torch.empty_strided(shape, strides, dtype=x.dtype, device="meta")
+        strides = global_strides(x) if isinstance(x, DTensor) else x.stride()
+        made = torch.empty_strided(shape, strides, dtype=x.dtype, device=device)
+        return made if device is META else made.zero_()
 
 
 def copied(x: DTensor, memory_format: torch.memory_format = torch.contiguous_format) -> DTensor:

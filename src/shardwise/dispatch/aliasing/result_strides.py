@@ -1,10 +1,10 @@
-"""Results on thin shards, which do not show how the whole lies in memory.
+"""Strides of results on thin shards, from which the global strides cannot be inferred.
 
-Of a dim with one index, or none, a stride says nothing, and torch's kernels choose it as they please. Where a rank
-holds so little of a dim that is longer on the whole, its shard may look as if the whole lay otherwise than it does, and
-otherwise than on other ranks: they would not agree on whether `reshape` is a view or a copy, nor on what follows. All
-ranks know of layouts so thin; there the strides of the whole are asked of torch, once for each way in which arguments
-lie, and a result that does not show them remembers them as a `Part` does.
+The stride of a dim with one index, or none, says nothing, and torch's kernels choose it as they please. Where a rank
+holds so little of a longer dim, the global strides inferred from its shard may be others than torch's, and others than
+on other ranks: they would not agree on whether `reshape` is a view or a copy, nor on which tensors a write reaches. All
+ranks know which layouts are that thin. There torch is asked for the strides of the result, once for each way in which
+the arguments are strided, and a result from whose shards they cannot be inferred remembers them, as a `Part` does.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from shardwise.comm import ranked, shards_of
 from shardwise.dispatch.aliasing.copied_views import Part, storage_of
-from shardwise.dispatch.aliasing.global_strides import on_one_device, strides_shown, whole_lies_plainly
+from shardwise.dispatch.aliasing.global_strides import globally_contiguous, inferred_strides, on_one_device
 from shardwise.dispatch.aliasing.views import MOST
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.plan import Direct, wrap_fresh
-from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
+from shardwise.dispatch.planning.ask_torch import affordable
+from shardwise.dispatch.planning.trace import ResultStrides, flat_tensors, map_tensors
 from shardwise.layout import Layout
 from shardwise.rules import Call
 from shardwise.tensor import DTensor, wrap
@@ -31,35 +32,35 @@ _on_shard = torch._C._disabled_torch_function_impl
 _size = torch._C.TensorBase.size
 _stride = torch._C.TensorBase.stride
 
-FRESH = frozenset(
+CONTIGUOUS = frozenset(
     {"mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "dot", "linear", "matmul", "embedding", "_grouped_mm"}
 )
-"""Ops that calls are often made of and whose results are laid out anew, however their arguments lie."""
+"""Ops that calls are often made of and whose results are contiguous, however their arguments are strided."""
 
 
-def may_hide(calls: Sequence[Call], results: Sequence[Layout]) -> bool:
-    """Whether results of these calls may not show how the whole lies. A view of shards that are thin in one dim keeps
-    the strides that it was given, which are enough."""
-    if calls and calls[-1].name in FRESH:
+def may_lose_strides(calls: Sequence[Call], results: Sequence[Layout]) -> bool:
+    """Whether the global strides may not follow from the shards of these calls' results. A view of shards that are thin
+    in one dim keeps the strides that it was given, which are enough."""
+    if calls and calls[-1].name in CONTIGUOUS:
         return False
     enough = 2 if all(call.is_view for call in calls) else 1
     return any(layout.thinness >= enough for layout in results)
 
 
-class Lying:
-    """A plan whose results on thin shards lie as the whole does, or know how it does."""
+class WithStrides:
+    """A plan whose results on thin shards have torch's global strides: by their shards' strides, or remembered."""
 
-    __slots__ = ("function", "known", "of_plain", "plan", "shown")
+    __slots__ = ("contiguous", "function", "inferred", "known", "plan")
 
-    def __init__(self, plan: Callable, function: Callable, of_plain: list[_Whole]) -> None:
-        """`of_plain` is what the function gives for whole tensors that lie plainly (those of a trace do), if known."""
-        self.plan, self.function, self.of_plain = plan, function, of_plain
-        self.known: dict[tuple, list[_Hidden]] = {}
-        self.shown: set[tuple[int, ...]] = set()  # strides of an only argument of which the result shows all there is
+    def __init__(self, plan: Callable, function: Callable, contiguous: ResultStrides) -> None:
+        """`contiguous`: what the function gives for contiguous arguments, such as those of a trace."""
+        self.plan, self.function, self.contiguous = plan, function, contiguous
+        self.known: dict[tuple, list[_Lost]] = {}
+        self.inferred: set[tuple[int, ...]] = set()  # strides of an only argument from whose result they are inferred
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        shown = self.shown
-        if shown and _on_shard(_stride, (), args[:1]) in shown and "_strides" not in args[0].__dict__:  # type: ignore[call-arg]
+        inferred = self.inferred
+        if inferred and _on_shard(_stride, (), args[:1]) in inferred and "_strides" not in args[0].__dict__:  # type: ignore[call-arg]
             plan: Any = self.plan
             out: Any = _on_shard(plan.function, (), args, kwargs or {})
             if out.__class__ is Tensor:
@@ -67,61 +68,79 @@ class Lying:
                 out.__dict__["_layout"] = plan.layout
                 return out
             return wrap_fresh(out, plan.layout)
-        key = _lying_of((*args, *kwargs.values()) if kwargs else args)
+        key = _strides_of_all((*args, *kwargs.values()) if kwargs else args)
         out = self.plan(args, kwargs)
-        hidden = self.known.get(key)
-        if hidden is None:
-            hidden = self._hidden(args, kwargs or {}, flat_tensors(out))
+        lost = self.known.get(key)
+        if lost is None:
+            lost = self._lost(args, kwargs or {}, flat_tensors(out))
             if len(self.known) < MOST:
-                self.known[key] = hidden
-                if not hidden and self.plan.__class__ is Direct and _is_only_tensor(args, kwargs):
-                    self.shown.add(key[0])
-        if not hidden:
+                self.known[key] = lost
+                if not lost and self.plan.__class__ is Direct and _is_only_tensor(args, kwargs):
+                    self.inferred.add(key[0])
+        if not lost:
             return out
         results = flat_tensors(out)
-        told = {id(results[at]): _told(results[at], strides, moved) for at, strides, moved in hidden}
-        return map_tensors(out, lambda x: told.get(id(x), x))
+        mended = {id(results[at]): _mended(results[at], strides, restrided) for at, strides, restrided in lost}
+        return map_tensors(out, lambda x: mended.get(id(x), x))
 
-    def _hidden(self, args: tuple, kwargs: dict[str, Any], results: Sequence[Tensor]) -> list[_Hidden]:
-        plain = all(whole_lies_plainly(x) for x in flat_tensors((args, kwargs)))
-        whole = (plain and self.of_plain) or unseen(self._asked, args, kwargs)
-        found: list[_Hidden] = []
-        for at, (x, (strides, is_view)) in enumerate(zip(results, whole, strict=True)):
+    def _lost(self, args: tuple, kwargs: dict[str, Any], results: Sequence[Tensor]) -> list[_Lost]:
+        contiguous = all(globally_contiguous(x) for x in flat_tensors((args, kwargs)))
+        on_one = self.contiguous if contiguous else unseen(_asked, self.function, args, kwargs)
+        found: list[_Lost] = []
+        for at, (x, (strides, is_view)) in enumerate(zip(results, on_one, strict=True)):
             if x.__class__ is not DTensor:
                 continue
-            moved = not is_view and not all(_agrees(shard, strides) for shard in shards_of(x))
-            if moved or not all(_shows(shard, x._layout.shape, strides) for shard in shards_of(x)):
-                found.append((at, strides, moved))
+            shards = shards_of(x)
+            restrided = not is_view and not all(_agrees(shard, strides) for shard in shards)
+            if restrided or not all(_is_inferred(shard, x._layout.shape, strides) for shard in shards):
+                found.append((at, strides, restrided))
         return found
 
-    def _asked(self, args: tuple, kwargs: dict[str, Any]) -> list[_Whole]:
-        whole_args, whole_kwargs = map_tensors(args, on_one_device), map_tensors(kwargs, on_one_device)
-        given = {storage_of(x) for x in flat_tensors((whole_args, whole_kwargs))}
-        with _disabled(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            whole = flat_tensors(self.function(*whole_args, **whole_kwargs))
-        return [(y.stride(), storage_of(y) in given) for y in whole]
+
+_Lost = tuple[int, tuple[int, ...], bool]
+"""A result whose global strides cannot be inferred, what they are, and whether its shards must be strided otherwise."""
 
 
-_Whole = tuple[tuple[int, ...], bool]
-"""The strides of a result on one device, and whether it is a view of an argument."""
+def _asked(function: Callable, args: tuple, kwargs: dict[str, Any]) -> ResultStrides:
+    """Asked of the CPU's own kernels if that is cheap: those for meta tensors give some results other strides."""
+    if _can_be_tried(function, args, kwargs):
+        try:
+            return _strides_on(torch.device("cpu"), function, args, kwargs)
+        except Exception:  # zeros are bad data
+            pass
+    return _strides_on(torch.device("meta"), function, args, kwargs)
 
-_Hidden = tuple[int, tuple[int, ...], bool]
-"""A result that does not show how the whole lies, the strides of that, and whether the shards lie otherwise indeed."""
+
+def _can_be_tried(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Not ops of users, which may do more than compute, nor what draws from a generator of theirs."""
+    known = not isinstance(function, torch._ops.OpOverload) or function.namespace == "aten"
+    return known and "generator" not in kwargs and affordable(flat_tensors((args, kwargs)))
 
 
-def _told(x: Any, strides: tuple[int, ...], moved: bool) -> Tensor:
+def _strides_on(device: torch.device, function: Callable, args: tuple, kwargs: dict[str, Any]) -> ResultStrides:
+    def whole(x: Tensor) -> Tensor:
+        return on_one_device(x, device)
+
+    args, kwargs = map_tensors(args, whole), map_tensors(kwargs, whole)
+    given = {storage_of(x) for x in flat_tensors((args, kwargs))}
+    with _disabled(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        results = flat_tensors(function(*args, **kwargs))
+    return [(y.stride(), storage_of(y) in given) for y in results]
+
+
+def _mended(x: Any, strides: tuple[int, ...], restrided: bool) -> Tensor:
     if x.__class__ is not DTensor:
         return x
-    if moved:
+    if restrided:
         with _disabled():
-            shards = [_relaid(shard, strides) for shard in shards_of(x)]
+            shards = [_restrided(shard, strides) for shard in shards_of(x)]
         x = wrap(shards[0] if len(shards) == 1 else ranked(shards), x._layout)
     x.__class__, x._strides = Part, strides
     return x
 
 
 def _packed(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a shard of these sizes that lies as a whole with these strides does."""
+    """The strides of a dense shard of these sizes whose dims are in the order of these global strides."""
     found, step = [0] * len(sizes), 1
     for dim in sorted(range(len(sizes)), key=lambda d: (strides[d], -d)):
         found[dim] = step
@@ -130,23 +149,22 @@ def _packed(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def _agrees(shard: Tensor, strides: Sequence[int]) -> bool:
-    """Whether a shard lies as the whole does, in the dims that it holds more than one index of."""
+    """Whether a shard is dense and ordered so, in the dims that it holds more than one index of."""
     with _disabled():
         sizes, own = _size(shard), shard.stride()
     packed = _packed(sizes, strides)
     return 0 in sizes or all(a == b or size == 1 for a, b, size in zip(own, packed, sizes, strict=True))
 
 
-def _relaid(shard: Tensor, strides: Sequence[int]) -> Tensor:
+def _restrided(shard: Tensor, strides: Sequence[int]) -> Tensor:
     sizes = _size(shard)
     return torch.empty_strided(sizes, _packed(sizes, strides), dtype=shard.dtype, device=shard.device).copy_(shard)
 
 
-def _shows(shard: Tensor, shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a shard's strides are what they are where the whole lies so."""
+def _is_inferred(shard: Tensor, shape: Sequence[int], strides: Sequence[int]) -> bool:
     with _disabled():
-        shown = strides_shown(shape, _size(shard), shard.stride())
-    return all(a == b or size == 1 for a, b, size in zip(shown, strides, shape, strict=True))
+        found = inferred_strides(shape, _size(shard), shard.stride())
+    return all(a == b or size == 1 for a, b, size in zip(found, strides, shape, strict=True))
 
 
 def _is_only_tensor(args: tuple, kwargs: dict[str, Any] | None) -> bool:
@@ -154,19 +172,19 @@ def _is_only_tensor(args: tuple, kwargs: dict[str, Any] | None) -> bool:
     return bool(args) and args[0].__class__ is DTensor and len(flat_tensors((args, kwargs))) == 1
 
 
-def _lying_of(args: Sequence[Any]) -> tuple:
+def _strides_of_all(args: Sequence[Any]) -> tuple:
     found = []
     for x in args:
         kind = x.__class__
         if kind is DTensor:
-            found.append(_lying(x))
+            found.append(_strides_of(x))
         elif kind is list or kind is tuple:
-            return tuple([_lying(x) for x in flat_tensors(args) if isinstance(x, DTensor)])
+            return tuple([_strides_of(x) for x in flat_tensors(args) if isinstance(x, DTensor)])
     return tuple(found)
 
 
-def _lying(x: Tensor) -> tuple:
-    """How a tensor lies in memory, on all ranks held here, and what is remembered of the whole."""
+def _strides_of(x: Tensor) -> tuple:
+    """The strides of all shards held here, and those that are remembered of the whole."""
     facts = x.__dict__
     own = _on_shard(_stride, (), (x,))  # type: ignore[call-arg]
     if "_strides" not in facts and "_peers" not in facts:

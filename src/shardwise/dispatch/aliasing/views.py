@@ -27,7 +27,7 @@ from shardwise.dispatch.aliasing.copied_views import (
     watch_copy,
     watch_view,
 )
-from shardwise.dispatch.aliasing.global_strides import copied, fresh_strides, lies_plainly, on_one_device
+from shardwise.dispatch.aliasing.global_strides import contiguous_strides, copied, on_one_device, shards_contiguous
 from shardwise.dispatch.guarded import Guard, retain_anew
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
@@ -284,7 +284,7 @@ def _index_or_whole(x: Tensor) -> Any:
 
 def is_view(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether torch makes a view of this tensor by this function."""
-    if not _depends_on_strides(function) or lies_plainly(args[0]):
+    if not _depends_on_strides(function) or shards_contiguous(args[0]):
         return True
     return None not in strides_of_views(function, args, kwargs)
 
@@ -298,9 +298,11 @@ def _lying(x: DTensor) -> tuple:
 
 
 def _remember_other_strides(copy: Any, strides: tuple[int, ...]) -> None:
-    """A copy lies plainly in memory. What it stands for may not, and then torch copies where it would not here."""
+    """A copy is contiguous. What it stands for may not be, and then torch copies where it would not here."""
     copy.__dict__.pop("_strides", None)
-    if any(a != b and n > 1 for a, b, n in zip(strides, fresh_strides(copy._layout.shape), copy.shape, strict=True)):
+    if any(
+        a != b and n > 1 for a, b, n in zip(strides, contiguous_strides(copy._layout.shape), copy.shape, strict=True)
+    ):
         copy._strides = strides
 
 

@@ -14,7 +14,7 @@ from torch._C._autograd import CreationMeta, _get_creation_meta
 from shardwise.comm import shards_of
 from shardwise.dispatch.aliasing.copied_views import CopiedView, depend, is_view, roots_of
 from shardwise.dispatch.aliasing.inplace_via_copy import Elsewhere, settled
-from shardwise.dispatch.aliasing.result_strides import Lying
+from shardwise.dispatch.aliasing.result_strides import WithStrides
 from shardwise.dispatch.aliasing.views import OfCopies, Writes
 from shardwise.dispatch.guarded import Guarded
 from shardwise.dispatch.interop.autograd_function import flat_shards, joined
@@ -48,7 +48,7 @@ def plan_list_call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     if written and not isinstance(plan, Elsewhere):
         plan = Guarded(plan, [Writes(name, None)])
     elif not written and any(x._layout.thinness for x in _lead(args, kwargs)):
-        plan = Lying(plan, func, [])
+        plan = WithStrides(plan, func, [])
     return plan if is_step else _Recorded(plan, func)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.comm import ranked
 from shardwise.dispatch.aliasing.copied_views import CopiedView, watch_view
-from shardwise.dispatch.aliasing.global_strides import copied, lies_plainly, on_one_device
+from shardwise.dispatch.aliasing.global_strides import copied, on_one_device, shards_contiguous
 from shardwise.dispatch.aliasing.views import OfCopies
 from shardwise.dispatch.plan import reduce_terms
 from shardwise.dispatch.planning.no_data import WithoutData, needs_data, on_meta
@@ -102,12 +102,11 @@ def _type(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @handles(Tensor.contiguous)
 def _contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
-    """The tensor itself if every shard lies plainly in memory, strides of single rows included: which dims come first
-    is a matter of the whole tensor. Otherwise a copy, on every rank."""
+    """The tensor itself if it would be contiguous on one device. Otherwise a copy, on every rank."""
     x = args[0]
     if isinstance(x, CopiedView):
         return OfCopies(func)(args, kwargs)
-    if (len(args) == 1 and not kwargs and lies_plainly(x)) or on_one_device(x).is_contiguous(*args[1:], **kwargs):
+    if (len(args) == 1 and not kwargs and shards_contiguous(x)) or on_one_device(x).is_contiguous(*args[1:], **kwargs):
         return x
     return copied(x, *args[1:], **kwargs)
 
@@ -127,7 +126,7 @@ def _stride(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @handles(Tensor.is_contiguous)
 def _is_contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     x = args[0]
-    return (len(args) == 1 and not kwargs and lies_plainly(x)) or func(on_one_device(x), *args[1:], **kwargs)
+    return (len(args) == 1 and not kwargs and shards_contiguous(x)) or func(on_one_device(x), *args[1:], **kwargs)
 
 
 @handles(

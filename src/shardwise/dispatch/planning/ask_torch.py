@@ -79,10 +79,8 @@ NOT_MADE_UP = frozenset({"pivots", "LU_pivots", "lengths", "repeats"})
 def refused(func: Callable, args: tuple, kwargs: dict[str, Any], *, most: int = SMALL) -> Exception | None:
     """What torch raises for such arguments whatever the data, if it does: for zeros, for ones, and for numbers that are
     all unlike. Not tried: calls of more than `most` elements, and those on other devices, which have other kernels."""
-    tensors = flat_tensors((args, kwargs))
-    with _disabled():
-        if sum(math.prod(shape_of(x)) for x in tensors) > most or any(x.device.type != "cpu" for x in tensors):
-            return None
+    if not affordable(flat_tensors((args, kwargs)), most):
+        return None
     first: Exception | None = None
     for fill in (torch.zeros, torch.ones, _unlike):
         error = _raised(func, args, kwargs, fill)
@@ -90,6 +88,12 @@ def refused(func: Callable, args: tuple, kwargs: dict[str, Any], *, most: int = 
             return None
         first = first or error
     return first
+
+
+def affordable(tensors: Sequence[Tensor], most: int = SMALL) -> bool:
+    """Whether a call of these tensors, on the CPU, can be tried out for next to nothing."""
+    with _disabled():
+        return sum(math.prod(shape_of(x)) for x in tensors) <= most and all(x.device.type == "cpu" for x in tensors)
 
 
 def _raised(func: Callable, args: tuple, kwargs: dict[str, Any], fill: Callable[..., Tensor]) -> Exception | None:

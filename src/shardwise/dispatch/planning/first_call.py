@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from shardwise.dispatch.aliasing.copied_views import CopiedView
-from shardwise.dispatch.aliasing.global_strides import whole_lies_plainly, whole_strides
+from shardwise.dispatch.aliasing.global_strides import global_strides, globally_contiguous
 from shardwise.dispatch.aliasing.inplace_via_copy import written_elsewhere
 from shardwise.dispatch.aliasing.out import plan_out
-from shardwise.dispatch.aliasing.result_strides import Lying, may_hide
+from shardwise.dispatch.aliasing.result_strides import WithStrides, may_lose_strides
 from shardwise.dispatch.aliasing.thin_writes import OnThinShards
 from shardwise.dispatch.aliasing.views import (
     Copies,
@@ -293,8 +293,8 @@ def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -
     if isinstance(plan, (Steps, Whole)) and not lowered.trace.seen_arguments:
         guards.append(Unrecorded())
     plan = guarded(plan, guards)
-    hides = may_hide([made.call for made in lowered.calls], layouts)
-    return Lying(plan, call.func, lowered.trace.lying) if hides else plan
+    hides = may_lose_strides([made.call for made in lowered.calls], layouts)
+    return WithStrides(plan, call.func, lowered.trace.result_strides) if hides else plan
 
 
 def _layout_of_one_view(lowered: Lowered) -> Layout | None:
@@ -337,7 +337,7 @@ class ContiguousOnly:
         self.plan = plan
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        if not all(map(whole_lies_plainly, flat_tensors((args, kwargs or {})))):
+        if not all(map(globally_contiguous, flat_tensors((args, kwargs or {})))):
             if (inside := _in_order_of_memory(args[0] if args else None)) is not None:
                 return torch.as_strided(inside, *args[1:], **(kwargs or {}))
             raise StrideError(
@@ -351,10 +351,10 @@ def _in_order_of_memory(x: Any) -> DTensor | None:
     """The tensor with its dims in the order in which they lie, if that makes it contiguous: it lies where `x` does."""
     if not isinstance(x, DTensor):
         return None
-    strides = whole_strides(x)
+    strides = global_strides(x)
     order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
     inside: Any = x.permute(order) if order != list(range(x.ndim)) else None
-    return inside if inside is not None and whole_lies_plainly(inside) else None
+    return inside if inside is not None and globally_contiguous(inside) else None
 
 
 def _lost_constants(trace: Trace, device: torch.device) -> bool:

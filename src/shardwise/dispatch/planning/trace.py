@@ -44,6 +44,10 @@ LARGE = 1 << 16
 """Numbers of a function's own that a plan does not keep but makes again for every call."""
 
 
+ResultStrides = list[tuple[tuple[int, ...], bool]]
+"""Of each result: its strides, and whether it is a view of an argument."""
+
+
 class Trace:
     """A call as a straight line of aten ops over values. `inputs[i]` is the value of the i-th tensor argument; `output`
     is what the call returned, with values for tensors; `constants` are tensors the function brought along itself."""
@@ -55,7 +59,7 @@ class Trace:
         self.inputs: list[Value] = []
         self.constants: list[tuple[Value, Tensor]] = []
         self.output: Any = None
-        self.lying: list[tuple[tuple[int, ...], bool]] = []  # of each result: its strides, and whether it is a view
+        self.result_strides: ResultStrides = []
         self.dtypes: tuple[torch.dtype, ...] = ()
         self.need_grad: set[int] = set()  # inputs that need a gradient
         self.parameters: set[int] = set()  # inputs that are parameters, or other leaves that need a gradient
@@ -263,7 +267,7 @@ def trace_call(
             with recorder, _InOnePiece(recorder) if known_as.keeps_composites else nullcontext():
                 out = function(*args, **kwargs)
     given = {meta.untyped_storage()._cdata for meta in metas}
-    trace.lying = [(x.stride(), x.untyped_storage()._cdata in given) for x in flat_tensors(out)]
+    trace.result_strides = [(x.stride(), x.untyped_storage()._cdata in given) for x in flat_tensors(out)]
     trace.output = map_tensors(out, recorder.value_of)
     trace.calls = fused(trace.calls, trace.output, trace.value_like)
     return trace

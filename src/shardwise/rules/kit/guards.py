@@ -32,19 +32,17 @@ def _no_chances(x: Tensor) -> Tensor:
     return ~((x >= 0) & x.isfinite()).all(-1) | (x.sum(-1) == 0)
 
 
-Check = tuple[Callable[[Tensor], Tensor], Callable[..., Any]]
-
-CHECKS: dict[str, Check] = {
-    "bernoulli": (_no_chance, torch.bernoulli),
-    "multinomial": (_no_chances, lambda x, count, again: torch.multinomial(x, count, bool(again))),
-    "normal": (_below_zero, lambda x: torch.normal(0.0, x)),
-    "poisson": (_below_zero, torch.poisson),
-    "quantile": (_no_chance, lambda x: torch.quantile(x.new_zeros(2), x)),
+CHECKS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "bernoulli": (_no_chance, "chances between 0 and 1"),
+    "multinomial": (_no_chances, "rows of chances that are finite, not negative and not all zero"),
+    "normal": (_below_zero, "standard deviations that are not negative"),
+    "poisson": (_below_zero, "rates that are not negative"),
+    "quantile": (_no_chance, "fractions between 0 and 1"),
 }
-"""By name: what is bad, and a call that torch refuses for it."""
+"""By function: what is bad, and what it expects."""
 
 
-def checked(x: Tensor, check: str, numbers: Sequence[int] = ()) -> Tensor:
+def checked(x: Tensor, check: str) -> Tensor:
     """`x`, if it passes a check."""
     return x
 
@@ -58,75 +56,51 @@ def _free(call: Call) -> list[Strategy]:
 def _checked_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
     cuts = [(dim, axes) for dim, axes in enumerate(ins[0].splits) if axes]
     parts = [(dim, ins[0].pieces(dim)) for dim, _ in cuts]
-    args = [parts, call["check"], call["numbers"], call["x"]]
+    args = [parts, call["check"], call["x"]]
     return Local(_checked_together, args, groups=(tuple(sorted(axes_of(ins))), *(axes for _, axes in cuts)))
 
 
 def _checked_together(group: Collectives, *args: Any) -> Tensor:
-    *groups, parts, check, numbers, x = args
-    bad, refused = CHECKS[check]
+    *groups, parts, check, x = args
+    bad, expected = CHECKS[check]
     if agreed(group, bad, x):
-        whole = x.detach()
+        gathered = x.detach()
         for (dim, sizes), along in zip(parts, groups, strict=True):
-            whole = along.gather(whole, dim, sizes)
-        with torch.random.fork_rng(devices=[]):
-            group.map(refused, whole, *numbers)
+            gathered = along.gather(gathered, dim, sizes)
+        if agreed(group, bad, gathered):
+            raise RuntimeError(f"{check} expects {expected}")
     return x
 
 
 register_function(
     checked,
-    "Tensor x, str check, int[] numbers",
+    "Tensor x, str check",
     rule=Rule(_free, _checked_local),
-    meta=lambda x, check, numbers=(): torch.empty_like(x),
+    meta=lambda x, check: torch.empty_like(x),
 )
 
 
-def _checking(function: Callable[..., Any], check: str, at: int, name: str) -> Callable[..., Any]:
-    """A function that has one of its arguments checked first, if it is a tensor."""
+def _checking(function: Callable[..., Any], at: int, name: str) -> Callable[..., Any]:
+    """A function that has one of its arguments checked first, if that is a tensor of floats."""
+    check = function.__name__.removeprefix("nan")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = args[at] if len(args) > at else kwargs.get(name)
-        if isinstance(given, Tensor) and given.dtype.is_floating_point:
-            good = traced_form(checked)(given, check, [])
-            if len(args) > at:
-                args = (*args[:at], good, *args[at + 1 :])
-            else:
-                kwargs = {**kwargs, name: good}
-        return function(*args, **kwargs)
+        one_for_all = check == "bernoulli" and (len(args) > 1 or kwargs.get("p") is not None)
+        if not isinstance(given, Tensor) or not given.dtype.is_floating_point or one_for_all:
+            return function(*args, **kwargs)
+        good = traced_form(checked)(given, check)
+        if len(args) > at:
+            return function(*args[:at], good, *args[at + 1 :], **kwargs)
+        return function(*args, **{**kwargs, name: good})
 
     return call
 
 
-def _bernoulli(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A chance that is given as a number is one for all elements, whatever they are."""
-
-    def call(input: Tensor, p: float | None = None, **options: Any) -> Any:
-        if p is not None:
-            return function(input, p, **options)
-        return function(
-            traced_form(checked)(input, "bernoulli", []) if input.dtype.is_floating_point else input, **options
-        )
-
-    return call
-
-
-def _multinomial(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(input: Tensor, num_samples: int, replacement: bool = False, **options: Any) -> Any:
-        if input.dtype.is_floating_point and input.ndim in (1, 2) and num_samples > 0:
-            input = traced_form(checked)(input, "multinomial", [num_samples, int(replacement)])
-        return function(input, num_samples, replacement, **options)
-
-    return call
-
-
-for _functions, _check, _at, _name in (
-    ((torch.poisson,), "poisson", 0, "input"),
-    ((torch.normal,), "normal", 1, "std"),
-    ((torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile), "quantile", 1, "q"),
+for _at, _name, _functions in (
+    (0, "input", (torch.bernoulli, Tensor.bernoulli, torch.multinomial, Tensor.multinomial, torch.poisson)),
+    (1, "std", (torch.normal,)),
+    (1, "q", (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile)),
 ):
     for _function in _functions:
-        treat(_function, traced_as=_checking(_function, _check, _at, _name))
-for _bernoulli_, _multinomial_ in ((torch.bernoulli, torch.multinomial), (Tensor.bernoulli, Tensor.multinomial)):
-    treat(_bernoulli_, traced_as=_bernoulli(_bernoulli_))
-    treat(_multinomial_, traced_as=_multinomial(_multinomial_))
+        treat(_function, traced_as=_checking(_function, _at, _name))

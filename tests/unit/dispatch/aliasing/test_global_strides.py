@@ -109,7 +109,7 @@ def test_strides_are_those_of_the_whole(mesh: tuple[int, ...], placements: tuple
             continue
         with torch._C.DisableTorchFunctionSubclass():
             for shard in (d, *d._peers):
-                shown = memory.strides_shown(d._layout.shape, torch._C.TensorBase.size(shard), shard.stride())
+                shown = memory.inferred_strides(d._layout.shape, torch._C.TensorBase.size(shard), shard.stride())
                 assert [shown[dim] for dim in wide] == [expected.stride(dim) for dim in wide], name
 
 
@@ -170,3 +170,17 @@ def test_views_that_torch_refuses(mesh: tuple[int, ...], placements: tuple[sw.Pl
 def _moves(x: sw.DTensor, shape: tuple[int, ...]) -> bool:
     """Whether `reshape` gives a copy that torch would make a view."""
     return isinstance(x.contiguous().reshape(shape), views.CopiedView)
+
+
+@pytest.mark.parametrize("placement", [R, S(0)], ids=str)
+def test_strides_are_those_of_kernels_not_of_meta_tensors(placement: sw.Placement) -> None:
+    """`batch_norm` of a transposed tensor is contiguous on the CPU, and not on meta."""
+    x, ones = torch.arange(4.0, dtype=torch.float64).view(2, 2), torch.ones(2, dtype=torch.float64)
+    results = []
+    for on in (lambda t, p: t.clone(), lambda t, p: place(t, p, mesh=(2,))):
+        given = [on(ones, R), on(ones, R), on(ones, R), on(ones, placement)]
+        y = F.batch_norm(on(x, R).permute(1, 0), *given)
+        y.flatten(0, 1)[0].add_(1)
+        results.append(y)
+    assert results[1].stride() == results[0].stride()
+    assert torch.equal(results[1].full_tensor(), results[0])
