@@ -6,6 +6,7 @@ from torch import Tensor
 
 from shardwise import simulate
 from shardwise.comm.ranked import ranked, shards_of
+from shardwise.debug import CommDebugMode
 from shardwise.redistribute import Group
 
 SIZES = (3, 0, 4, 2)
@@ -15,6 +16,7 @@ WINDOWS = {
     "everything to everyone": [(0, 9)] * 4,
     "nothing to some": [(0, 0), (0, 9), (5, 5), (8, 9)],
     "rolled": [(6, 9), (9, 9), (0, 4), (4, 6)],
+    "parts of their own": [(1, 3), (0, 0), (4, 5), (7, 9)],
 }
 ROWS = 2
 
@@ -43,6 +45,13 @@ def test_a_window_is_the_slices_of_the_whole_to_any_order(want):
     (second,) = torch.autograd.grad(grad.pow(2).sum(), weight)
     (expected,) = torch.autograd.grad(expected.pow(2).sum(), weight)
     torch.testing.assert_close(second, expected)
+
+
+def test_nothing_is_exchanged_where_all_have_what_they_want():
+    group, x = one_axis(), torch.randn(9, ROWS, requires_grad=True)
+    with CommDebugMode() as comm:
+        group.window(cut(x), 0, HAVE, WINDOWS["parts of their own"]).sum().backward()
+    assert comm.get_total_counts() == 0
 
 
 def test_a_gather_joins_the_parts_and_its_gradient_is_summed_and_scattered():

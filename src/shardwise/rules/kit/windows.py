@@ -62,9 +62,10 @@ def inside(interval: Interval, size: int, first: int = 0) -> Interval:
 
 
 def indices_inside(wanted: range, piece: Interval) -> range:
-    """Which of some indices are in an interval: their numbers among those wanted."""
+    """Those of some indices that are in an interval, counted from its start."""
     before, until = (len(range(wanted.start, min(end, wanted.stop), wanted.step)) for end in piece)
-    return range(before, until)
+    here = wanted[before:until]
+    return range(here.start - piece[0], here.stop - piece[0], here.step) if here else range(0, 0, wanted.step)
 
 
 def around(interval: Interval, size: int) -> tuple[int, int]:

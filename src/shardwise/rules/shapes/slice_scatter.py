@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.layout import Layout
 from shardwise.rules.kit.notation import Factor, dims_but, dims_of, moved
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import Call, HeldValues, Local, Rule, Strategy, replicated
+from shardwise.rules.kit.types import Call, HeldValues, Interval, Local, Rule, Strategy, replicated
 from shardwise.rules.kit.windows import indices_inside
 
 
@@ -68,18 +68,15 @@ def _slice_scatter_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layou
         return None
     if len(ins[1].shape) == len(ins[0].shape) and ins[1].splits[dim]:
         return Local(torch.slice_scatter, [x, source, dim])
-    wanted, parts = _written(call), []
-    for start, stop in ins[0].held_intervals(dim):
-        numbers = indices_inside(wanted, (start, stop))
-        parts.append((numbers.start, wanted.start + numbers.start * wanted.step - start, len(numbers)))
-    return Local(_write_own, [x, source, dim, wanted.step, HeldValues(parts)])
+    return Local(_write_own, [x, source, dim, _written(call), HeldValues(ins[0].held_intervals(dim))])
 
 
-def _write_own(x: Tensor, source: Tensor, dim: int, step: int, part: tuple[int, int, int]) -> Tensor:
+def _write_own(x: Tensor, source: Tensor, dim: int, written: range, piece: Interval) -> Tensor:
     """Where nothing is ours, the source is still part of the graph: every rank takes part in backward."""
-    before, first, count = part if part[2] else (0, 0, 0)
+    part = indices_inside(written, piece)
+    before = written.index(part.start + piece[0]) if part else 0
     source = source if source.ndim == x.ndim else source.unsqueeze(dim)
-    return torch.slice_scatter(x, source.narrow(dim, before, count), dim, first, first + count * step, step)
+    return torch.slice_scatter(x, source.narrow(dim, before, len(part)), dim, part.start, part.stop, part.step)
 
 
 register("select_scatter", rule=Rule(_select_scatter, _slice_scatter_local))

@@ -124,14 +124,9 @@ def _slice_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> L
     (dim,), wanted = call.dims(), _sliced(call)
     if not ins[0].splits[dim]:
         return None
-    starts, ends = [], []
-    for piece in ins[0].held_intervals(dim):
-        numbers = indices_inside(wanted, piece)
-        first = wanted.start + numbers.start * wanted.step - piece[0] if numbers else 0
-        starts.append(first)
-        ends.append(first + (len(numbers) - 1) * wanted.step + 1 if numbers else 0)
-    args = [call.inputs[0], dim, HeldValues(starts), HeldValues(ends), wanted.step]
-    return Local(torch.ops.aten.slice.Tensor, args)
+    parts = [indices_inside(wanted, piece) for piece in ins[0].held_intervals(dim)]
+    starts, ends = HeldValues([part.start for part in parts]), HeldValues([part.stop for part in parts])
+    return Local(torch.ops.aten.slice.Tensor, [call.inputs[0], dim, starts, ends, wanted.step])
 
 
 SLICE = register("slice", rule=Rule(_slice, _slice_local))
