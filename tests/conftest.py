@@ -1,6 +1,7 @@
 """What every test starts from: the same seeds, one thread, a fixed set of hypothesis examples, and settings that no
 other test has left changed."""
 
+import gc
 import os
 import random
 import sys
@@ -104,6 +105,12 @@ def double_precision() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: to look for cycles in all of torch takes longer than most tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,7 +21,16 @@ def parametrized(cases: list[Case]) -> pytest.MarkDecorator:
 
 
 tiny = parametrized([case for case in CASES if case[1].is_tiny])
-larger = parametrized([case for case in CASES if not case[1].is_tiny])
+
+
+def ends(program: Program) -> list[Size]:
+    """The least and the greatest of the real sizes: latency counts most in one, bytes in the other. `make schedules`
+    has those in between."""
+    sizes = [size for size in program.sizes if not size.is_tiny]
+    return [*dict.fromkeys((sizes[0], sizes[-1]))] if sizes else []
+
+
+larger = parametrized([(program, size) for program in PROGRAMS for size in ends(program)])
 
 
 def skip_if_missing(program: Program) -> None:

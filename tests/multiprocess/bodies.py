@@ -5,6 +5,7 @@ A body takes a mesh and compares with single-device torch. `@body(2, 2)` names t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,10 @@ class Body:
     def axes(self) -> tuple[str, ...]:
         return AXES[len(self.shape)]
 
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.shape)
+
     def __call__(self, mesh: Any) -> None:
         torch.manual_seed(0)
         self.function(mesh)
@@ -41,12 +46,15 @@ BODIES: dict[str, Body] = {}
 
 def body(*shape: int, same_record: bool = True) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     def add(function: Callable[[Any], None]) -> Callable[[Any], None]:
-        name = function.__name__
-        assert name not in BODIES, f"two bodies are called {name}"
-        BODIES[name] = Body(function, shape, same_record)
+        add_body(function.__name__, Body(function, shape, same_record))
         return function
 
     return add
+
+
+def add_body(name: str, made: Body) -> None:
+    assert name not in BODIES, f"two bodies are called {name}"
+    BODIES[name] = made
 
 
 # Ranks: what one process holds, and what all of them hold

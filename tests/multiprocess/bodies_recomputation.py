@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from bodies import R, S, doubles
-from bodies_uneven_ranks import PROGRAMS, OnRanks, Program, program
+from bodies_uneven_ranks import Program, add_program, program
 
 
 def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
@@ -85,7 +85,7 @@ def recomputed_images(name: str) -> Program:
 for name in IMAGES:
     x, w = doubles(2, 3, 2, 4), doubles(4, 4)
     lying = *((x, [S(dim)]) for dim in range(4)), (w, [S(1)])
-    PROGRAMS[f"recomputed_{name}_where_some_shards_are_empty"] = OnRanks(recomputed_images(name), (3,), lying)
+    add_program(f"recomputed_{name}_where_some_shards_are_empty", (3,), recomputed_images(name), lying)
 
 
 @program(3, x=(doubles(5, 4), [S(0)]), w=(doubles(3, 4), [R]))

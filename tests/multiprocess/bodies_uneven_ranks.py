@@ -18,19 +18,19 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from bodies import R, S, assert_close, doubles, per_rank
+from bodies import Body, R, S, add_body, assert_close, body, doubles, everywhere, held, per_rank
 
 Program = Callable[..., Sequence[Tensor]]
 Laying = Sequence[sw.Placement] | Callable[[Tensor, Any], sw.DTensor]
+Arguments = tuple[tuple[Tensor, Laying], ...]
 
 
 @dataclass(frozen=True)
 class OnRanks:
-    """A program, the mesh it runs on, and its arguments with how they lie there."""
+    """A program, and its arguments with how they lie on a mesh."""
 
     function: Program
-    shape: tuple[int, ...]
-    arguments: tuple[tuple[Tensor, Laying], ...]
+    arguments: Arguments
 
     def __call__(self, mesh: Any) -> None:
         expected = self.function(*(x.clone().requires_grad_(x.is_floating_point()) for x, _ in self.arguments))
@@ -42,15 +42,16 @@ class OnRanks:
             assert_close(f, e, f"result {number}")
 
 
-PROGRAMS: dict[str, OnRanks] = {}
-
-
 def program(*shape: int, **arguments: tuple[Tensor, Laying]) -> Callable[[Program], Program]:
     def add(function: Program) -> Program:
-        PROGRAMS[function.__name__] = OnRanks(function, shape, tuple(arguments.values()))
+        add_program(function.__name__, shape, function, tuple(arguments.values()))
         return function
 
     return add
+
+
+def add_program(name: str, shape: tuple[int, ...], function: Program, arguments: Arguments) -> None:
+    add_body(name, Body(OnRanks(function, arguments), shape, same_record=False))
 
 
 def one_and_the_rest(x: Tensor, mesh: Any) -> sw.DTensor:
@@ -320,7 +321,7 @@ for cut_dim, shape in enumerate(((2, 3, 4), (5, 1, 4), (3, 2, 2))):  # of each, 
     for weight in (R, S(0), S(1)):
         width = shape[2]
         laid = ((doubles(*shape), [S(cut_dim)]), (doubles(3 * width, width), [weight]), (doubles(3 * width), [S(0)]))
-        PROGRAMS[f"attention_with_dim_{cut_dim}_cut_and_weights_{weight}"] = OnRanks(attention_of(width), (3,), laid)
+        add_program(f"attention_with_dim_{cut_dim}_cut_and_weights_{weight}", (3,), attention_of(width), laid)
 
 
 @program(2, x=(doubles(3), [S(0)]))
@@ -373,3 +374,71 @@ def a_write_to_what_was_reduced_and_scattered(x: Tensor) -> list[Tensor]:
     (y * y).sum().backward()
     assert x.grad is not None
     return [y, x.grad]
+
+
+# Whether a result is a view, and whether a write is refused, all ranks say alike; none communicates after it
+
+
+@body(2, same_record=False)
+def the_gradient_of_a_gradient_that_is_constant(mesh: Any) -> None:
+    x = doubles(2, 2)
+    w = sw.distribute_tensor(x, mesh, [R]).requires_grad_()
+    (first,) = torch.autograd.grad(F.linear(sw.distribute_tensor(x, mesh, [S(0)]), w).sum(), w, create_graph=True)
+    assert_close(first, x.sum(0).expand(2, 2))
+
+
+@program(2, x=(doubles(4), [S(0)]))
+def second_order_of_what_is_joined_twice(x: Tensor) -> list[Tensor]:
+    (first,) = torch.autograd.grad(torch.cat([x, x.exp()]).sin().sum(), x, create_graph=True)
+    return [*torch.autograd.grad((first**3).sum(), x)]
+
+
+@body(2, same_record=False)
+def writes_to_shared_memory_are_refused_where_a_rank_holds_nothing(mesh: Any) -> None:
+    def ones(*shape: int, dim: int) -> sw.DTensor:
+        return sw.distribute_tensor(torch.ones(shape), mesh, [S(dim)])
+
+    y = ones(4, 1, dim=1)
+    for write in (
+        lambda: ones(1, 3, dim=0).unsqueeze(0).expand(2, 1, 3).add_(1),
+        lambda: y[1:].copy_(y[:-1]),
+        lambda: y[2:].add_(y[1:3], alpha=2),
+    ):
+        with pytest.raises(RuntimeError):
+            write()
+    y[2:].copy_(y[:2])
+    y[1:].mul_(y[1:])
+    assert_close(y, torch.ones(4, 1))
+
+
+@program(2, x=(torch.arange(3.0).view(3, 1), [S(1)]))
+def a_write_to_what_was_computed_where_a_rank_holds_nothing(x: Tensor) -> list[Tensor]:
+    y = x.detach().t() + 1
+    return [y.mul_(2)]
+
+
+@program(2, x=(torch.arange(12.0).view(3, 4), [S(0)]))
+def a_copy_of_what_was_computed(x: Tensor) -> list[Tensor]:
+    y = x.detach().t().sin()
+    z = y.reshape(-1)
+    y.mul_(2)
+    return [y, z]
+
+
+@body(2, same_record=False)
+def views_are_views_on_all_ranks_or_on_none(mesh: Any) -> None:
+    chunks = torch.arange(9.0).view(3, 3).chunk(2, 1)
+    local = per_rank(mesh, lambda at: chunks[at[0]].clone())
+    rows = sw.distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [S(0)])
+    for y in (
+        sw.DTensor.from_local(local, mesh, [S(1)], run_check=True),
+        F.layer_norm(rows.t(), (3,)),
+    ):
+        outcome = "right"
+        try:
+            z = y.flatten()
+            y.mul_(2)
+            z.to_local()
+        except Exception as error:
+            outcome = type(error).__name__
+        assert len(set(everywhere(dict.fromkeys(held(y), outcome)).values())) == 1

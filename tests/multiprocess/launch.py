@@ -8,6 +8,9 @@
     def test_it():
         run_ranks(body, 4)
 
+Starting processes is what costs: `run_cases` runs many functions in one launch, and `on_ranks` (conftest.py) all that a
+session of pytest has for one number of ranks.
+
 Rank and parent talk over one pipe: the rank says that it is ready, then how its body ended, and then keeps its
 connections open until it is let go. So a rank that is done early, or has failed, never looks to the others like a
 broken network, and what is reported is the cause and not its echo.
@@ -24,7 +27,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -38,7 +41,7 @@ import torch.distributed as dist
 
 # Seconds for every rank to start, import torch and meet the others. `timeout` counts only from then on.
 STARTUP_TIMEOUT = 50.0
-READY, DONE, FAILED = "ready", "done", "failed"
+READY, PROGRESS, DONE, FAILED = "ready", "progress", "done", "failed"
 
 
 def run_ranks(body: Callable[..., object], world_size: int, *args: object, timeout: float = 60) -> None:
@@ -48,13 +51,64 @@ def run_ranks(body: Callable[..., object], world_size: int, *args: object, timeo
     the time is up, all ranks are stopped. The error names the ranks and holds their tracebacks.
     """
     __tracebackhide__ = True
+    _run(body, world_size, args, timeout, [body])
+
+
+@dataclass(frozen=True)
+class Case:
+    """`function(rank, size, *arguments)`, for so many ranks."""
+
+    name: str
+    size: int
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Outcome = list[tuple[Any, str]] | str
+"""What each rank returned, and its traceback if it failed; or what stopped all of them."""
+
+
+def run_cases(cases: Sequence[Case], timeout: float = 60) -> dict[str, Outcome]:
+    """What comes of cases that are for the same number of ranks, by name. They run one after the other in one launch;
+    `timeout` is for each. One that does not end takes its launch with it, and the rest has another."""
+    outcomes: dict[str, Outcome] = {}
+    left = list(cases)
+    while left:
+        with tempfile.TemporaryDirectory(prefix="cases-") as folder:
+            problem = ""
+            try:
+                _run(_each, left[0].size, (folder, left), timeout, [_each, *(case.function for case in left)])
+            except AssertionError as error:
+                problem = str(error)
+            files = {case.name: Path(folder, str(number)) for number, case in enumerate(left)}
+            outcomes |= {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
+        if problem:
+            stopped = [case.name for case in left if case.name not in outcomes] or [left[-1].name]
+            outcomes[stopped[0]] = problem
+        left = [case for case in left if case.name not in outcomes]
+        assert problem or not left
+    return outcomes
+
+
+def _run(
+    body: Callable[..., object],
+    world_size: int,
+    args: tuple[object, ...],
+    timeout: float,
+    functions: Sequence[Callable[..., object]],
+) -> None:
+    """`functions` are those that the ranks must find; `timeout` is for the longest time without a word from them."""
+    __tracebackhide__ = True
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         job = _Job(
             world_size=world_size,
             timeout=STARTUP_TIMEOUT + timeout,
             folder=folder,
             call=_pickled_call(body, args),
-            import_root=_import_root(body),
+            import_roots=tuple(dict.fromkeys(map(_import_root, functions))),
             warning_filters=pickle.dumps(warnings.filters),
         )
         with _started(job) as ranks:
@@ -140,6 +194,7 @@ def _await(ranks: list[_Rank], word: str, timeout: float, what: str) -> str | No
         heard = connection.wait([rank.pipe for rank in missing], max(0.0, deadline - time.monotonic()))
         if not heard:
             return f"{_names(missing)} did not {what} within {timeout:g} s"
+        deadline = time.monotonic() + timeout
         for rank in missing:
             if rank.pipe in heard:
                 rank.listen()
@@ -208,14 +263,35 @@ class _Job:
     timeout: float  # of a collective: longer than the parent's patience, but finite in case the parent is gone
     folder: str
     call: bytes
-    import_root: str
+    import_roots: tuple[str, ...]
     warning_filters: bytes
 
     def stack_file(self, rank: int) -> Path:
         return Path(self.folder, f"stack-{rank}")
 
 
+_parent: connection.Connection
+
+
+def _each(rank: int, world_size: int, folder: str, cases: list[Case]) -> None:
+    for number, case in enumerate(cases):
+        torch.manual_seed(0)
+        result, error = None, ""
+        try:
+            result = case.function(rank, world_size, *case.arguments)
+        except Exception:
+            error = traceback.format_exc()
+        # A rank that fails while others wait for it never gets past this line; the launcher then stops them all.
+        outcome: Any = [None] * world_size
+        dist.all_gather_object(outcome, (result, error))
+        if rank == 0:
+            Path(folder, str(number)).write_bytes(pickle.dumps(outcome))
+        _parent.send((PROGRESS, None))
+
+
 def _rank_main(rank: int, job: _Job, pipe: connection.Connection) -> None:
+    global _parent
+    _parent = pipe
     with open(job.stack_file(rank), "w") as stack_file:
         faulthandler.register(signal.SIGTERM, file=stack_file, chain=True)
         try:
@@ -237,8 +313,7 @@ def _prepare(rank: int, job: _Job) -> tuple[Callable[..., object], tuple[Any, ..
     store = dist.FileStore(os.path.join(job.folder, "store"), job.world_size)
     timeout = timedelta(seconds=job.timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size, timeout=timeout)
-    if job.import_root not in sys.path:
-        sys.path.append(job.import_root)
+    sys.path += [root for root in job.import_roots if root not in sys.path]
     body, args = pickle.loads(job.call)
     _set_warning_filters(pickle.loads(job.warning_filters))
     return body, args

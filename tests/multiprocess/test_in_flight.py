@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from launch import run_ranks
+from launch import Case
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the ranks import this file without pytest's settings
 from recorded import PROGRAMS, recorded
@@ -49,21 +49,19 @@ def moves_under_way(rank: int, size: int) -> None:
     torch.testing.assert_close(sums[0].to_local(), whole * sum(range(1, size + 1)))
 
 
-def run(rank: int, size: int, folder: Path) -> None:
-    moves_under_way(rank, size)
+def records(rank: int, size: int) -> dict[str, Any]:
     mesh = mesh_of(size)
-    found = {name: recorded(name, mesh) for name in PROGRAMS}
-    if rank == 0:
-        (folder / "records").write_text(json.dumps(found))
+    return {name: recorded(name, mesh) for name in PROGRAMS}
 
 
-@pytest.mark.multiprocess
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("size", [2, 4])
-def test_moves_under_way_and_records(size: int, tmp_path: Path) -> None:
-    """One launch for both: starting processes is what costs."""
-    run_ranks(run, size, tmp_path, timeout=120)
-    found = json.loads((tmp_path / "records").read_text())
+@pytest.mark.parametrize("case", [Case(f"moves_under_way-{size}", size, moves_under_way) for size in (2, 4)], ids=str)
+def test_moves_under_way(case: Case, on_ranks: Callable[[Case], Any]) -> None:
+    on_ranks(case)
+
+
+@pytest.mark.parametrize("case", [Case(f"records-{size}", size, records) for size in (2, 4)], ids=str)
+def test_every_port_records_the_same(case: Case, on_ranks: Callable[[Case], list[dict[str, Any]]]) -> None:
+    found = on_ranks(case)[0]  # others send other numbers of bytes, where shards are uneven
     for name in PROGRAMS:
         for make in (sw.simulate, sw.recording):
-            assert json.loads(json.dumps(recorded(name, make((size // 2, 2), AXES)))) == found[name], (name, make)
+            assert recorded(name, make((case.size // 2, 2), AXES)) == found[name], (name, make)

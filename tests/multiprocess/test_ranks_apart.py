@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,28 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
 from bodies import R, S, assert_close, doubles, everywhere, held
-from launch import run_ranks
+from launch import Case
 from shardwise.comm import as_mesh
 from shardwise.errors import MeshError, ReplicaError, ShardwiseError
 from shardwise.redistribute.move_cache import WINDOW
-
-pytestmark = pytest.mark.multiprocess
 
 
 def line(size: int) -> DeviceMesh:
     return DeviceMesh("cpu", list(range(size)), mesh_dim_names=("tp",))
 
 
-def together(rank: int, world_size: int) -> None:
-    results_die_with_their_last_reference(line(world_size))
-    equal_meshes_are_one(world_size)
-    a_mesh_without_this_rank(rank)
-    fallback_warns_everywhere(line(world_size))
-
-
-def results_die_with_their_last_reference(mesh: DeviceMesh) -> None:
+def results_die_with_their_last_reference(rank: int, world_size: int) -> None:
     """A backend's thread must not keep a result alive: what is remembered by weak references would differ by rank."""
-    ours = as_mesh(mesh)
+    ours = as_mesh(line(world_size))
     for collective in (
         lambda x: ours.port.all_reduce([x], ours, (0,), "sum"),
         lambda x: ours.port.broadcast([x], ours, (0,), 0),
@@ -47,7 +39,7 @@ def results_die_with_their_last_reference(mesh: DeviceMesh) -> None:
             assert result() is None
 
 
-def equal_meshes_are_one(world_size: int) -> None:
+def equal_meshes_are_one(rank: int, world_size: int) -> None:
     assert as_mesh(line(world_size)) is as_mesh(line(world_size))
     x = sw.distribute_tensor(torch.arange(3.0), line(world_size), [S(0)])
     assert_close(x + sw.distribute_tensor(torch.ones(3), line(world_size), [R]), torch.arange(3.0) + 1)
@@ -57,7 +49,7 @@ def equal_meshes_are_one(world_size: int) -> None:
         x + sw.distribute_tensor(torch.ones(3), other_name, [R])
 
 
-def a_mesh_without_this_rank(rank: int) -> None:
+def a_mesh_without_this_rank(rank: int, world_size: int) -> None:
     mesh = DeviceMesh("cpu", [0], mesh_dim_names=("tp",))
     if rank == 0:
         assert_close(sw.distribute_tensor(torch.arange(3.0), mesh, [S(0)]), torch.arange(3.0))
@@ -66,18 +58,14 @@ def a_mesh_without_this_rank(rank: int) -> None:
             sw.distribute_tensor(torch.ones(3), mesh, [S(0)])
 
 
-def fallback_warns_everywhere(mesh: DeviceMesh) -> None:
+def fallback_warns_everywhere(rank: int, world_size: int) -> None:
     whole = doubles(4, 4)
-    x = sw.distribute_tensor(whole, mesh, [S(0)])
+    x = sw.distribute_tensor(whole, line(world_size), [S(0)])
     with sw.strict(), pytest.raises(ShardwiseError):
         torch.linalg.inv(x)
     with pytest.warns(sw.errors.FallbackWarning, match="inv"):
         inverse = torch.linalg.inv(x)
     assert_close(inverse, torch.linalg.inv(whole))
-
-
-def test_two_ranks_together() -> None:
-    run_ranks(together, 2)
 
 
 def one_rank_keeps_its_loss(rank: int, world_size: int) -> None:
@@ -100,10 +88,6 @@ def one_rank_keeps_its_loss(rank: int, world_size: int) -> None:
             num_reduced += len(comm.comms)
         (x * 1).sum().backward()
     assert num_reduced
-
-
-def test_one_rank_may_keep_its_loss() -> None:
-    run_ranks(one_rank_keeps_its_loss, 2, timeout=15)
 
 
 def ranks_with_other_seeds(rank: int, world_size: int) -> None:
@@ -144,11 +128,6 @@ def ranks_with_one_seed(rank: int, world_size: int) -> None:
         shards = everywhere(held(F.dropout(x, 0.5)))
     assert torch.equal(shards[0,], shards[1,])
     assert not comm.comms, "the comparison of seeds is not the program's"
-
-
-@pytest.mark.parametrize("body", [ranks_with_other_seeds, ranks_with_one_seed])
-def test_random_numbers_need_one_seed(body: Any) -> None:
-    run_ranks(body, 2, timeout=15)
 
 
 # Ranks of one submesh do what the others do not
@@ -205,6 +184,16 @@ def owing_more_than_a_submesh_can_pay(rank: int, world_size: int) -> None:
     assert_close(w.grad, weight.grad)
 
 
-@pytest.mark.parametrize("body", [on_one_submesh, owing_more_than_a_submesh_can_pay], ids=lambda f: f.__name__)
-def test_ranks_of_one_submesh(body: Any) -> None:
-    run_ranks(body, 4)
+BODIES: dict[int, list[Callable[[int, int], None]]] = {
+    2: [
+        *(results_die_with_their_last_reference, equal_meshes_are_one, a_mesh_without_this_rank),
+        *(fallback_warns_everywhere, one_rank_keeps_its_loss, ranks_with_other_seeds, ranks_with_one_seed),
+    ],
+    4: [on_one_submesh, owing_more_than_a_submesh_can_pay],
+}
+CASES = [Case(body.__name__, size, body) for size, bodies in BODIES.items() for body in bodies]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ranks_stay_together(case: Case, on_ranks: Callable[[Case], Any]) -> None:
+    on_ranks(case)

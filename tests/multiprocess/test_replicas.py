@@ -13,7 +13,7 @@ import torch.distributed as dist
 import shardwise as sw
 from bodies import AXES
 from bodies_replicas import biases, drawn, replicas, strided_bias, wide_bias
-from launch import run_ranks
+from launch import Case
 from shardwise.comm import shards_of
 
 
@@ -49,8 +49,9 @@ def run(rank: int, size: int, shape: tuple[int, ...], seeds: range) -> None:
             check(found, held, name)
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
-def test_on_processes(shape: tuple[int, ...]) -> None:
-    size = torch.Size(shape).numel()
-    run_ranks(run, size, shape, range(12), timeout=120)
+CASES = [Case(f"replicas-{shape}", torch.Size(shape).numel(), run, (shape, range(12))) for shape in ((2,), (2, 2))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_processes(case: Case, on_ranks: Callable[[Case], Any]) -> None:
+    on_ranks(case)

@@ -33,6 +33,20 @@ torch.testing.assert_close(dw.grad.full_tensor(), w.grad)
 print(f"rank {torch.distributed.get_rank()} holds {list(dw.to_local().shape)}", flush=True)
 torch.distributed.destroy_process_group()
 """
+THREADS = """
+import atexit, os
+
+
+def check():
+    if not os.path.exists("/proc/self/task"):
+        return
+    names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+    left = [name for name in names if "gloo" in name]
+    os.write(1, f"threads left: {left}\\n".encode())  # at once: two processes may share a line
+
+
+atexit.register(check)  # before the others, so after them
+"""
 COMMAND = [sys.executable, "-W", "error::UserWarning", "-m", "torch.distributed.run"]
 OPTIONS = ["--standalone", "--nproc-per-node", "2"]
 
@@ -71,28 +85,17 @@ def run(tmp_path: Path, program: str) -> str:
     return output
 
 
-def test_ten_lines_under_torchrun(tmp_path: Path) -> None:
-    output = run(tmp_path, PROGRAM)
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run(tmp_path_factory.mktemp("torchrun"), THREADS + PROGRAM)
+
+
+def test_ten_lines_under_torchrun(output: str) -> None:
     lines = sorted(re.findall(r"rank \d holds \[[\d, ]+\]", output))  # two processes may share a line
     assert lines == ["rank 0 holds [3, 3]", "rank 1 holds [2, 3]"], output
 
 
-THREADS = """
-import atexit, os
-
-
-def check():
-    names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
-    left = [name for name in names if "gloo" in name]
-    os.write(1, f"threads left: {left}\\n".encode())  # at once: two processes may share a line
-
-
-atexit.register(check)  # before the others, so after them
-"""
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for threads where Linux lists them")
-def test_no_thread_of_a_group_is_left_when_python_ends(tmp_path: Path) -> None:
+def test_no_thread_of_a_group_is_left_when_python_ends(output: str) -> None:
     """One that wants to let go of a tensor later than that would end the process with a signal."""
-    output = run(tmp_path, THREADS + PROGRAM)
     assert output.count("threads left: []") == 2, output

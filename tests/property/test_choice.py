@@ -217,9 +217,7 @@ def fitting(call: Call, have: Sequence[Layout]) -> Iterator[tuple[Strategy, ...]
             yield ways
 
 
-@settings(max_examples=200, deadline=None)
-@given(planned())
-def test_a_call_whose_inputs_fit_moves_nothing(one: Planned) -> None:
+def inputs_that_fit_do_not_move(one: Planned) -> None:
     reduced: set[int] = set()  # an earlier call has reduced what is pending on them, and others need not be asked again
     for lowered in one.lowered.calls:
         have = one.have(lowered.call)
@@ -251,9 +249,7 @@ def _communicates(lowered: LoweredCall) -> bool:
 # 2. Nothing is invented
 
 
-@settings(max_examples=200, deadline=None)
-@given(planned())
-def test_no_placement_is_invented(one: Planned) -> None:
+def no_placement_is_invented(one: Planned) -> None:
     for lowered in one.lowered.calls:
         have = one.have(lowered.call)
         for axis in range(one.mesh.ndim):
@@ -301,9 +297,7 @@ def gathers_an_outer_axis(before: Layout, wanted: Layout) -> bool:
     return any(a not in after and b in after for cut, after in cuts for a, b in combinations(cut, 2))
 
 
-@settings(max_examples=200, deadline=None)
-@given(planned())
-def test_parameters_are_not_sharded_along_another_dim(one: Planned) -> None:
+def parameters_are_not_sharded_along_another_dim(one: Planned) -> None:
     parameters = set(one.lowered.trace.parameters)
     for lowered in one.lowered.calls:
         for value, path, wanted in zip(lowered.call.inputs, lowered.moves, lowered.layouts.ins, strict=True):
@@ -315,3 +309,14 @@ def test_parameters_are_not_sharded_along_another_dim(one: Planned) -> None:
                 assert not exchanged or gathers_an_outer_axis(before, wanted), f"{lowered.call}: {before}, {wanted}"
         if lowered.call.is_view and lowered.call.inputs[0].index in parameters:
             parameters.update(value.index for value in lowered.call.outputs)
+
+
+# All of this is asked of the same calls: planning them is what takes time
+
+
+@settings(max_examples=200, deadline=None)
+@given(planned())
+def test_what_is_chosen_for_a_call(one: Planned) -> None:
+    inputs_that_fit_do_not_move(one)
+    no_placement_is_invented(one)
+    parameters_are_not_sharded_along_another_dim(one)

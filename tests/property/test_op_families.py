@@ -249,7 +249,7 @@ def programs(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[sw.Place
     )
 
 
-@settings(max_examples=900)
+@settings(max_examples=600)
 @given(programs())
 def test_program(program: tuple) -> None:
     shape, placements, cut, where, steps = program[1:]

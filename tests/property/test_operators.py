@@ -75,7 +75,7 @@ def layouts_for_placements() -> None:
         yield
 
 
-@settings(max_examples=450)
+@settings(max_examples=300)
 @given(st.integers(0, 10**6), st.randoms(use_true_random=False))
 def test_any_operator_in_any_layout(number: int, chance: random.Random) -> None:
     op = all_operators()[number % len(all_operators())]

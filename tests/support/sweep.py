@@ -1,4 +1,4 @@
-"""Try a function in every assignment of placements: all of them on one axis, a fixed sample on several."""
+"""Try a function in every assignment of placements: all of them on two ranks, a fixed sample on more ranks and axes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import Tensor
 
 import shardwise as sw
 
-ONE_AXIS = ((2,), (4,))
-SEVERAL_AXES = ((2, 2), (2, 1, 2))
+MESHES = ((2,), (4,), (2, 2), (2, 1, 2))
 
 Placements = tuple[tuple[sw.Placement, ...], ...]
 
@@ -26,17 +25,18 @@ def mesh_of(shape: tuple[int, ...]) -> Any:
 
 
 def assignments(
-    inputs: Sequence[Tensor], *, partial: bool = True, most: int = 36, sample: int = 6
+    inputs: Sequence[Tensor], *, partial: bool = True, most: int = 36, sample: int = 4
 ) -> Iterator[tuple[Any, Placements]]:
-    """Meshes and placements to try: at most `most` of the ways on one axis, `sample` of those on several."""
+    """Meshes and placements to try: at most `most` of the ways on two ranks, a third as many on four, where the same
+    strategies run on other pieces, and `sample` of those on several axes."""
     chance = random.Random(0)
-    for shape in (*ONE_AXIS, *SEVERAL_AXES):
-        mesh, limit = mesh_of(shape), most if len(shape) == 1 else sample
-        each = [axis_placements(x, partial) for x in inputs]
+    each = [axis_placements(x, partial) for x in inputs]
+    for shape, limit in zip(MESHES, (most, max(most // 3, 4), sample, sample), strict=True):
         if math.prod(map(len, each)) ** len(shape) <= limit:
-            yield from ((mesh, way) for way in all_layouts(inputs, len(shape), partial))
+            yield from ((mesh_of(shape), way) for way in all_layouts(inputs, len(shape), partial))
         else:
-            yield from ((mesh, tuple(tuple(chance.choices(one, k=len(shape))) for one in each)) for _ in range(limit))
+            ways = (tuple(tuple(chance.choices(one, k=len(shape))) for one in each) for _ in range(limit))
+            yield from ((mesh_of(shape), way) for way in ways)
 
 
 def sweep(function: Callable[..., Any], *inputs: Tensor, partial: bool = True, **options: Any) -> None:

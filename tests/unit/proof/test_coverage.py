@@ -138,9 +138,7 @@ def test_a_sample_counts_if_any_form_of_it_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stratum", "dtype"), [(0, "float32"), (8, "float64"), (16, "float32"), (24, "float64"), (32, "float32")]
-)
+@pytest.mark.parametrize(("stratum", "dtype"), [(0, "float32"), (13, "float64"), (26, "float32")])
 def test_a_part_of_all_operators_is_right(stratum: int, dtype: str) -> None:
     """The whole is `make coverage`; these are 1/40 of the operators each, in a few layouts."""
     results = measure([op.name for op in operators(stratum=(stratum, PARTS))], replace(FEW, dtype=dtype))

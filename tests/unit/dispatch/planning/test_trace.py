@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 import shardwise as sw
-from shardwise.dispatch.planning.trace import LARGE, Trace, trace_call, written_families
+from shardwise.dispatch.planning.trace import LARGE, Trace, trace_call
 
 R, S = sw.Replicate(), sw.Shard
 CPU = torch.device("cpu")
@@ -162,7 +162,7 @@ def test_functions_that_write_through_views_of_their_own(function: Callable[[Ten
 def test_views_of_what_is_written_to_form_a_family() -> None:
     trace = traced(lambda x: (y := x * 2, y.t()[1:].add_(1), x.t())[0], (2, 3))
     product, turned, part = (call.outputs[0].index for call in trace.calls[:3])
-    assert written_families(trace) == {product: product, turned: product, part: product}
+    assert trace.written_families == {product: product, turned: product, part: product}
 
 
 # Memory
