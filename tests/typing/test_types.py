@@ -48,6 +48,7 @@ def test_the_program_that_checks_runs() -> None:
     assert losses[-1] < losses[0]
     assert program["move"]() == ("split by dim 0", "waiting for a sum")
     assert program["loss_over_classes"]() == {"all_reduce": 2}
+    assert program["looked_at"]() == ["all_reduce", "[] P(sum)@tp"]
 
 
 def test_types_ship_with_the_package() -> None:
