@@ -76,7 +76,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     "implicit replication": (modes.replicates_implicitly, modes._implicit.set),
     "the mesh of the block": (mesh._entered.get, mesh._entered.set),
     "who listens for collectives": (listening, None),
-    "the number of rules": (lambda: len(registry._rules), None),
+    "the number of rules and kernels": (lambda: (len(registry._rules), len(registry.kernels)), None),
     "the working folder": (os.getcwd, os.chdir),
     "who profiles": (sys.getprofile, sys.setprofile),
 }

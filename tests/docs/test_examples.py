@@ -6,11 +6,14 @@ import doctest
 import importlib
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from shardwise.rules.kit import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
@@ -30,9 +33,11 @@ def module_names() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Examples may write files."""
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Examples may write files, and register rules and kernels."""
     monkeypatch.chdir(tmp_path)
+    with registry.restored():
+        yield
 
 
 @pytest.mark.parametrize("file", markdown_files(), ids=lambda file: str(file.relative_to(ROOT)))

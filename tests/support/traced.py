@@ -68,6 +68,16 @@ def sequence_parallel(mesh: Any) -> Program:
     return run
 
 
+def on_two_axes(mesh: Any) -> Program:
+    """A loss over a batch and over features at once: one reduction in a group of both axes."""
+
+    def run(x: Tensor) -> Sequence[Tensor]:
+        laid_out = sw.DTensor.from_local(x, mesh, [S(0), S(1)])
+        return [laid_out.square().sum().full_tensor()]
+
+    return run
+
+
 def exchanged(mesh: Any) -> Program:
     """Rows to columns and back; and a maximum over ranks, of the terms that they have."""
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.rules.kit import registry
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
@@ -43,11 +45,13 @@ def test_a_program_checks_and_wrong_arguments_do_not() -> None:
 
 
 def test_the_program_that_checks_runs() -> None:
-    program = runpy.run_path(str(HERE / "user_program.py"))
-    losses = program["train"]()
-    assert losses[-1] < losses[0]
-    assert program["move"]() == ("split by dim 0", "waiting for a sum")
-    assert program["loss_over_classes"]() == {"all_reduce": 2}
+    with registry.restored():
+        program = runpy.run_path(str(HERE / "user_program.py"))
+        losses = program["train"]()
+        assert losses[-1] < losses[0]
+        assert program["move"]() == ("split by dim 0", "waiting for a sum")
+        assert program["loss_over_classes"]() == {"all_reduce": 2}
+        assert program["looked_at"]() == ["all_reduce", "[] P(sum)@tp"]
 
 
 def test_types_ship_with_the_package() -> None:

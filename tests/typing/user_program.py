@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.debug import CommDebugMode
-from shardwise.experimental import implicit_replication
+from shardwise.comm.functional import traceable
+from shardwise.debug import Comm, CommDebugMode, watch_reads
+from shardwise.experimental import implicit_replication, register_kernel, register_sharding
 from shardwise.parallel import distribute_module, loss_parallel, no_sync
 
 
@@ -92,5 +93,32 @@ def loss_over_classes() -> dict[str, int]:
     return dict(comm.get_comm_counts())
 
 
+def looked_at() -> list[str]:
+    mesh = sw.recording((4,), ("tp",))
+    x = sw.randn(8, 8, device_mesh=mesh, placements=[sw.Shard(0)])
+    with sw.strict(moves="1MB"), watch_reads(), CommDebugMode() as comm:
+        total: Tensor = F.silu(x).sum()
+        assert isinstance(total, sw.DTensor)
+        total.redistribute(placements=[sw.Replicate()])
+    first: Comm = comm.comms[0]
+    assert first.line > 0
+    return [first.kind, str(first.source)]
+
+
+@register_kernel(F.silu, "cuda")
+def fused_silu(x: Tensor, inplace: bool = False) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+@register_sharding(torch.ops.aten.frac.default)
+def frac(x: object) -> list[tuple[list[sw.Placement], list[sw.Placement]]]:
+    return [([sw.Shard(0)], [sw.Shard(0)])]
+
+
+def traced(device_mesh: sw.DeviceMesh, x: Tensor) -> Tensor:
+    with traceable(device_mesh) as mesh:
+        return sw.DTensor.from_local(fused_silu(x), mesh, [sw.Shard(0)]).full_tensor()
+
+
 if __name__ == "__main__":
-    print(train(), move(), loss_over_classes())
+    print(train(), move(), loss_over_classes(), looked_at())

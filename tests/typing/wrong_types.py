@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 import shardwise as sw
+from shardwise.comm.functional import traceable
+from shardwise.experimental import register_kernel
 from shardwise.parallel import no_sync
 from shardwise.rules import AxisPlacement
 
@@ -27,4 +29,8 @@ first: sw.Shard = x.placements[0]  # expect: assignment
 x.placements = (sw.Replicate(),)  # expect: misc
 sw.distribute_module(x, mesh)  # expect: arg-type
 no_sync(True)  # expect: call-arg
+sw.strict(moves=[1])  # expect: arg-type
+register_kernel("silu", "cpu")  # expect: arg-type
+register_kernel(torch.relu, torch.device("cpu"))  # expect: arg-type
+traceable("tp")  # expect: arg-type
 along: AxisPlacement = "S(0)"  # expect: assignment

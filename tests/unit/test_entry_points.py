@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.errors import MixedTensorError
+from shardwise.errors import MixedTensorError, ShardMemoryError
 
 WHOLE = torch.arange(8.0).view(4, 2)
 PLAIN = torch.arange(12.0).view(4, 3)
@@ -145,6 +145,42 @@ def test_what_readmes_limits_name_asks_nobody(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert not same(SEES_THE_SHARD[name](sharded()), SEES_THE_SHARD[name](WHOLE))
+
+
+UNSEEN = {"Tensor", "FloatTensor", "set_", "scripted"}
+
+
+@pytest.mark.parametrize("name", SEES_THE_SHARD)
+def test_a_watch_finds_what_asks_nobody(name: str) -> None:
+    with warnings.catch_warnings(), sw.debug.watch_reads():
+        warnings.simplefilter("ignore")
+        if name in UNSEEN:  # should this fail with a version of torch, that one shows them to modes
+            SEES_THE_SHARD[name](sharded())
+        else:
+            with pytest.raises(ShardMemoryError, match="has read this rank's shard for the whole tensor"):
+                SEES_THE_SHARD[name](sharded())
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_watch_lets_pass_what_is_right(name: str) -> None:
+    with warnings.catch_warnings(), sw.debug.watch_reads():
+        warnings.simplefilter("ignore")
+        RIGHT[name](sharded())
+
+
+def test_a_watch_lets_pass_programs_and_whole_tensors() -> None:
+    mesh = sw.simulate((2,), ("tp",))
+    module = sw.distribute_module(nn.Linear(4, 4), mesh)
+    x = sw.distribute_tensor(torch.ones(2, 4), mesh, [sw.Shard(0)])
+    with sw.debug.watch_reads():
+        optimizer = torch.optim.AdamW(module.parameters())
+        loss = nn.functional.mse_loss(module(x), x)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        whole = loss.detach().redistribute(placements=[sw.Replicate()])
+        assert torch.equal(torch.full((1,), whole), loss.full_tensor().view(1))  # every rank has it
+        assert "DTensor" in repr(x)
 
 
 def test_torch_loses_the_weight_of_an_l1_loss() -> None:

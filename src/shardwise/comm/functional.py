@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.group import Group, Result
+from shardwise.comm.port import Axes
 from shardwise.comm.process_group import GroupPort, mesh_over
 from shardwise.comm.wire import in_units, movable
 from shardwise.errors import MeshError
@@ -65,7 +66,7 @@ def _result(started: Tensor, dtype: torch.dtype | None = None) -> Result:
     return finish
 
 
-def _alias(x: Tensor, cls: type) -> Tensor:
+def _alias(x: Tensor, cls: type[Tensor]) -> Tensor:
     return torch.ops.aten.alias.default(x)
 
 
@@ -74,6 +75,10 @@ class FunctionalPort(GroupPort):
 
     group_type = FunctionalGroup
     alias = staticmethod(_alias)
+
+    def _make_group(self, roots: Axes) -> Group:
+        with _disable_current_modes():  # ranks are numbers in a tensor, which is not part of what is traced
+            return super()._make_group(roots)
 
     def rebuild_mesh(self, mesh: Mesh) -> tuple[Any, tuple]:
         return _rebuild, (self.device_mesh, mesh.names)
@@ -115,7 +120,7 @@ def traceable(mesh: Mesh | DeviceMesh) -> Iterator[Mesh]:
     Its DTensors do not mix with those of the mesh itself, and those from outside of the function are not known to the
     tracer: what it is to see comes in as shards.
     """
-    with _disable_current_modes():  # a DeviceMesh has its ranks in a tensor, which is not part of the program
+    with _disable_current_modes():
         made = _traceable(mesh)
     with made, _AsShards():
         yield made

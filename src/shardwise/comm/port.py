@@ -87,7 +87,7 @@ class Port(ABC):
     overlaps = False
     """Whether collectives go on while the program does; otherwise they are complete when they have been started."""
 
-    alias = staticmethod(_as_subclass)
+    alias: Callable[[Tensor, type[Tensor]], Tensor] = staticmethod(_as_subclass)
     """`alias(x, Tensor)` is a plain tensor with the storage and the history of a shard."""
 
     def all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:

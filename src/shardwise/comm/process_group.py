@@ -10,9 +10,8 @@ import atexit
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import reduce, wraps
+from functools import wraps
 from itertools import product
-from operator import getitem
 from typing import Any
 from weakref import WeakSet
 
@@ -64,7 +63,7 @@ class GroupPort(Port):
         if coordinate is None:
             raise MeshError(f"rank {dist.get_rank()} is not part of {device_mesh}, so it holds no shards there")
         self.coordinate: tuple[int, ...] = tuple(coordinate)
-        self.ranks: list[Any] = device_mesh.mesh.tolist()  # nested: a tensor would be part of what is traced
+        self.ranks: Tensor = device_mesh.mesh
         self._groups: dict[tuple[Mesh, Axes], Group] = {}
         self._by_roots: dict[Axes, Group] = {}
         _ports.add(self)
@@ -87,10 +86,10 @@ class GroupPort(Port):
     def _make_group(self, roots: Axes) -> Group:
         index: list[Any] = list(self.coordinate)
         members = []
-        for position in product(*(range(self.device_mesh.size(axis)) for axis in roots)):
+        for position in product(*(range(self.ranks.shape[axis]) for axis in roots)):
             for axis, at in zip(roots, position, strict=True):
                 index[axis] = at
-            members.append(reduce(getitem, index, self.ranks))
+            members.append(int(self.ranks[tuple(index)]))
         if len(roots) == 1:
             process_group: Any = self.device_mesh.get_group(roots[0])
         elif len(members) == dist.get_world_size():

@@ -1,4 +1,4 @@
-"""Seeing what is communicated, on which line, and why."""
+"""Seeing what is communicated, on which line, and why; and what is silently read as a shard."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from shardwise.comm.cause import watchers
 from shardwise.comm.record import Comm
 from shardwise.debug.counts import Counts
 from shardwise.debug.parameters import ModuleParameters
+from shardwise.debug.reads import watch_reads
 from shardwise.debug.table import draw, tables
 
-__all__ = ["Comm", "CommDebugMode"]
+__all__ = ["Comm", "CommDebugMode", "watch_reads"]
 
 
 class CommDebugMode:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -30,7 +30,20 @@ from shardwise.rules import (
 )
 from shardwise.rules.kit.treatments import composite_ops
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 
+
+@overload
+def register_sharding(
+    op: Any,
+    *,
+    rule: str,
+    reduce: Reduction | Mapping[str, Reduction] = "sum",
+    linear: Sequence[str | Sequence[str]] = (),
+    addends: Sequence[str] = (),
+) -> None: ...
+@overload
+def register_sharding(op: Any) -> Callable[[_F], _F]: ...
 def register_sharding(
     op: Any,
     *,

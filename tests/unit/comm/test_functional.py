@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils.checkpoint import checkpoint
-from traced import PROGRAMS, R, S, collectives, leaf, shards, traced
+from traced import PROGRAMS, R, S, collectives, leaf, on_two_axes, shards, traced
 
 import shardwise as sw
 from shardwise.comm.functional import traceable
@@ -54,6 +54,13 @@ def test_a_graph_communicates_what_the_program_does(name: str, mesh: DeviceMesh)
         traced(program, mesh)(*shards(name, RANK, RANKS))
     assert [c.kind for c in as_traced.comms] == [c.kind for c in eager.comms]
     assert len(eager.comms) == sum(expected.values())
+
+
+def test_groups_over_several_axes_are_made_while_tracing() -> None:
+    with fake_mesh(2, 2, 2, names=("pp", "dp", "tp"), rank=RANK) as mesh:
+        graph = make_fx(traced(on_two_axes, mesh["dp", "tp"]))(torch.ones(2, 3))
+    assert collectives(graph) == {"all_reduce": 1}
+    assert not list(graph.buffers())
 
 
 def test_a_module_is_traced_with_its_parameters_as_arguments(mesh: DeviceMesh) -> None:

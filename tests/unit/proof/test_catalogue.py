@@ -59,6 +59,9 @@ def test_a_page() -> None:
     assert "## math.matmul\n\nMatrix products." in page
     assert "Of 2 ops with a rule that were called: 1 verified, 1 sound but incomplete." in page
     assert "- `mv`: it is hidden" in page
+    for text in (page, PAGE.read_text()):
+        assert "## Kernels" in text
+        assert "- `nn.class_losses.class_parallel_rows`: The losses of rows whose classes are sharded" in text
 
 
 def test_the_page_is_up_to_date() -> None:
