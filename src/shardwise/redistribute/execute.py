@@ -174,7 +174,7 @@ def nothing_like(x: Tensor) -> Tensor:
 
 
 SMALL = 1 << 16
-"""Elements that are copied, or of which zeros are written, sooner than a tensor is made that shares or takes no memory."""
+"""Elements that are copied, or overwritten with zeros, sooner than a tensor is made that shares or takes no memory."""
 
 
 def _kept(x: Tensor) -> Tensor:
