@@ -38,7 +38,7 @@ def movable(flat: Tensor) -> Tensor:
 
 def in_units(sizes: list[int], flat: Tensor) -> list[int]:
     """Sizes of parts of a flat tensor in the elements that `movable` makes of it."""
-    unit = 1 if flat.dtype in _KNOWN else flat.element_size()
+    unit = 1 if flat.dtype in KNOWN else flat.element_size()
     return [size * unit for size in sizes]
 
 
