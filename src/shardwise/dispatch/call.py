@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.comm.cause import watchers, without_plan
 from shardwise.dispatch.interop.mixing import mixed, takes_replicated
-from shardwise.dispatch.key import PlainTensor, Uncacheable, key_of
+from shardwise.dispatch.key import PlainTensor, Uncacheable, key_of, long_key
 from shardwise.dispatch.modes import implicit_replication, unseen
 from shardwise.dispatch.plan import (
     Direct,
@@ -98,24 +98,9 @@ def dispatch(
                 z._layout if z.__class__ is DTensor else z if z.__class__ is int else key_of(z),
             )
         else:
-            parts: list[Any] = [func]
-            for arg in args:
-                kind = arg.__class__
-                parts.append(arg._layout if kind is DTensor else arg if kind is int else key_of(arg))
-            if kwargs:
-                for name, arg in kwargs.items():
-                    parts.append(name)
-                    kind = arg.__class__
-                    parts.append(arg._layout if kind is DTensor else arg if kind is int else key_of(arg))
-            key = tuple(parts)
-    except Uncacheable:
-        new = _new_plan(func, args, kwargs or {})
-        return watched(new, func, args, kwargs) if watchers else new(args, kwargs)
-    except PlainTensor:
-        if not takes_replicated(func, args, kwargs):
-            raise mixed(func, args, kwargs) from None
-        with implicit_replication():
-            return dispatch(cls, func, types, args, kwargs)
+            key = long_key(func, args, kwargs)
+    except (Uncacheable, PlainTensor) as reason:
+        return _without_key(reason, func, args, kwargs)
     _call()
     plan = _planned(key)
     if plan.__class__ is Direct and not (watchers and plan.labels):
@@ -130,6 +115,17 @@ def dispatch(
     if watchers:
         return watched(plan, func, args, kwargs)
     return plan(args, kwargs)
+
+
+def _without_key(reason: Exception, func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+    """A call with arguments that cannot be part of a key: planned each time, or with plain tensors as replicated."""
+    if isinstance(reason, Uncacheable):
+        plan = _new_plan(func, args, kwargs or {})
+        return watched(plan, func, args, kwargs) if watchers else plan(args, kwargs)
+    if not takes_replicated(func, args, kwargs):
+        raise mixed(func, args, kwargs) from None
+    with implicit_replication():
+        return dispatch(DTensor, func, (), args, kwargs)
 
 
 def _remember(key: tuple, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:

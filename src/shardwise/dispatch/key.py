@@ -65,6 +65,20 @@ def key_of(value: Any) -> Any:
     return (cls, value)
 
 
+def long_key(func: Any, args: tuple, kwargs: dict[str, Any] | None) -> tuple:
+    """The key of a call with many arguments, or with some by name."""
+    parts = [func]
+    for arg in args:
+        kind = arg.__class__
+        parts.append(arg._layout if kind is DTensor else arg if kind is int else key_of(arg))
+    if kwargs:
+        parts.append(tuple(kwargs))
+        for arg in kwargs.values():
+            kind = arg.__class__
+            parts.append(arg._layout if kind is DTensor else arg if kind is int else key_of(arg))
+    return tuple(parts)
+
+
 def _plain_tensor(value: Tensor) -> Any:
     if isinstance(value, StaleView):
         renew(value)

@@ -226,7 +226,7 @@ def localised(function: Callable, template: Sequence[Any], position: int, layout
     before, after = tuple(template[:position]), tuple(template[position + 1 :])
 
     def run(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
-        out: Any = _on_shard(function, (), (*before, args[0], *after))  # type: ignore[call-arg]
+        out: Any = _on_shard(function, (), before + args[:1] + after)  # type: ignore[call-arg]
         if out.__class__ is Tensor:
             out.__class__ = DTensor
             out.__dict__["_layout"] = layout

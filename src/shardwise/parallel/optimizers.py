@@ -39,35 +39,41 @@ State = dict[str, Any]
 
 
 class _Shadows:
-    """Plain tensors that share storage with parameters and with the state that an optimizer keeps for them, as long as
-    none of these gets another storage or layout, or the state another tensor."""
+    """Plain tensors that share storage with the parameters that have a gradient, and with the state that an optimizer
+    keeps for them, as long as none of these gets another storage or layout, or the state another tensor."""
 
-    __slots__ = ("layouts", "locals", "originals", "params", "pointers", "states", "values")
+    __slots__ = ("given", "lists", "locals", "originals", "reached", "seen", "states")
 
-    def __init__(self, params: list[DTensor], states: list[State]) -> None:
-        self.params, self.values = params, _values(states)
-        self.originals = [*params, *(value for value in self.values if value.__class__ is DTensor)]
-        self.layouts = [x._layout for x in self.originals]
-        self.pointers = [*map(_pointer, self.originals)]
+    def __init__(self, optimizer: optim.Optimizer, grads: list[Tensor | None], reached: list[list[Tensor]]) -> None:
+        everything = _params(optimizer)
+        self.reached = [at for at, x in enumerate(everything) if grads[at] is not None and x.__class__ is DTensor]
+        params = [everything[at] for at in self.reached]
+        self.given: list[State] = [optimizer.state.get(param) or {} for param in params]
+        values = (value for state in self.given for value in state.values())
+        self.originals: list[Any] = [*params, *(x for x in values if x.__class__ is DTensor)]
+        self.seen = self._seen(optimizer, grads)
         self.locals: list[Tensor] = [param.detach() for param in params]
-        self.states = [{k: x.detach() if x.__class__ is DTensor else x for k, x in state.items()} for state in states]
+        plain = [{k: x.detach() if x.__class__ is DTensor else x for k, x in state.items()} for state in self.given]
+        self.states = _States(zip(self.locals, plain, strict=True))
+        local_of = dict(zip(map(id, params), self.locals, strict=True))
+        self.lists = [[local_of.get(id(param), param) for param in some] for some in reached]
 
-    def fit(self, params: list[DTensor], states: list[State]) -> bool:
+    def _seen(self, optimizer: optim.Optimizer, grads: list[Tensor | None]) -> tuple[list[Any], list[Any]]:
+        """What must be the same objects, and equal numbers, at the next step."""
+        state = optimizer.state
+        values = [value for kept in self.given for value in kept.values()]
+        layouts = [x._layout for x in self.originals]
+        same = [*_params(optimizer), *state, *state.values(), *values, *layouts]
+        return same, [*map(_pointer, self.originals), *(grad is None for grad in grads)]
+
+    def fit(self, optimizer: optim.Optimizer, grads: list[Tensor | None]) -> bool:
         """Looked at before every step, so all at once."""
-        return (
-            _are_same(params, self.params)
-            and _are_same(_values(states), self.values)
-            and [*map(_pointer, self.originals)] == self.pointers
-            and _are_same([x._layout for x in self.originals], self.layouts)
-        )
+        (same, equal), (same_now, equal_now) = self.seen, self._seen(optimizer, grads)
+        return equal == equal_now and len(same) == len(same_now) and all(map(is_, same, same_now))
 
 
-def _values(states: list[State]) -> list[Any]:
-    return [value for state in states for value in state.values()]
-
-
-def _are_same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
+def _params(optimizer: optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 class _States(dict[Tensor, State]):
@@ -107,37 +113,33 @@ def let_go_of_gradients(optimizer: optim.Optimizer, args: tuple, kwargs: dict[st
 
 def _twin_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
     """An optimizer of the same class with plain tensors for parameters and state; None where that is not the same."""
-    groups = optimizer.param_groups
-    reached = [[param for param in group["params"] if _grad(param) is not None] for group in groups]
-    shadows = _shadows_of(optimizer, reached)
+    grads = [*map(_grad, _params(optimizer))]
+    shadows = _shadows_of(optimizer, grads)
     if shadows is None:
         return None
-    locals_ = dict(zip(map(id, shadows.params), shadows.locals, strict=True))
-    states = _States(zip(shadows.locals, shadows.states, strict=True))
-    states.of_others = optimizer.state
-    for param, local in zip(shadows.params, shadows.locals, strict=True):
-        grad = _grad(param)
+    for local, at in zip(shadows.locals, shadows.reached):
+        grad = grads[at]
         _set_grad(local, grad.detach() if grad.__class__ is DTensor else grad)
+    shadows.states.of_others = optimizer.state
     twin = optimizer.__class__.__new__(optimizer.__class__)
     twin.__dict__.update(optimizer.__dict__)
-    twin.state = states  # type: ignore[assignment]
+    twin.state = shadows.states  # type: ignore[assignment]
     twin.param_groups = [
-        {**group, "params": [locals_.get(id(param), param) for param in params]}
-        for group, params in zip(groups, reached, strict=True)
+        {**group, "params": params} for group, params in zip(optimizer.param_groups, shadows.lists, strict=True)
     ]
     return twin
 
 
-def _shadows_of(optimizer: optim.Optimizer, reached: list[list[Tensor]]) -> _Shadows | None:
+def _shadows_of(optimizer: optim.Optimizer, grads: list[Tensor | None]) -> _Shadows | None:
     """Of the parameters that this step changes, if there are any and all can be stepped on shard by shard."""
-    params = [param for some in reached for param in some if param.__class__ is DTensor]
-    states = [optimizer.state.get(param) or {} for param in params]
     shadows = _shadows.get(optimizer)
-    if shadows is not None and shadows.fit(params, states):
+    if shadows is not None and shadows.fit(optimizer, grads):
         return shadows
-    if not params or not all(map(_can_step, optimizer.param_groups, reached, repeat(optimizer.state))):
+    groups, given = optimizer.param_groups, iter(grads)
+    reached = [[param for param in group["params"] if next(given) is not None] for group in groups]
+    if not any(reached) or not all(map(_can_step, groups, reached, repeat(optimizer.state))):
         return None
-    shadows = _shadows[optimizer] = _Shadows(params, states)
+    shadows = _shadows[optimizer] = _Shadows(optimizer, grads, reached)
     return shadows
 
 

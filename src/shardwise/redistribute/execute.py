@@ -180,7 +180,7 @@ def nothing_like(x: Tensor) -> Tensor:
 
 
 SMALL = 1 << 16
-"""Elements that are copied, or written as zeros, sooner than a tensor is made that shares or takes no memory."""
+"""Elements that are copied, or overwritten with zeros, sooner than a tensor is made that shares or takes no memory."""
 
 
 def _kept(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Those of autograd are in `dispatch.interop.autograd`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from torch import Tensor
 
 from shardwise.comm import ranked
 from shardwise.dispatch.aliasing.copied_views import CopiedView, watch_view
-from shardwise.dispatch.aliasing.global_strides import copied, on_one_device, shards_contiguous
+from shardwise.dispatch.aliasing.global_strides import copied, on_one_device, shards_contiguous, strides_shown
 from shardwise.dispatch.aliasing.views import OfCopies
 from shardwise.dispatch.plan import reduce_terms
 from shardwise.dispatch.planning.no_data import WithoutData, needs_data, on_meta
 from shardwise.dispatch.planning.trace import map_tensors
 from shardwise.dispatch.steps import Whole
 from shardwise.errors import MixedTensorError
+from shardwise.layout import Layout
 from shardwise.rules.kit.treatments import Handler, treat
 from shardwise.tensor import DTensor, as_layout, distribute_tensor, observe, wrap
 
@@ -106,9 +108,19 @@ def _contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     x = args[0]
     if isinstance(x, CopiedView):
         return OfCopies(func)(args, kwargs)
-    if (len(args) == 1 and not kwargs and shards_contiguous(x)) or on_one_device(x).is_contiguous(*args[1:], **kwargs):
+    ordinary = len(args) == 1 and not kwargs
+    if ordinary and x.__dict__.keys().isdisjoint(("_peers", "_strides")):
+        return x if _shows_contiguous(x._layout, _of_the_shard(Tensor.stride, args, {})) else copied(x)
+    if (ordinary and shards_contiguous(x)) or on_one_device(x).is_contiguous(*args[1:], **kwargs):
         return x
     return copied(x, *args[1:], **kwargs)
+
+
+@lru_cache(maxsize=1024)
+def _shows_contiguous(layout: Layout, steps: tuple[int, ...]) -> bool:
+    """Whether the whole is contiguous, if the one shard held here has these strides."""
+    strides = strides_shown(layout.shape, layout.held_shapes[0], steps)
+    return torch.empty_strided(layout.shape, strides, device="meta").is_contiguous()
 
 
 @handles(Tensor.ravel, torch.ravel)

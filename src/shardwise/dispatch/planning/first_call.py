@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from shardwise.dispatch.aliasing.copied_views import CopiedView
 from shardwise.dispatch.aliasing.global_strides import global_strides, globally_contiguous
@@ -370,12 +371,10 @@ def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, A
     (call,) = lowered.calls
     if call.call.name == "_to_copy":
         return False  # what passes through a conversion depends on the dtype
-    if call.call.name == "scaled_dot_product_attention" and any(
-        isinstance(x, float) for x in (*args, *kwargs.values())
-    ):
-        return False  # whether it draws depends on a float
-    if call.call.bound.float_read and rule_for(call.call.op) is not ELEMENTWISE:
-        return False  # the rule looked at a float (element-wise ones see to that themselves)
+    draws_by_float = call.call.name == "scaled_dot_product_attention"
+    looked = call.call.bound.float_read and rule_for(call.call.op) is not ELEMENTWISE  # those see to that themselves
+    if (draws_by_float or looked) and any(isinstance(x, (float, complex)) for x in tree_leaves((args, kwargs))):
+        return False  # the rule looked at a float that was given, not at a default
     if call.local is not None and not call.local.resized:  # its arguments may have been read off dtypes and floats
         return False
     if any(layout.has_empty for layout in call.layouts.ins):
