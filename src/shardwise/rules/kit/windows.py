@@ -48,11 +48,17 @@ class Slide:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Along one dim of the input: the pieces that the members have, and the intervals that they need."""
+    """Along one dim of an argument: the pieces that ranks along some axes have, and the intervals that they need."""
 
+    axes: tuple[int, ...]
     dim: int
     have: tuple[Interval, ...]
     want: tuple[Interval, ...]
+    argument: int = 0
+
+    @staticmethod
+    def of(layout: Layout, dim: int, want: Sequence[Interval], argument: int = 0) -> Fetch:
+        return Fetch(layout.splits[dim], dim, layout.intervals(dim), tuple(want), argument)
 
 
 def inside(interval: Interval, size: int, first: int = 0) -> Interval:
@@ -85,13 +91,12 @@ def by_rank(columns: Sequence[Sequence[Any]]) -> HeldValues:
     return HeldValues([tuple(row) for row in zip(*columns, strict=True)])
 
 
-def with_halo(function: Callable[..., Any], fetches: Sequence[Fetch], layout: Layout, args: Sequence[Any]) -> Local:
-    """Run an ordinary local function on the shards after its first argument has been extended as `fetches` say."""
+def with_halo(function: Callable[..., Any], fetches: Sequence[Fetch], args: Sequence[Any]) -> Local:
+    """Run an ordinary local function on the shards after its arguments have been extended as `fetches` say."""
     needed = [fetch for fetch in fetches if fetch.have != fetch.want]
     if not needed:
         return Local(function, args)
-    groups = tuple(layout.splits[fetch.dim] for fetch in needed)
-    return Local(_WithHalo(function, needed), args, groups=groups)
+    return Local(_WithHalo(function, needed), args, groups=tuple(fetch.axes for fetch in needed))
 
 
 class _WithHalo:
@@ -100,9 +105,9 @@ class _WithHalo:
     def __init__(self, function: Callable[..., Any], fetches: Sequence[Fetch]) -> None:
         self.function, self.fetches = function, fetches
 
-    def __call__(self, *args: Any) -> Any:
-        groups: Sequence[Collectives] = args[: len(self.fetches)]
-        x, *rest = args[len(self.fetches) :]
+    def __call__(self, *given: Any) -> Any:
+        groups: Sequence[Collectives] = given[: len(self.fetches)]
+        args = list(given[len(self.fetches) :])
         for group, fetch in zip(groups, self.fetches, strict=True):
-            x = group.window(x, fetch.dim, fetch.have, fetch.want)
-        return groups[0].map(self.function, x, *rest)
+            args[fetch.argument] = group.window(args[fetch.argument], fetch.dim, fetch.have, fetch.want)
+        return groups[0].map(self.function, *args)

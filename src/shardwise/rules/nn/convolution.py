@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from shardwise.layout import Layout, chunk_sizes
 from shardwise.rules.kit.empty import connected_zeros
-from shardwise.rules.kit.notation import Factor, Factors, factor_rule
+from shardwise.rules.kit.notation import Factor, Factors
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, HeldValues, Interval, Local, Resize, Rule, Strategy
-from shardwise.rules.kit.windows import Fetch, Slide, around, by_rank, even_pieces, held, inside, per_dim, with_halo
+from shardwise.rules.kit.windows import Fetch, Slide, around, even_pieces, held, inside, per_dim, with_halo
 from shardwise.rules.math.reductions import PROGRAM_COST
 
 
@@ -24,9 +25,7 @@ def _convolution(call: Call) -> list[Strategy]:
     x, out, groups = call["input"], call.outputs[0], call["groups"]
     spatial: list[Factor] = [None] * (x.ndim - 2)
     into: Factor = "in" if groups == 1 else None
-    onto: Factor = (
-        "out" if groups == 1 and x.shape[1] else None
-    )  # of no channels torch makes none, whatever the filters
+    onto: Factor = "out" if groups == 1 and x.shape[1] else None  # of no channels torch makes none
     channels = [into, onto] if call["transposed"] else [onto, into]
     ins: list[list[Factor]] = [["batch", into, *spatial], [*channels, *spatial]]
     linear = [frozenset({0}), frozenset({1})]
@@ -52,9 +51,9 @@ def _check_channels(call: Call) -> None:
 
 
 def _by_groups(call: Call) -> list[Strategy]:
-    """Channels in whole groups. The input may also be whole: each rank takes the channels that its filters read.
+    """Channels by groups. The input may also be replicated: each rank takes the channels that its filters read.
 
-    Channels come in, go out and are biased in different numbers, so even cuts of them need not agree on the groups: the
+    Input, output and bias have different numbers of channels, so even cuts of them need not agree on the groups: the
     outputs decide, and what they need of the rest is fetched.
     """
     x, weight, groups = call["input"], call["weight"], call["groups"]
@@ -62,80 +61,91 @@ def _by_groups(call: Call) -> list[Strategy]:
     if not x.shape[1] or not channels_out:
         return []
 
-    def whole_groups(channels: int) -> Resize:
+    def by_groups(channels: int) -> Resize:
         each = channels // groups
 
         def resize(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-            is_whole = not any(size % each for size in sizes)
-            shares = [size // each for size in sizes] if is_whole else chunk_sizes(groups, (len(sizes),))
+            is_aligned = not any(size % each for size in sizes)
+            shares = [size // each for size in sizes] if is_aligned else chunk_sizes(groups, (len(sizes),))
             return [tuple(share * (channels_out // groups) for share in shares)]
 
         return resize
 
     filters = (0,) * (len(call.inputs) - 1)
     return [
-        Strategy((None, *filters), (1,), resize=whole_groups(weight.shape[0])),
-        Strategy((1, *filters), (1,), resize=whole_groups(x.shape[1])),
+        Strategy((None, *filters), (1,), resize=by_groups(weight.shape[0])),
+        Strategy((1, *filters), (1,), resize=by_groups(x.shape[1])),
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a rank makes of the outputs: its shape, what to add (or, if negative, to cut) before and after each dim of
+    its inputs (of its outputs, if transposed), and its number of groups with the channels that these read."""
+
+    shape: tuple[int, ...]
+    pads: Sequence[tuple[int, int]]
+    channels: tuple[int, int, int | None]
+
+    def padded(self, x: Tensor) -> Tensor:
+        flat = [side for pad in reversed(self.pads) for side in pad]
+        return F.pad(x, flat) if any(flat) else x
+
+    def taken(self, x: Tensor) -> Tensor:
+        _, start, length = self.channels
+        return x if length is None or length == x.shape[1] else x.narrow(1, start, length)
 
 
 def _convolution_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    x, out, num_dims = ins[0], outs[0], len(ins[0].shape) - 2
+    by_groups = call["groups"] > 1 and bool(ins[1].splits[0])
     shards = [shape for layout in (*ins, *outs) for shape in layout.held_shapes]
-    groups = _groups_of(call, outs[0]) if call["groups"] > 1 and ins[1].splits[0] else None
-    if not any(ins[0].splits[2:]) and groups is None and all(map(math.prod, shards)):
+    if not any(x.splits[2:]) and not by_groups and all(map(math.prod, shards)):
         return None
-    fetches, pads, num_dims = [], [], call.inputs[0].ndim - 2
-    transposed = call["transposed"]
+    num_held = len(out.held_shapes)
     padding, output_padding = per_dim(call["padding"], num_dims), per_dim(call["output_padding"], num_dims)
-    for d in range(num_dims):
-        fetch, pad = (_transposed_reads if transposed else _reads)(call, ins[0], outs[0], d)
-        fetches.append(fetch)
-        pads.append(held(outs[0], d + 2, pad))
-        if ins[0].splits[d + 2]:
+    fetches = _fetched_groups(call, ins, out) if by_groups else []
+    pads = [[(0, 0)] * num_held for _ in range(num_dims)]
+    for d, dim in enumerate(range(2, 2 + num_dims)):
+        if x.splits[dim]:
+            reads = _transposed_reads if call["transposed"] else _reads
+            want, around_them = reads(_slide(call, d), x.shape[dim], out.intervals(dim))
+            fetches.append(Fetch.of(x, dim, want))
+            pads[d] = held(out, dim, around_them)
             padding[d] = output_padding[d] = 0
-    args = [
-        *(call["input"], call["weight"], call["bias"]),
-        *(by_rank(pads), HeldValues(outs[0].held_shapes), _channels(call, ins, outs[0], groups)),
-        *(call["stride"], padding, call["dilation"], output_padding),
-    ]
-    local = with_halo(_local_transposed if transposed else _local_convolution, fetches, ins[0], args)
-    return local if groups is None else _with_whole_groups(local, groups, call["groups"], ins)
+    channels = _channels(call, x, out) if by_groups else [(call["groups"], 0, None)] * num_held
+    own = [_Part(*part) for part in zip(out.held_shapes, zip(*pads, strict=True), channels, strict=True)]
+    settings = [call["stride"], padding, call["dilation"], call["transposed"], output_padding]
+    args = [call["input"], call["weight"], call["bias"], HeldValues(own), settings]
+    return with_halo(_local_convolution, fetches, args)
 
 
-def _slide(call: Call, d: int, *, padding: int) -> Slide:
+def _slide(call: Call, d: int) -> Slide:
     num_dims = call.inputs[0].ndim - 2
-    stride, dilation = (per_dim(call[name], num_dims)[d] for name in ("stride", "dilation"))
+    stride, padding, dilation = (per_dim(call[name], num_dims)[d] for name in ("stride", "padding", "dilation"))
     return Slide(stride, padding, dilation * (call["weight"].shape[2 + d] - 1) + 1)
 
 
-def _reads(call: Call, x: Layout, out: Layout, d: int) -> tuple[Fetch, list[tuple[int, int]]]:
+Reads = tuple[list[Interval], list[tuple[int, int]]]
+
+
+def _reads(slide: Slide, size: int, pieces: Sequence[Interval]) -> Reads:
     """The inputs that each piece of the outputs reads, and the zeros before and after them."""
-    dim, have = d + 2, x.intervals(d + 2)
-    if not x.splits[dim]:
-        return Fetch(dim, have, have), [(0, 0)]
-    slide = _slide(call, d, padding=per_dim(call["padding"], call.inputs[0].ndim - 2)[d])
-    reads = [slide.reads(piece) for piece in out.intervals(dim)]
-    size = x.shape[dim]
-    return Fetch(dim, have, tuple(inside(read, size) for read in reads)), [around(read, size) for read in reads]
+    reads = [slide.reads(piece) for piece in pieces]
+    return [inside(read, size) for read in reads], [around(read, size) for read in reads]
 
 
-def _transposed_reads(call: Call, x: Layout, out: Layout, d: int) -> tuple[Fetch, list[tuple[int, int]]]:
-    """The inputs that write to each piece of the outputs, and what to add (or, if negative, to cut) before and after
-    what they write to make it that piece."""
-    dim, have = d + 2, x.intervals(d + 2)
-    if not x.splits[dim]:
-        return Fetch(dim, have, have), [(0, 0)]
-    slide = _slide(call, d, padding=per_dim(call["padding"], call.inputs[0].ndim - 2)[d])
-    want: list[Interval] = []
-    pads: list[tuple[int, int]] = []
-    for start, stop in out.intervals(dim):
+def _transposed_reads(slide: Slide, size: int, pieces: Sequence[Interval]) -> Reads:
+    """The inputs that write to each piece of the outputs, and what to add before and after what they write."""
+    want, pads = [], []
+    for start, stop in pieces:
         first = -(-(start + slide.padding - slide.span + 1) // slide.stride)
         last = (stop - 1 + slide.padding) // slide.stride
-        sources = inside((first, last + 1), x.shape[dim]) if stop > start else (0, 0)
-        want.append(sources)
+        sources = inside((first, last + 1), size) if stop > start else (0, 0)
         written = slide.reads(sources)
+        want.append(sources)
         pads.append((written[0] - start, stop - written[1]) if sources[1] > sources[0] else (0, 0))
-    return Fetch(dim, have, tuple(want)), pads
+    return want, pads
 
 
 def _groups_of(call: Call, out: Layout) -> list[Interval]:
@@ -144,83 +154,36 @@ def _groups_of(call: Call, out: Layout) -> list[Interval]:
     return [(start // each, stop // each) for start, stop in out.intervals(1)]
 
 
-def _channels(call: Call, ins: Sequence[Layout], out: Layout, groups: Sequence[Interval] | None) -> Any:
-    """For each held rank: its number of groups, and which of the input's channels at hand they read."""
-    if groups is None:
-        return (call["groups"], 0, None)
-    each = call["input"].shape[1] // call["groups"]
-    return HeldValues(
-        [
-            (last - first, 0 if ins[0].splits[1] else first * each, (last - first) * each)
-            for first, last in held(out, 1, groups)
-        ]
-    )
+def _channels(call: Call, x: Layout, out: Layout) -> list[tuple[int, int, int]]:
+    """For each held rank: its number of groups, and where in its shard of the input their channels are."""
+    each = x.shape[1] // call["groups"]
+    own = held(out, 1, _groups_of(call, out))
+    return [(last - first, 0 if x.splits[1] else first * each, (last - first) * each) for first, last in own]
 
 
-def _with_whole_groups(local: Local, groups: Sequence[Interval], num_groups: int, ins: Sequence[Layout]) -> Local:
-    """Run a local function after every rank has fetched what its groups need and others hold."""
-    fetches = {}
-    for position, (layout, dim) in enumerate(zip(ins, (1, 0, 0), strict=False)):
-        each, have = layout.shape[dim] // num_groups, layout.intervals(dim)
-        want = tuple((first * each, last * each) for first, last in groups)
-        if layout.splits[dim] and any(_differ(*pair) for pair in zip(have, want, strict=True)):
-            fetches[position] = Fetch(dim, have, want)
-    if not fetches:
-        return local
-    program = _WithWholeGroups(local.function, len(local.groups), fetches)
-    return Local(program, local.args, groups=(*local.groups, ins[1].splits[0]))
+def _fetched_groups(call: Call, ins: Sequence[Layout], out: Layout) -> list[Fetch]:
+    """What the groups of each rank need of input, filters and bias."""
+    fetches, groups = [], _groups_of(call, out)
+    for argument, (layout, dim) in enumerate(zip(ins, (1, 0, 0), strict=False)):
+        each = layout.shape[dim] // call["groups"]
+        if layout.splits[dim]:
+            want = [(first * each, last * each) for first, last in groups]
+            fetches.append(Fetch.of(layout, dim, want, argument))
+    return fetches
 
 
-def _differ(have: Interval, want: Interval) -> bool:
-    """Whether two intervals hold different places. It does not matter where nothing lies."""
-    return have != want and (have[0] < have[1] or want[0] < want[1])
-
-
-class _WithWholeGroups:
-    __slots__ = ("fetches", "function", "num_groups")
-
-    def __init__(self, function: Callable[..., Any], num_groups: int, fetches: dict[int, Fetch]) -> None:
-        self.function, self.num_groups, self.fetches = function, num_groups, fetches
-
-    def __call__(self, *args: Any) -> Any:
-        others, group, rest = args[: self.num_groups], args[self.num_groups], list(args[self.num_groups + 1 :])
-        for position, fetch in self.fetches.items():
-            rest[position] = group.window(rest[position], fetch.dim, fetch.have, fetch.want)
-        return self.function(*others, *rest) if others else group.map(self.function, *rest)
-
-
-def _taken(x: Tensor, channels: tuple[int, int, int | None]) -> Tensor:
-    _, start, length = channels
-    return x if length is None or length == x.shape[1] else x.narrow(1, start, length)
-
-
-def _local_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, pads: Any, shape: Any, channels: Any, *settings: Any
-) -> Tensor:
-    if not math.prod(shape):  # torch's result of no channels has none either, whatever the bias
-        return connected_zeros(x, shape, weight, unsaved=[bias])
-    if not weight.numel():
-        return _biased(connected_zeros(x, shape, weight), bias)
-    x = F.pad(_taken(x, channels), _flat(pads)) if any(map(any, pads)) else _taken(x, channels)
-    stride, padding, dilation, output_padding = settings
-    return torch.convolution(x, weight, bias, stride, padding, dilation, False, output_padding, channels[0])
-
-
-def _local_transposed(
-    x: Tensor, weight: Tensor, bias: Tensor | None, pads: Any, shape: Any, channels: Any, *settings: Any
-) -> Tensor:
-    """The bias is added last: it also belongs where no input writes."""
-    if not math.prod(shape) or not weight.numel() or not all(x.shape[2:]):
-        return _biased(connected_zeros(x, shape, weight), bias)
-    stride, padding, dilation, output_padding = settings
-    taken = _taken(x, channels)
-    out = torch.convolution(taken, weight, None, stride, padding, dilation, True, output_padding, channels[0])
-    return _biased(F.pad(out, _flat(pads)) if any(map(any, pads)) else out, bias)
-
-
-def _flat(pads: Sequence[tuple[int, int]]) -> list[int]:
-    """Padding as `F.pad` takes it: the last dim first."""
-    return [side for pad in reversed(pads) for side in pad]
+def _local_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, part: _Part, settings: Sequence[Any]) -> Tensor:
+    stride, padding, dilation, transposed, output_padding = settings
+    if not math.prod(part.shape):
+        return connected_zeros(x, part.shape, weight, unsaved=[bias])
+    if not weight.numel() or not all(x.shape[2:]):
+        return _biased(connected_zeros(x, part.shape, weight), bias)
+    x, groups = part.taken(x), part.channels[0]
+    if not transposed:
+        x = part.padded(x)
+        return torch.convolution(x, weight, bias, stride, padding, dilation, False, output_padding, groups)
+    out = torch.convolution(x, weight, None, stride, padding, dilation, True, output_padding, groups)
+    return _biased(part.padded(out), bias)  # last: it also belongs where no input writes
 
 
 def _biased(out: Tensor, bias: Tensor | None) -> Tensor:
@@ -228,18 +191,3 @@ def _biased(out: Tensor, bias: Tensor | None) -> Tensor:
 
 
 register("convolution", rule=Rule(_convolution, _convolution_local))
-
-
-# Time, batch, channels: the time must be whole
-
-
-def _conv_tbc(call: Call) -> Factors:
-    return Factors(
-        [[None, "batch", "in"], [None, "in", "out"], ["out"]],
-        [[None, "batch", "out"]],
-        linear=[frozenset({0, 2}), frozenset({1, 2})],
-        addends=frozenset({2}),
-    )
-
-
-register("conv_tbc", rule=factor_rule(_conv_tbc))

@@ -94,14 +94,14 @@ def _pool_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Lo
     fetches, parts = [], []
     for dim, slide in enumerate(_slides(call), lead):
         pieces = [_Part(slide, piece, x.shape[dim]) for piece in out.intervals(dim)]
-        fetches.append(Fetch(dim, x.intervals(dim), tuple(piece.fetched for piece in pieces)))
+        fetches.append(Fetch.of(x, dim, [piece.fetched for piece in pieces]))
         parts.append(held(out, dim, pieces))
-    args = [call["self"], HeldValues(out.held_shapes), by_rank(parts), call.op.overloadpacket.default]
+    args = [call["self"], HeldValues(out.held_shapes), by_rank(parts), call.op]
     if call.name.startswith("avg"):
         options = [call["count_include_pad"], call["divisor_override"]]
-        return with_halo(_local_average, fetches, x, [*args, *options])
+        return with_halo(_local_average, fetches, [*args, *options])
     options = [per_dim(call[name], num_dims) for name in ("kernel_size", "dilation")]
-    return with_halo(_local_maximum, fetches, x, [*args, *options])
+    return with_halo(_local_maximum, fetches, [*args, *options])
 
 
 def _padded(x: Tensor, parts: Sequence[_Part], value: float) -> Tensor:
@@ -190,13 +190,9 @@ register("adaptive_max_pool2d", "adaptive_max_pool3d", rule=skipping_empty(Rule(
 def _unpool_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     if not any(ins[1].splits):
         return None
-    bound = Bound(0, math.prod(call["output_size"]), True, _refuse_index)
+    bound = Bound(range(math.prod(call["output_size"])), True)
     args = [bound, call.op, HeldValues(outs[0].held_shapes), *call.args]
     return Local(_checked_unpool, args, groups=(tuple(sorted(axes_of(ins))),))
-
-
-def _refuse_index(index: int) -> None:
-    raise RuntimeError(f"Found an invalid max index: {index}")
 
 
 def _checked_unpool(

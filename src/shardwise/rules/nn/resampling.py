@@ -58,13 +58,12 @@ def _nearest_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
     for dim, scale in enumerate(scales, 2):
         source = _neighbours(x.shape[dim], out.shape[dim], scale, exact)
         pieces = [source[start:stop] for start, stop in out.intervals(dim)]
-        want = tuple((piece[0], piece[-1] + 1) if piece else (0, 0) for piece in pieces)
-        have = x.intervals(dim)
-        fetches.append(Fetch(dim, have, want if x.splits[dim] else have))
+        want = [(piece[0], piece[-1] + 1) if piece else (0, 0) for piece in pieces]
+        fetches += [Fetch.of(x, dim, want)] if x.splits[dim] else []
         starts = [piece[0] if piece and x.splits[dim] else 0 for piece in pieces]  # of what is fetched
         shifted = [tuple(at - start for at in piece) for piece, start in zip(pieces, starts, strict=True)]
         picks.append(held(out, dim, shifted if source != tuple(range(x.shape[dim])) else [None] * len(shifted)))
-    return with_halo(_pick, fetches, x, [call["self"], by_rank(picks), HeldValues(out.held_shapes)])
+    return with_halo(_pick, fetches, [call["self"], by_rank(picks), HeldValues(out.held_shapes)])
 
 
 @lru_cache(maxsize=256)

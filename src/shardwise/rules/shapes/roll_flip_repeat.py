@@ -104,8 +104,7 @@ def _unfold_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> 
         return None
     slide = Slide(step, 0, size)
     want = tuple(slide.reads(piece) for piece in outs[0].intervals(dim))
-    fetch = Fetch(dim, ins[0].intervals(dim), want)
-    return with_halo(_unfold_or_empty, [fetch], ins[0], [call.inputs[0], dim, size, step])
+    return with_halo(_unfold_or_empty, [Fetch.of(ins[0], dim, want)], [call.inputs[0], dim, size, step])
 
 
 def _unfold_or_empty(x: Tensor, dim: int, size: int, step: int) -> Tensor:
