@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.comm import ranked
 from shardwise.dispatch.aliasing.copied_views import CopiedView, watch_view
-from shardwise.dispatch.aliasing.global_strides import copied, on_one_device, shards_contiguous, strides_shown
+from shardwise.dispatch.aliasing.global_strides import copied, inferred_strides, on_one_device, shards_contiguous
 from shardwise.dispatch.aliasing.views import OfCopies
 from shardwise.dispatch.plan import reduce_terms
 from shardwise.dispatch.planning.no_data import WithoutData, needs_data, on_meta
@@ -119,7 +119,7 @@ def _contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
 @lru_cache(maxsize=1024)
 def _shows_contiguous(layout: Layout, steps: tuple[int, ...]) -> bool:
     """Whether the whole is contiguous, if the one shard held here has these strides."""
-    strides = strides_shown(layout.shape, layout.held_shapes[0], steps)
+    strides = inferred_strides(layout.shape, layout.held_shapes[0], steps)
     return torch.empty_strided(layout.shape, strides, device="meta").is_contiguous()
 
 

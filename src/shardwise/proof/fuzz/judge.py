@@ -21,7 +21,7 @@ from torch import Tensor
 from shardwise.comm import as_mesh, shards_of
 from shardwise.dispatch import clear_cache
 from shardwise.dispatch.aliasing.copied_views import StaleView
-from shardwise.dispatch.aliasing.global_strides import strides_shown
+from shardwise.dispatch.aliasing.global_strides import inferred_strides
 from shardwise.layout import Mesh
 from shardwise.proof.fuzz.draw import quiet
 from shardwise.proof.fuzz.program import Part, Program, Run
@@ -241,7 +241,7 @@ def prints(what: str, x: DTensor) -> Iterator[Print]:
                 raise Wrong(f"{what}: the shard at {coordinate} has shape {list(shard.shape)}, which is not {layout}")
             terms = tuple(at for at, p in zip(coordinate, layout.pending, strict=True) if p is not None)
             if shard.numel() and "_strides" not in x.__dict__:
-                steps = strides_shown(layout.shape, shard.shape, shard.stride())
+                steps = inferred_strides(layout.shape, shard.shape, shard.stride())
                 shown = [step for step, size in zip(steps, layout.shape, strict=True) if size > 1]
                 yield f"{what}, its strides", None, zlib.crc32(repr(shown).encode())
             yield what, (layout.box(coordinate), terms), zlib.crc32(shard.contiguous().numpy().tobytes())
