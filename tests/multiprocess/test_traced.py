@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,22 +11,25 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardwise as sw
-from launch import run_ranks
+from launch import Case
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the ranks import this file without pytest's settings
 from traced import PROGRAMS, collectives, shards, traced
 
 
-def traced_programs(rank: int, size: int) -> None:
+def traced_program(rank: int, size: int, name: str) -> None:
     mesh = sw.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
-    for name, (program, expected) in PROGRAMS.items():
-        graph = make_fx(traced(program, mesh))(*[torch.rand_like(x) for x in shards(name, rank, size)])
-        assert collectives(graph) == expected, name
-        found, wanted = graph(*shards(name, rank, size)), program(mesh)(*shards(name, rank, size))
-        for i, (x, y) in enumerate(zip(found, wanted, strict=True)):
-            assert torch.equal(x, y), f"{name}, result {i}"
+    program, expected = PROGRAMS[name]
+    graph = make_fx(traced(program, mesh))(*[torch.rand_like(x) for x in shards(name, rank, size)])
+    assert collectives(graph) == expected
+    found, wanted = graph(*shards(name, rank, size)), program(mesh)(*shards(name, rank, size))
+    for i, (x, y) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(x, y), f"result {i}"
 
 
-@pytest.mark.multiprocess
-def test_a_graph_gives_what_the_program_gives() -> None:
-    run_ranks(traced_programs, 2)
+CASES = [Case(f"{name}-traced", 2, traced_program, (name,)) for name in PROGRAMS]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_graph_gives_what_the_program_gives(case: Case, on_ranks: Callable[[Case], object]) -> None:
+    on_ranks(case)
