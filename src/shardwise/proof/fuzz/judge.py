@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -119,9 +118,6 @@ class _Judged:
         return Verdict(RIGHT, prints=self.prints)
 
     def _step(self, part: Part) -> None:
-        for run in (self.dist, self.plain):
-            for _, x in run.tensors(self.names):
-                look_back(x)
         try:
             self.dist.do(part)
         except RanksApart:
@@ -213,16 +209,6 @@ class _Raised(Exception):
 
 class _Invalid(Exception):
     """Torch itself refuses a part."""
-
-
-def look_back(x: Tensor) -> None:
-    """Ask for the history of a tensor, as anyone may. Torch then brings that of a view up to date, by which it loses
-    or keeps a gradient; and a hook on a view that is not up to date kills the process. Some views have no history, once
-    what they are views of was written to."""
-    if not isinstance(x, StaleView):
-        with _disabled(), suppress(RuntimeError):
-            for shard in shards_of(x):
-                shard.grad_fn  # noqa: B018
 
 
 def whole(x: Any) -> Tensor:

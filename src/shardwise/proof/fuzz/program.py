@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.comm import shards_of
+from shardwise.dispatch.aliasing.copied_views import StaleView
 from shardwise.layout import Partial, Placement, Replicate, Shard
 from shardwise.proof.fuzz.leaves import Device
 
@@ -130,6 +133,16 @@ def _compiled(text: str) -> CodeType:
     return compile(text, text, "exec")
 
 
+def look_back(x: Tensor) -> None:
+    """Ask for the history of a tensor, as anyone may. Torch then brings that of a view up to date, by which it loses
+    or keeps a gradient; and a hook on a view that is not up to date kills the process. Some views have no history, once
+    what they are views of was written to."""
+    if not isinstance(x, StaleView):
+        with torch._C.DisableTorchFunctionSubclass(), suppress(RuntimeError):
+            for shard in shards_of(x):
+                shard.grad_fn  # noqa: B018
+
+
 class Run:
     """A program that is being run: its names."""
 
@@ -140,6 +153,8 @@ class Run:
         }
 
     def do(self, part: Part) -> None:
+        for _, x in self.tensors(list(self.names)):
+            look_back(x)
         exec(_compiled(part.text), self.names)
 
     def value(self, name: str) -> Any:
