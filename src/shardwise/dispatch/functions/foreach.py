@@ -96,7 +96,7 @@ def _refuse(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         raise refusal
 
 
-def _lead(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+def _lead(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
     """The list that the others follow: the first one of tensors."""
     return next(list(arg) for arg in (*args, *kwargs.values()) if _is_tensors(arg))
 
@@ -105,7 +105,7 @@ def _is_tensors(argument: Any) -> bool:
     return isinstance(argument, (list, tuple)) and bool(argument) and isinstance(argument[0], Tensor)
 
 
-def _layouts(lead: Sequence[Tensor], name: str) -> list[Layout]:
+def _layouts(lead: Sequence[Any], name: str) -> list[Layout]:
     if not all(isinstance(x, DTensor) for x in lead):
         raise InPlaceError(f"{name} mixes plain tensors and DTensors in one list; distribute the plain ones first")
     return [x._layout for x in lead]
