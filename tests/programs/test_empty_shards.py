@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.comm import ranked
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 
@@ -128,3 +129,15 @@ def test_empty_shards_raise_on_no_rank_alone(name: str) -> None:
     backward = differentiates(EMPTY[name], data(2, 3))
     compare(EMPTY[name], [data(2, 3)], LINE, [[S(0)]], backward=backward)
     compare(EMPTY[name], [data(2, 3)], GRID, [[S(0), S(0)]], backward=backward)
+
+
+def test_strides_of_what_a_call_returns_besides_its_writes() -> None:
+    """The first rank holds nothing: no rank may take a view for possible that another refuses."""
+
+    def program(x: Tensor) -> Tensor:
+        mean, variance = beside(x, torch.zeros(3).double()), beside(x, torch.ones(3).double())
+        return F.batch_norm(x[1::2].T, mean, variance, training=True).view(9, 1)
+
+    whole = normal(7, 3)
+    dist = sw.DTensor.from_local(ranked([whole[:, :0].clone(), whole.clone()]), PAIR, [S(1)])
+    torch.testing.assert_close(program(dist).full_tensor(), program(whole))

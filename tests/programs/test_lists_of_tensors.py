@@ -194,6 +194,29 @@ def test_a_list_with_a_view_of_what_has_a_history_since(placement: sw.Placement)
     same(program, normal(4, 4).diagonal().clone(), placement if placement != S(1) else S(0))
 
 
+def test_a_list_with_what_retains_its_gradient() -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = x.redistribute(placements=[R]) if isinstance(x, sw.DTensor) else x * 1
+        y.retain_grad()
+        torch._foreach_neg_([y])
+        (y * y).sum().backward()
+        return y, y.grad
+
+    same(program, normal(4, 3), S(0), mesh=(3,))
+
+
+@pytest.mark.parametrize("mesh", [(2,), (4,), (5,)])
+def test_lists_on_shards_of_one_row_or_none(mesh: tuple[int, ...]) -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y, z = torch._foreach_mul([x, x.t()], 2.0)
+        y.t().reshape(-1).detach().add_(1)  # a copy, on all ranks
+        z.t().reshape(-1).detach().add_(1)
+        (y.square().sum() + z.sin().sum()).backward()
+        return y, z
+
+    same(program, normal(4, 3), S(0), mesh=mesh)
+
+
 @pytest.mark.parametrize("kind", ["sum", "max", "avg"])
 def test_lists_with_pending_elements_of_other_shapes(kind: str) -> None:
     def program(x: Tensor) -> tuple[Any, ...]:

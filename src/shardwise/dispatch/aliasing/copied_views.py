@@ -86,10 +86,6 @@ class Taking:
         self.recorded = torch.is_grad_enabled()
 
     @property
-    def is_known(self) -> bool:
-        return self.function is not None
-
-    @property
     def leads_back(self) -> bool:
         """Not if the view depends on how its source lies in memory."""
         return self.function not in (None, Tensor.as_strided, torch.as_strided)
@@ -199,16 +195,6 @@ def is_copied_view(x: Tensor) -> bool:
     return "_strides" in x.__dict__ or _copy_in(x) is not None
 
 
-def refuse_lost_writes(written: Sequence[Tensor], name: str) -> None:
-    """Before a write: refuse it if it would go to a copy from which there is no way back, or to several tensors, one of
-    which does not show what was written to another."""
-    if any(storage_of(x) in copies for x in written) and depend(written, name):
-        raise InPlaceError(
-            f"{name} would write to several views of one DTensor, of which some had to be copies, because their data "
-            f"came from other ranks. Nothing was changed; write to one after the other"
-        )
-
-
 def depend(written: Sequence[Tensor], name: str) -> bool:
     """Whether a write to one of several tensors is one to another, too. Refuses those to copies without a way back."""
     first: dict[int, Tensor] = {}
@@ -263,7 +249,7 @@ def take_anew(written: Iterable[Tensor]) -> None:
 
 def _pass_by_hooks(copy: CopiedView | None) -> bool:
     """Take a copy anew if there are hooks on it or on what it was taken from. Whether there were."""
-    if copy is None or not copy._taking.is_known:
+    if copy is None or copy._taking.function is None:
         return False
     source = copy._taking.source
     with _disabled():
@@ -347,7 +333,7 @@ def _once(x: Tensor, target: Tensor) -> Tensor:
 
 
 def _take_again(copy: Any) -> None:
-    if not copy._taking.is_known:
+    if copy._taking.function is None:
         raise stale()
     source, fresh = copy._taking.source, copy._taking.again()
     with torch.set_grad_enabled(fresh.requires_grad):  # the source may have had what it was reduced to

@@ -21,7 +21,7 @@ from shardwise.dispatch.aliasing.copied_views import (
     carry_on,
     copies,
     outdate_with,
-    refuse_lost_writes,
+    roots_of,
     storage_of,
     take_anew,
     watch_copy,
@@ -59,7 +59,8 @@ class Copies(Guard):
         source, all_strides = _first(args, kwargs), self._strides(args, kwargs)
         results = [out] if isinstance(out, Tensor) else flat_tensors(out)
         if all_strides[self.positions[0]] is None:  # torch copies too
-            return map_tensors(out, copied) if "_moved" in source.__dict__ else out  # what was moved is not its own
+            own: Any = copied  # what was moved is not the result's to write to
+            return map_tensors(out, own) if "_moved" in source.__dict__ else out
         are_views = _share_memory(results[self.positions[0]], source)
         for at in self.positions:
             result, strides = results[at], all_strides[at]
@@ -138,8 +139,11 @@ class OfCopies:
                 hidden.append(at)
         all_strides = strides_of_views(self.function, args, kwargs) if hidden else []
         for at in hidden:
-            remember = _remember_strides if results[at].__class__ is DTensor else _remember_other_strides
-            remember(results[at], all_strides[at])
+            strides, remember = all_strides[at], _remember_other_strides
+            assert strides is not None, "a copy that shares memory"
+            if results[at].__class__ is DTensor:
+                remember = _remember_strides
+            remember(results[at], strides)
         return map_tensors(out, lambda x: given.get(id(x), x))
 
 
@@ -202,7 +206,7 @@ class Writes(Guard):
                 forget(mesh)
         if copies:
             written = self._written(args, kwargs)
-            refuse_lost_writes(written, self.name)
+            roots_of(written, self.name)  # refuses writes that would be lost
             take_anew(written)
 
     def after(self, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -316,7 +320,7 @@ def _remember_strides(part: Any, strides: tuple[int, ...]) -> None:
             return
 
 
-# The ways back that there are: of reshapes, and of parts that an assignment can name
+# Reshapes
 
 
 treat(Tensor.squeeze, Tensor.unsqueeze, torch.squeeze, torch.unsqueeze, reshape="view")

@@ -96,7 +96,7 @@ def _refuse(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         raise refusal
 
 
-def _lead(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+def _lead(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
     """The list that the others follow: the first one of tensors."""
     return next(list(arg) for arg in (*args, *kwargs.values()) if _is_tensors(arg))
 
@@ -105,7 +105,7 @@ def _is_tensors(argument: Any) -> bool:
     return isinstance(argument, (list, tuple)) and bool(argument) and isinstance(argument[0], Tensor)
 
 
-def _layouts(lead: Sequence[Tensor], name: str) -> list[Layout]:
+def _layouts(lead: Sequence[Any], name: str) -> list[Layout]:
     if not all(isinstance(x, DTensor) for x in lead):
         raise InPlaceError(f"{name} mixes plain tensors and DTensors in one list; distribute the plain ones first")
     return [x._layout for x in lead]
@@ -301,36 +301,7 @@ class _Reduced:
             return _each(self.func)  # an empty shard has no extremum; only terms of a sum have gradients of their own
         pending = Partial("norm", order) if order is not None else Partial(kind)
         layouts = [_reduced(layout, pending) for layout in self.wanted]
-        if order is None or order <= 0:
-            return Whole(self.func, self.movers, layouts, [None] * len(layouts), self.wanted[0].mesh)
-        return self._alike(order, layouts)
-
-    def _alike(self, order: float, layouts: list[Layout]) -> Plan:
-        """All norms pending along the same axes, so that the norm of them all, which is what they are for, takes one
-        reduction: what is whole along an axis becomes as many equal terms."""
-        mesh = self.wanted[0].mesh
-        axes = [axis for axis in range(mesh.ndim) if any(layout.pending[axis] for layout in layouts)]
-        pending = [Partial("norm", order) if axis in axes else None for axis in range(mesh.ndim)]
-        shares = [
-            1.0
-            if math.isinf(order)
-            else math.prod(mesh.shape[axis] for axis in axes if not layout.pending[axis]) ** (1 / order)
-            for layout in layouts
-        ]
-        plan = Whole(
-            self.func, self.movers, [Layout(mesh, (), (), pending)] * len(layouts), [None] * len(layouts), mesh
-        )
-
-        def run(args: tuple, kwargs: dict[str, Any] | None) -> Any:
-            norms = plan(args, kwargs)
-            with _disabled():
-                for norm, share in zip(norms, shares, strict=True):
-                    if share != 1:
-                        for shard in (norm, *norm.__dict__.get("_peers", ())):
-                            shard.div_(share)
-            return norms
-
-        return run
+        return Whole(self.func, self.movers, layouts, [None] * len(layouts), self.wanted[0].mesh)
 
 
 def _reduced(layout: Layout, pending: Partial) -> Layout:

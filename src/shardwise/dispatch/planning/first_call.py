@@ -279,7 +279,9 @@ def _writing(plan: Plan, guards: list[Guard], written: Sequence[int], lowered: L
     guards.append(Writes(call.name, written))
     plan = Guarded(plan, guards)
     shared = simulated and not all(isinstance(call.tensors[i], DTensor) for i in written)
-    return OfAllRanks(plan, call.func, written, lowered.mesh) if shared else plan
+    plan = OfAllRanks(plan, call.func, written, lowered.mesh) if shared else plan
+    is_fresh = not any(value in lowered.trace.inputs for value in lowered.trace.results)
+    return _with_strides(plan, lowered, call) if is_fresh else plan
 
 
 def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -> Plan:
@@ -293,9 +295,13 @@ def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -
         guards.append(Settles())
     if isinstance(plan, (Steps, Whole)) and not lowered.trace.seen_arguments:
         guards.append(Unrecorded())
-    plan = guarded(plan, guards)
-    hides = may_lose_strides([made.call for made in lowered.calls], layouts)
-    return WithStrides(plan, call.func, lowered.trace.result_strides) if hides else plan
+    return _with_strides(guarded(plan, guards), lowered, call)
+
+
+def _with_strides(plan: Plan, lowered: Lowered, call: Asked) -> Plan:
+    layouts = [lowered.layouts[value.index] for value in lowered.trace.results]
+    loses = may_lose_strides([made.call for made in lowered.calls], layouts)
+    return WithStrides(plan, call.func, lowered.trace.result_strides) if loses else plan
 
 
 def _layout_of_one_view(lowered: Lowered) -> Layout | None:
