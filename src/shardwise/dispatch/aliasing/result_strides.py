@@ -53,7 +53,7 @@ class WithStrides:
     __slots__ = ("contiguous", "function", "inferred", "known", "plan")
 
     def __init__(self, plan: Callable, function: Callable, contiguous: ResultStrides) -> None:
-        """`contiguous`: what the function gives for contiguous arguments, such as those of a trace."""
+        """`contiguous`: what the function gives for contiguous arguments (those of a trace are), if known."""
         self.plan, self.function, self.contiguous = plan, function, contiguous
         self.known: dict[tuple, list[_Lost]] = {}
         self.inferred: set[tuple[int, ...]] = set()  # strides of an only argument from whose result they are inferred
@@ -85,7 +85,7 @@ class WithStrides:
 
     def _lost(self, args: tuple, kwargs: dict[str, Any], results: Sequence[Tensor]) -> list[_Lost]:
         contiguous = all(globally_contiguous(x) for x in flat_tensors((args, kwargs)))
-        on_one = self.contiguous if contiguous else unseen(_asked, self.function, args, kwargs)
+        on_one = (contiguous and self.contiguous) or unseen(_asked, self.function, args, kwargs)
         found: list[_Lost] = []
         for at, (x, (strides, is_view)) in enumerate(zip(results, on_one, strict=True)):
             if x.__class__ is not DTensor:
