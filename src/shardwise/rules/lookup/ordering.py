@@ -47,7 +47,7 @@ def _sort_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Lo
 
 
 def _sharded_sort(
-    group: Collectives, x: Tensor, dim: int, descending: bool, pieces: tuple[int, ...], wanted: tuple[int, ...]
+    group: Collectives, x: Tensor, dim: int, descending: bool, pieces: Sequence[int], wanted: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """A sorting network whose comparators merge two ranks' sorted parts and split them again. Of what it sorts, in
     `pieces`, it gives pieces of the `wanted` sizes, which may be the first elements only.
@@ -83,8 +83,8 @@ def network(size: int) -> list[dict[int, int]]:
     return rounds
 
 
-def _recut(group: Collectives, x: Tensor, dim: int, have: tuple[int, ...], want: tuple[int, ...]) -> Tensor:
-    return x if have == want else group.window(x, dim, intervals(have), intervals(want))
+def _recut(group: Collectives, x: Tensor, dim: int, have: Sequence[int], want: Sequence[int]) -> Tensor:
+    return x if list(have) == list(want) else group.window(x, dim, intervals(have), intervals(want))
 
 
 def _sorted_part(x: Tensor, dim: int, descending: bool, index: int, starts: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -74,12 +74,13 @@ def _scatter(call: Call) -> list[Strategy]:
     if not gather_sizes_agree(call) or any(source.ndim != x.ndim for source in sources):
         return found
     (dim,) = call.dims()
-    found.append(Strategy((dim, *[None] * (len(call.inputs) - 1)), (dim,)))
     for d in range(x.ndim):
-        alike = all(value.shape[d] == index.shape[d] for value in (*sources, *((x,) if d != dim else ())))
-        if alike and d != dim:
+        same_size = all(value.shape[d] == index.shape[d] for value in (*sources, *((x,) if d != dim else ())))
+        if d == dim:  # each rank writes its part of the index, and of the source
+            found.append(Strategy((d, *[None] * (len(call.inputs) - 1)), (d,)))
+        elif same_size:
             found.append(Strategy((d,) * len(call.inputs), (d,), PROGRAM_COST))
-        elif alike and _accumulates(call):
+        if d == dim and same_size and _accumulates(call):
             found.append(Strategy((SUM, d, d), (SUM,), PROGRAM_COST))
     return found
 

@@ -62,7 +62,19 @@ def _roll(call: Call) -> list[Strategy]:
 
 
 register("roll", rule=Rule(_roll, lambda call, ins, outs: _reordered_local(call, ins[0], _rolls(call))))
-register("rot90", rule=factor_rule(lambda call: moved_along(call, call.dims("dims"))))
+
+
+def _rot90(call: Call) -> Factors:
+    """A quarter turn flips one of two dims, which must not be sharded, and swaps them; half a turn flips both."""
+    (a, b), turns = call.dims("dims"), call["k"] % 4
+    names = dims_but(call.inputs[0].ndim, ((), (b,), (a, b), (a,))[turns])
+    out = list(names)
+    if turns % 2:
+        out[a], out[b] = names[b], names[a]
+    return moved([names], [out])
+
+
+register("rot90", rule=factor_rule(_rot90))
 
 
 # Repeats: of dims that are not sharded

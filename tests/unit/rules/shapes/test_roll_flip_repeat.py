@@ -86,6 +86,7 @@ WAYS = {
     "roll": (lambda a: a.roll(3, 0), S(0), {"all_to_all": 2}, "[8,6] S(0)@a"),
     "roll other": (lambda a: a.roll(3, 1), S(0), {}, "[8,6] S(0)@a"),
     "roll not at all": (lambda a: a.roll(8, 0), S(0), {}, "[8,6] S(0)@a"),
+    "rot90 other": (lambda a: a.rot90(), S(0), {}, "[6,8] S(1)@a"),
     "repeat other": (lambda a: a.repeat(1, 2), S(0), {}, "[8,12] S(0)@a"),
     "unfold": (lambda a: a.unfold(0, 3, 1), S(0), {"all_to_all": 1}, "[6,6,3] S(0)@a"),
     "unfold within": (lambda a: a.unfold(0, 2, 2), S(0), {}, "[4,6,2] S(0)@a"),
