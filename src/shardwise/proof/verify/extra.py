@@ -81,10 +81,6 @@ def exists(name: str) -> bool:
 _ALL: dict[str, Sequence[Callable[[], Any]]] = {
     **_elementwise_gradients(),
     **_layers(),
-    "aten::_addmm_activation": [
-        lambda: aten._addmm_activation(_x(3), _x(5, 4), _x(4, 3)),
-        lambda: aten._addmm_activation(_x(5, 3), _x(5, 4), _x(4, 3), beta=0.5, use_gelu=True),
-    ],
     "aten::_batch_norm_no_update": [
         lambda: aten._batch_norm_no_update(_x(5, 3, 4), _x(3), _x(3), _x(3), _x(3).abs(), 0.1, 1e-5)
     ],

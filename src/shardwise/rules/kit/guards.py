@@ -57,7 +57,7 @@ def _checked_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
     cuts = [(dim, axes) for dim, axes in enumerate(ins[0].splits) if axes]
     parts = [(dim, ins[0].pieces(dim)) for dim, _ in cuts]
     args = [parts, call["check"], call["x"]]
-    return Local(_checked_together, args, groups=(tuple(sorted(axes_of(ins))), *(axes for _, axes in cuts)))
+    return Local(_checked_together, args, groups=(axes_of(ins), *(axes for _, axes in cuts)))
 
 
 def _checked_together(group: Collectives, *args: Any) -> Tensor:

@@ -62,7 +62,7 @@ def guarded_call(
     """`step` on where the shards start and the call's arguments, after a check of the indices, which have layouts
     `indices`."""
     args = [step, bounds, HeldValues(ins[0].held_starts), *call.args]
-    return Local(_guarded, args, groups=(tuple(sorted(axes_of(indices))),))
+    return Local(_guarded, args, groups=(axes_of(indices),))
 
 
 def _guarded(group: Collectives, step: Callable[..., Any], bounds: Sequence[Bound | None], *args: Any) -> Any:
@@ -75,8 +75,9 @@ def _guarded(group: Collectives, step: Callable[..., Any], bounds: Sequence[Boun
     return group.map(step, *args)
 
 
-def axes_of(layouts: Sequence[Layout]) -> set[int]:
-    return {axis for layout in layouts for axes in layout.splits for axis in axes}
+def axes_of(layouts: Sequence[Layout]) -> tuple[int, ...]:
+    """The axes along which some of the layouts are sharded."""
+    return tuple(sorted({axis for layout in layouts for axes in layout.splits for axis in axes}))
 
 
 # Shards: which indices are ours, and where

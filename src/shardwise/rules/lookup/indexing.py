@@ -239,7 +239,7 @@ def _one_hot_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
     if not any(ins[0].splits):
         return None
     args = [Bound(range(call["num_classes"]), True), call.inputs[0], call["num_classes"]]
-    return Local(_checked_one_hot, args, groups=(tuple(sorted(axes_of(ins))),))
+    return Local(_checked_one_hot, args, groups=(axes_of(ins),))
 
 
 def _checked_one_hot(group: Collectives, bound: Bound, index: Tensor, classes: int) -> Tensor:

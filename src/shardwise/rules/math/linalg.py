@@ -110,7 +110,7 @@ def _may_raise(call: Call) -> bool:
 
 
 def _batched_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    axes = tuple(sorted(axes_of(ins)))
+    axes = axes_of(ins)
     if not _may_raise(call) or not axes:
         return None
     return Local(_agreeing, [call.op, len(call.outputs), *call.args], call.kwargs, groups=(axes,))

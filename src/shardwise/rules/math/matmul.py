@@ -63,15 +63,6 @@ def _expanded_first(op: Any, shape: Sequence[int], addend: Tensor, *args: Any, *
 register(*_PRODUCT, rule=factor_rule(_sum_of_product, _sum_of_product_local))
 
 
-def _activated(call: Call) -> Factors:
-    """`activation(self + a @ b)`: the contracted dim must be whole, and nothing may be pending."""
-    addend = _renamed(call.inputs[0].shape, ("i", "j"), call.outputs[0].shape)
-    return Factors([addend, (("i", None)), ((None, "j"))], [("i", "j")])
-
-
-register("_addmm_activation", rule=factor_rule(_activated))
-
-
 def _trilinear(call: Call) -> Factors:
     """The product of three tensors with dims added to each, summed over some dims: what `bilinear` is made of."""
     ndim = call.inputs[0].ndim + len(call["expand1"])

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from shardwise.layout import Layout, Partial
 from shardwise.rules.kit.agreement import agreed
-from shardwise.rules.kit.notation import Factor, Factors, factor_rule
+from shardwise.rules.kit.indices import axes_of
+from shardwise.rules.kit.notation import Factor, Factors, factor_rule, other_dims
 from shardwise.rules.kit.registry import register, register_pointwise
 from shardwise.rules.kit.types import (
+    ANY_PENDING,
     PENDING,
     SUM,
     Call,
@@ -135,10 +137,9 @@ def _divides_by_numbers(call: Call) -> bool:
 
 def _divided(call: Call, ins: Sequence[Layout]) -> Local:
     """For all dtypes, since a plan made for floats may serve integers too."""
-    axes = {axis for layout in ins for cut in layout.splits for axis in cut}
     options = {"rounding_mode": call["rounding_mode"]} if "rounding_mode" in call.bound else {}
     op = partial(call.op.overloadpacket, **options)
-    return Local(_divide, [op, call["self"], call["other"]], groups=(tuple(sorted(axes)),))
+    return Local(_divide, [op, call["self"], call["other"]], groups=(axes_of(ins),))
 
 
 def _divide(group: Collectives, op: Any, x: Any, y: Tensor) -> Tensor:
@@ -163,18 +164,8 @@ def _counted_once(call: Call, layout: Layout, name: str) -> Local:
 ELEMENTWISE = Rule(_strategies, _by_value)
 register_pointwise(ELEMENTWISE)
 register(  # element-wise, but without the tag, at least in the oldest torch that will do
-    *(
-        "_conj_physical",
-        "rsub",
-        "leaky_relu",
-        "hardswish",
-        "_prelu_kernel",
-        "floor_divide",
-        "complex",
-        "polar",
-        "masked_fill",
-        "log_sigmoid_forward",
-    ),
+    *("_conj_physical", "rsub", "leaky_relu", "hardswish", "_prelu_kernel", "floor_divide", "complex", "polar"),
+    *("masked_fill", "log_sigmoid_forward"),
     *("elu_backward", "hardshrink_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward"),
     *("leaky_relu_backward", "softplus_backward", "softshrink_backward", "rrelu_with_noise", "_prelu_kernel_backward"),
     *("bernoulli", "uniform", "normal", "exponential", "random", "native_dropout", "cauchy", "log_normal", "geometric"),
@@ -185,22 +176,14 @@ register(  # element-wise, but without the tag, at least in the oldest torch tha
 # Element-wise in all dims but one
 
 
-def _halves(call: Call) -> Factors:
-    """`glu` multiplies one half of a dim with the other."""
-    (dim,) = call.dims()
-    names: list[Factor] = [None if d == dim else d for d in range(call.inputs[0].ndim)]
-    return Factors([names], [names])
-
-
-register("glu", rule=factor_rule(_halves))
+register("glu", rule=factor_rule(lambda call: other_dims(call, call.dims())))
 
 
 # Copies that change nothing about the value: any pending reduction passes through.
 
 
 def _identity(call: Call) -> list[Strategy]:
-    dims = tuple(range(call.inputs[0].ndim))
-    return [*Factors([dims], [dims]).strategies(), Strategy((PENDING,), (PENDING,))]
+    return [*other_dims(call).strategies(), ANY_PENDING]
 
 
 def _conversion(call: Call) -> list[Strategy]:
@@ -208,7 +191,7 @@ def _conversion(call: Call) -> list[Strategy]:
     source, target = call.inputs[0].dtype, call.outputs[0].dtype
     dims = tuple(range(call.inputs[0].ndim))
     found = Factors([dims], [dims], linear=FIRST if _keeps_sums(source, target) else []).strategies()
-    return [*found, Strategy((PENDING,), (PENDING,))] if source == target else found
+    return [*found, ANY_PENDING] if source == target else found
 
 
 def _keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
@@ -257,8 +240,7 @@ register("fill", "fill_", "zero", "zero_", rule=Rule(_fill, _fill_local))
 
 
 def _like(call: Call) -> list[Strategy]:
-    dims = tuple(range(call.inputs[0].ndim))
-    return [*Factors([dims], [dims]).strategies(), Strategy((PENDING,), (None,))]
+    return [*other_dims(call).strategies(), Strategy((PENDING,), (None,))]
 
 
 register(

@@ -154,29 +154,12 @@ register("mean", rule=Rule(lambda call: reduction_ways(call, SUM, linear=True), 
 register("hash_tensor", rule=Rule(lambda call: reduction_ways(call, None)))
 
 
-def _product_ways(call: Call) -> list[Strategy]:
+def _product(call: Call) -> list[Strategy]:
     """A pending product has no gradient with a layout: what its factors get does not add up to that of the product."""
-    return program_ways(call) if call.inputs[0].may_need_grad else reduction_ways(call, Partial("product"))
+    return reduction_ways(call, None if call.inputs[0].may_need_grad else Partial("product"))
 
 
-def _product_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    return reducing(_product)(call, ins, outs) if call.inputs[0].may_need_grad else None
-
-
-def _product(group: Collectives, x: Tensor, of: Reduction) -> Tensor:
-    """All factors are gathered along a new dim, and multiplied with torch's own gradient, of any order."""
-    return of.shaped(group.psum(group.map(_factor_at, group.index(), group.size, x, of)).prod(0))
-
-
-def _factor_at(place: int, count: int, x: Tensor, of: Reduction) -> Tensor:
-    """A shard's factor, at its place among as many."""
-    factor = x.to(of.dtype)
-    for dim in of.dims:
-        factor = factor.prod(dim, keepdim=True)
-    return torch.cat([factor[None] if i == place else torch.zeros_like(factor)[None] for i in range(count)])
-
-
-register("prod", rule=Rule(_product_ways, _product_local))
+register("prod", rule=Rule(_product))
 
 
 # All and any are minimum and maximum of booleans; an empty shard's answer is the neutral one.

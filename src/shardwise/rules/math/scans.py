@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.layout import Layout, Partial
 from shardwise.rules.kit.dim_rebuild import joined
-from shardwise.rules.kit.notation import Factor, Factors, dims_of, factor_rule
+from shardwise.rules.kit.notation import factor_rule, other_dims
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, Local, Rule, Strategy
 from shardwise.rules.math.reductions import PROGRAM_COST, converted, is_inexact, is_linear, wide
@@ -27,8 +27,7 @@ def _scan(call: Call) -> list[Strategy]:
     value, (dim,) = call.inputs[0], call.dims()
     if call.name.startswith("logcumsumexp") and not is_inexact(value.dtype):
         torch.logcumsumexp(torch.zeros(1, dtype=value.dtype), 0)  # torch refuses
-    free: list[Factor] = [None if d == dim else name for d, name in enumerate(dims_of(value.ndim))]
-    found = Factors([free], [free]).strategies()
+    found = other_dims(call, [dim]).strategies()
     logs = call.name.startswith("logcumsumexp") and value.dtype.is_complex  # their branches depend on all before them
     if value.ndim and not logs:
         found.append(Strategy((dim,), (dim,), PROGRAM_COST))
@@ -78,9 +77,4 @@ register("cumsum", "cumprod", "logcumsumexp", rule=Rule(_scan, _scan_local))
 # Running extrema: the dim must not be sharded
 
 
-def _extremum_scan(call: Call) -> Factors:
-    names: list[Factor] = [None if (d,) == call.dims() else d for d in range(call.inputs[0].ndim)]
-    return Factors([names], [names, names])
-
-
-register("cummax", "cummin", rule=factor_rule(_extremum_scan))
+register("cummax", "cummin", rule=factor_rule(lambda call: other_dims(call, call.dims())))

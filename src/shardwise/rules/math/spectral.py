@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.empty import connected_zeros, skipping_empty
-from shardwise.rules.kit.notation import Factor, Factors, dims_of, factor_rule
+from shardwise.rules.kit.notation import Factor, Factors, dims_but, factor_rule
 from shardwise.rules.kit.registry import register, register_function
 from shardwise.rules.kit.treatments import traced_form, treat
 from shardwise.rules.kit.types import Call, Local
@@ -18,7 +18,7 @@ from shardwise.rules.kit.types import Call, Local
 
 def _transform(call: Call) -> Factors:
     transformed = call.dims() if call["dim"] else ()
-    names = [None if d in transformed else name for d, name in enumerate(dims_of(call.inputs[0].ndim))]
+    names = dims_but(call.inputs[0].ndim, transformed)
     return Factors([names], [names], linear=[frozenset({0})])
 
 

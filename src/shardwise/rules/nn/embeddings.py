@@ -33,11 +33,6 @@ def _must_check(table: Layout, index: Layout) -> bool:
     return bool(table.splits[0]) or any(index.splits) or has_empty([table])
 
 
-def _axes_of_indices(index: Layout) -> tuple[int, ...]:
-    """The axes along which the ranks agree about indices."""
-    return tuple(sorted(axes_of([index])))
-
-
 def _row_starts(layout: Layout) -> HeldValues:
     """Where each held rank's rows begin in the table."""
     return HeldValues([start[0] for start in layout.held_starts])
@@ -61,9 +56,7 @@ def _embedding_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) 
     if _must_check(table, index):
         bound = Bound(range(table.shape[0]), any(index.splits), own=not table.splits[0])
         options = [_row_starts(table), table.shape[0], call["padding_idx"], call["scale_grad_by_freq"]]
-        return Local(
-            _checked_rows, [bound, call["weight"], call["indices"], *options], groups=(_axes_of_indices(index),)
-        )
+        return Local(_checked_rows, [bound, call["weight"], call["indices"], *options], groups=(axes_of([index]),))
     if not call["sparse"]:
         return None
     args, kwargs = call.replace(sparse=False)
@@ -188,7 +181,7 @@ def _embedding_bag(call: Call) -> list[Strategy]:
 
 def _embedding_bag_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
     items, table = ins[:2]
-    num_rows, confer = table.shape[0], _axes_of_indices(items)
+    num_rows, confer = table.shape[0], axes_of([items])
     bound = Bound(range(num_rows), any(items.splits))
     if not table.splits[0] and not any(items.splits[-1:]):
         args, kwargs = call.replace(sparse=False)

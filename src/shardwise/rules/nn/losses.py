@@ -35,11 +35,6 @@ def reduction_of(call: Call) -> str:
     return call["reduction"]
 
 
-def _group(ins: Sequence[Layout]) -> tuple[tuple[int, ...], ...]:
-    """All ranks that have parts of some input, as one group."""
-    return (tuple(sorted(axes_of(ins))),)
-
-
 def _summed(loss: Any, count: int, *args: Any, **kwargs: Any) -> Any:
     """A shard's term of a sum, or of a mean over `count`: a loss without reduction is summed here, over `count`."""
     out = loss(*args, **kwargs)
@@ -80,7 +75,7 @@ def _probability_loss_local(call: Call, ins: Sequence[Layout], outs: Sequence[La
         return None
     local = _pointwise_loss_local(call, ins, outs) or Local(call.op, call.args, call.kwargs)
     step = partial(local.function, *local.args[: -len(call.args)], **local.kwargs)
-    return Local(_of_probabilities, [step, *local.args[-len(call.args) :]], groups=_group(ins))
+    return Local(_of_probabilities, [step, *local.args[-len(call.args) :]], groups=(axes_of(ins),))
 
 
 def _of_probabilities(group: Collectives, step: Any, x: Tensor, *args: Any) -> Tensor:
@@ -104,7 +99,7 @@ def nonnegative(var: Tensor) -> Tensor:
 
 
 def _nonnegative_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
-    return Local(_check_variances, call.args, groups=_group(ins))
+    return Local(_check_variances, call.args, groups=(axes_of(ins),))
 
 
 def _check_variances(group: Collectives, var: Tensor) -> Tensor:
@@ -159,7 +154,7 @@ def _row_loss_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -
     if call["reduction"] != NONE:  # of no rows, torch leaves the sum to chance
         arguments["reduction"] = NONE
         step = partial(_summed, call.op, call.inputs[0].shape[0] if call["reduction"] == MEAN else 1)
-    return Local(_checked_rows, [_range_of_targets(call), step, *arguments.values()], groups=_group(ins))
+    return Local(_checked_rows, [_range_of_targets(call), step, *arguments.values()], groups=(axes_of(ins),))
 
 
 def _range_of_targets(call: Call) -> Bound:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.empty import unless_empty
-from shardwise.rules.kit.notation import Factors, dims_of
+from shardwise.rules.kit.empty import skipping_empty, unless_empty
+from shardwise.rules.kit.notation import other_dims
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
 from shardwise.rules.math.reductions import PROGRAM_COST, is_inexact, maximum, wide
@@ -23,10 +23,8 @@ def _softmax(call: Call) -> list[Strategy]:
     (dim,) = call.dims()
     if not is_inexact(call.inputs[0].dtype):
         torch.softmax(torch.zeros(1, dtype=call.inputs[0].dtype), 0)  # torch refuses
-    names = dims_of(call.inputs[0].ndim)
-    free = [None if d == dim else name for d, name in enumerate(names)]
     sharded = [Strategy((dim,), (dim,), 2 * PROGRAM_COST)] if call.inputs[0].ndim else []
-    return [*Factors([free], [free]).strategies(), *sharded]
+    return [*other_dims(call, [dim]).strategies(), *sharded]
 
 
 def _softmax_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
@@ -233,29 +231,8 @@ register("native_group_norm", rule=Rule(_group_norm, _group_norm_local))
 
 
 def _weight_norm(call: Call) -> list[Strategy]:
-    """The dim that is kept is free; squares are reduced over the others."""
-    ndim = call.inputs[0].ndim
-    kept = call["dim"] % ndim
-    away = [dim for dim in range(ndim) if dim != kept]
-    found = [replicated(call), Strategy((kept, kept), (kept, kept))]
-    return [*found, *(Strategy((dim, None), (dim, None), PROGRAM_COST) for dim in away)]
+    kept = call["dim"] % call.inputs[0].ndim
+    return [replicated(call), Strategy((kept, kept), (kept, kept))]
 
 
-def _weight_norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    ndim = call.inputs[0].ndim
-    others = tuple(dim for dim in range(ndim) if dim != call["dim"] % ndim)
-    axes = tuple(axis for dim in others for axis in ins[0].splits[dim])
-    if not axes and not ins[0].has_empty:
-        return None
-    args = [call["v"], call["g"], others, call.outputs[1].dtype]
-    return Local(_sharded_weight_norm, args, groups=(axes,))
-
-
-def _sharded_weight_norm(
-    group: Collectives, v: Tensor, g: Tensor, others: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    length = group.psum((wide(v) * wide(v)).sum(others, keepdim=True)).sqrt()
-    return (v * (g / group.vary(length))).to(v.dtype), length.detach().to(dtype)
-
-
-register("_weight_norm_interface", rule=Rule(_weight_norm, _weight_norm_local))
+register("_weight_norm_interface", rule=skipping_empty(Rule(_weight_norm)))

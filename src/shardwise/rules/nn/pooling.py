@@ -34,7 +34,7 @@ def _batch_and_channels(call: Call) -> list[Strategy]:
     return Factors([names] * len(call.inputs), [names] * len(call.outputs), linear=linear).strategies()
 
 
-# Windows of a fixed size
+# Windows of a fixed size. Dilated ones need all of a dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +58,19 @@ def _slides(call: Call) -> list[Slide]:
     num_dims = _num_dims(call)
     kernel = per_dim(call["kernel_size"], num_dims)
     stride = per_dim(call["stride"], num_dims) if call["stride"] else kernel
-    padding, dilation = per_dim(call["padding"], num_dims), per_dim(call.bound.get("dilation", 1), num_dims)
-    return [Slide(s, p, d * (k - 1) + 1) for k, s, p, d in zip(kernel, stride, padding, dilation, strict=True)]
+    padding = per_dim(call["padding"], num_dims)
+    return [Slide(s, p, k) for k, s, p in zip(kernel, stride, padding, strict=True)]
 
 
 def _pool(call: Call) -> list[Strategy]:
     num_dims, x, out = _num_dims(call), call.inputs[0], call.outputs[0]
     found = _batch_and_channels(call)
-    if not x.dtype.is_floating_point or not _all_read_something(call):
+    if not x.dtype.is_floating_point or set(per_dim(call.bound.get("dilation", 1), num_dims)) != {1}:
         return found
     for dim in range(x.ndim - num_dims, x.ndim):
         resize = even_pieces(len(call.outputs), x.shape[dim], out.shape[dim])
         found.append(Strategy((dim,), (dim,) * len(call.outputs), PROGRAM_COST, resize))
     return found
-
-
-def _all_read_something(call: Call) -> bool:
-    """Whether every output has an input. A dilated window may step over all of them, into the padding."""
-    num_dims = _num_dims(call)
-    sizes = zip(call.inputs[0].shape[-num_dims:], call.outputs[0].shape[-num_dims:], strict=True)
-    dilation = per_dim(call.bound.get("dilation", 1), num_dims)
-    for slide, step, (size, size_out) in zip(_slides(call), dilation, sizes, strict=True):
-        for i in range(size_out):
-            start, stop = slide.reads((i, i + 1))
-            if not any(0 <= at < size for at in range(start, stop, step)):
-                return False
-    return True
 
 
 def _pool_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
@@ -100,8 +87,7 @@ def _pool_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Lo
     if call.name.startswith("avg"):
         options = [call["count_include_pad"], call["divisor_override"]]
         return with_halo(_local_average, fetches, [*args, *options])
-    options = [per_dim(call[name], num_dims) for name in ("kernel_size", "dilation")]
-    return with_halo(_local_maximum, fetches, [*args, *options])
+    return with_halo(_local_maximum, fetches, args)
 
 
 def _padded(x: Tensor, parts: Sequence[_Part], value: float) -> Tensor:
@@ -130,9 +116,7 @@ def _count(part: _Part, include_pad: bool, device: torch.device) -> Tensor:
     return stop - start if include_pad else stop.clamp(max=size) - start.clamp(min=0)
 
 
-def _local_maximum(
-    x: Tensor, shape: Sequence[int], parts: Sequence[_Part], op: Any, kernel: Sequence[int], dilation: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+def _local_maximum(x: Tensor, shape: Sequence[int], parts: Sequence[_Part], op: Any) -> tuple[Tensor, Tensor]:
     """Torch says where the maxima are; the values, and with them the gradients, are taken from there.
 
     Where all of a window is minus infinity torch names its first element, which here may be one of the padding: then
@@ -141,12 +125,11 @@ def _local_maximum(
     if not math.prod(shape):
         return connected_zeros(x, shape), x.new_zeros(shape, dtype=torch.int64)
     num_dims, padded = len(parts), _padded(x.detach(), parts, -math.inf)
-    flat = op(padded, kernel, [part.slide.stride for part in parts], 0, dilation, False)[1]
+    flat = op(padded, [part.slide.span for part in parts], [part.slide.stride for part in parts])[1]
     local, index = torch.zeros_like(flat), torch.zeros_like(flat)
     places = torch.unravel_index(flat, padded.shape[-num_dims:])
     for d, (part, place) in enumerate(zip(parts, places, strict=True)):
-        at = place + part.reads[0]
-        at = torch.where(at < 0, at % dilation[d], at)
+        at = (place + part.reads[0]).clamp(min=0)
         index = index * part.size + at
         local = local * x.shape[d - num_dims] + at - part.fetched[0]
     return x.flatten(-num_dims).gather(-1, local.flatten(-num_dims)).reshape(shape), index
@@ -192,7 +175,7 @@ def _unpool_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> 
         return None
     bound = Bound(range(math.prod(call["output_size"])), True)
     args = [bound, call.op, HeldValues(outs[0].held_shapes), *call.args]
-    return Local(_checked_unpool, args, groups=(tuple(sorted(axes_of(ins))),))
+    return Local(_checked_unpool, args, groups=(axes_of(ins),))
 
 
 def _checked_unpool(

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.empty import connected_zeros, unless_empty
+from shardwise.rules.kit.empty import unless_empty
 from shardwise.rules.kit.registry import register, register_function
 from shardwise.rules.kit.treatments import traced_form
-from shardwise.rules.kit.types import Call, HeldValues, Local, Rule, Strategy, flat_values, replicated
+from shardwise.rules.kit.types import Call, HeldValues, Local, Lowering, Rule, Strategy, flat_values, replicated
 
 SCHEMA = (
     "Tensor input, {hx} hx, Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, "
@@ -39,21 +39,8 @@ def _layer(call: Call) -> list[Strategy]:
     return [replicated(call), Strategy((batch, *[1] * states, *params), (batch, *[1] * states))]
 
 
-def _layer_local(function: Callable) -> Callable[[Call, Sequence[Layout], Sequence[Layout]], Local]:
-    def local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
-        if all(math.prod(shape) for out in outs for shape in out.held_shapes):
-            return Local(function, call.args)
-        shapes = [tuple(out.held_shapes[rank] for out in outs) for rank in range(len(outs[0].mesh.held))]
-        return Local(_layer_or_empty, [function, HeldValues(shapes), *call.args])
-
-    return local
-
-
-def _layer_or_empty(function: Callable, shapes: Any, x: Tensor, hx: Any, params: Any, *settings: Any) -> Any:
-    if all(map(math.prod, shapes)):
-        return function(x, hx, params, *settings)
-    states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
-    return tuple(connected_zeros(x, shape, *states, *params) for shape in shapes)
+def _layer_local(function: Callable) -> Lowering:
+    return lambda call, ins, outs: unless_empty(call, outs, Local(function, call.args))
 
 
 def _one_step(function: Callable) -> Callable[..., tuple[Tensor, ...]]:

@@ -168,12 +168,10 @@ def test_other_norms(op, shapes):
     sweep(op, *(normal(*shape) for shape in shapes))
 
 
-LENGTHS = place(normal(4, 1), R)
 SHARDED = {
     "group, spatial": (lambda x: F.group_norm(x, 2), (4, 4, 8), S(2), 2),
     "group, part of a group": (lambda x: F.group_norm(x, 1), (4, 4, 8), S(1), 2),
     "layer, outer": (lambda x: F.layer_norm(x, (4, 8)), (4, 4, 8), S(1), 2),
-    "weight": (lambda x: torch._weight_norm(x, LENGTHS, 0), (4, 8), S(1), 1),
 }
 
 
