@@ -28,6 +28,7 @@ from shardwise.redistribute.transitions import Move, Typed
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled
+_size = torch._C.TensorBase.size
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
