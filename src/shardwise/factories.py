@@ -14,8 +14,9 @@ from torch import Tensor
 from shardwise.comm import AnyMesh, as_mesh, ranked
 from shardwise.dispatch.planning.randomness import check_in_step
 from shardwise.layout import Layout, Mesh, Placements, Replicate
+from shardwise.local import spread
 from shardwise.redistribute import plan_moves, run_path
-from shardwise.tensor import DTensor, spread, wrap
+from shardwise.tensor import DTensor, wrap
 
 
 def _size(size: tuple[Any, ...]) -> tuple[int, ...]:

@@ -13,10 +13,13 @@ from shardwise.comm import Ranked, ranked
 from shardwise.comm.cause import is_moving, listeners, moved
 from shardwise.comm.rendezvous import expect
 from shardwise.errors import PlacementError
-from shardwise.layout import Mesh
+from shardwise.layout import Layout, Mesh, Replicate
 from shardwise.redistribute import Move
 
 _disabled = torch._C.DisableTorchFunctionSubclass
+_get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+_numel = torch._C.TensorBase.numel
+_set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
 
 def on_shards(local: Tensor, function: Callable[[Sequence[Tensor]], Any], moves: Sequence[Move] = ()) -> Tensor:
@@ -50,6 +53,27 @@ def is_leaf(x: Tensor) -> bool:
 def is_parameter(x: Tensor) -> bool:
     """Whether a tensor is a parameter of a module, or another leaf that is trained."""
     return getattr(x, "_is_param", False) or (x.requires_grad and is_leaf(x))
+
+
+def plain_alias(shard: Tensor, mesh: Mesh) -> Tensor:
+    """The same shard as a plain tensor. What needs no gradient is no view to autograd: it may become a leaf, and of
+    views of a view autograd looks for the history in what they all are views of."""
+    return mesh.port.alias(shard, Tensor) if shard.requires_grad else shard.detach()
+
+
+def empty_gradient(shard: Tensor) -> Tensor | None:
+    """The gradient of a shard that holds nothing, which torch may take for a constant while those of others are not."""
+    if _numel(shard) == 0:
+        _set_grad(shard, torch.zeros_like(shard, requires_grad=False))
+    return _get_grad(shard)
+
+
+def part_held(layout: Layout) -> str:
+    """What the first rank held here has of a tensor that lies so: `shard at dp=0: `, or nothing if it has the whole."""
+    mesh = layout.mesh
+    apart = [f"{mesh.names[i]}={mesh.held[0][i]}" for i, p in enumerate(layout.placements) if p != Replicate()]
+    kinds = [kind for kind, there in (("pending term", layout.has_pending), ("shard", any(layout.splits))) if there]
+    return f"{' of the '.join(kinds)} at {', '.join(apart)}: " if apart else ""
 
 
 def check_strided(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from shardwise.comm.cause import handed_on, is_moving, listeners
 from shardwise.comm.cause import moved as observed
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.layout import Layout, Mesh
-from shardwise.local import is_leaf
+from shardwise.local import is_leaf, spread
 from shardwise.redistribute import (
     Gathered,
     Move,
@@ -26,7 +26,7 @@ from shardwise.redistribute import (
     run_path,
     transition,
 )
-from shardwise.tensor import DTensor, localise, spread, without_terms
+from shardwise.tensor import DTensor, localise, without_terms
 
 Plan = Callable[[tuple, dict[str, Any] | None], Any]
 

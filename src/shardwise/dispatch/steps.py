@@ -14,10 +14,10 @@ from shardwise.dispatch.plan import Mover, mover_for, runs_in_cpp, wrap_fresh
 from shardwise.dispatch.planning.lower import Lowered
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.layout import Layout, Mesh
-from shardwise.local import is_leaf
+from shardwise.local import is_leaf, spread
 from shardwise.redistribute import Move, in_place, run_path, run_together
 from shardwise.rules import Value
-from shardwise.tensor import DTensor, localise, spread
+from shardwise.tensor import DTensor, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled

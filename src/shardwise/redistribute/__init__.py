@@ -5,18 +5,18 @@ from shardwise.redistribute.cost import LATENCY, LOCAL, group_size, transition_c
 from shardwise.redistribute.deferred_gradients import alone, check_paid, drop, no_sync, owing, pay
 from shardwise.redistribute.double_backward import anchors, let_go, tied, trail
 from shardwise.redistribute.execute import (
-    Gathered,
     differentiable,
     in_place,
-    joined,
     recorded,
     run_path,
     second_order,
     transition,
 )
+from shardwise.redistribute.gathered import Gathered
 from shardwise.redistribute.graph_boundary import CastBackward, MoveGradient
 from shardwise.redistribute.in_flight import start_path
 from shardwise.redistribute.joint_exchange import can_join, run_together
+from shardwise.redistribute.masks import joined
 from shardwise.redistribute.move_cache import forget, recall, remember, windows
 from shardwise.redistribute.planner import parameter_moves, path_bytes, path_cost, plan_moves
 from shardwise.redistribute.transitions import DUAL, TABLE, Move, Typed

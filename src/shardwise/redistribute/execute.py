@@ -5,7 +5,6 @@ A local tensor is a plain tensor under torchrun and a `Ranked` one in the simula
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,18 +16,18 @@ from torch.autograd.function import _SingleLevelFunction
 from shardwise.comm.cause import inherited, is_moving, listeners, moved, told
 from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
+from shardwise.redistribute.averages import finish, prepare
 from shardwise.redistribute.cost import group_size
 from shardwise.redistribute.deferred_gradients import SECOND_ORDER, blocks, collected, owing
 from shardwise.redistribute.double_backward import anchored, left_behind
 from shardwise.redistribute.kernels import KERNELS, run_move
+from shardwise.redistribute.masks import masking
 from shardwise.redistribute.move_cache import forget
 from shardwise.redistribute.ownership import bare_function, is_ours
 from shardwise.redistribute.transitions import Move, Typed
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled
-_is_contiguous = torch._C.TensorBase.is_contiguous
-_numel = torch._C.TensorBase.numel
 _size = torch._C.TensorBase.size
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
@@ -112,7 +111,7 @@ def _in_cpp(move: Move) -> Callable[[Tensor], Tensor] | None:
     if move.kind == "all_reduce" and move.dual.keeps_value:
         return _settling(move)
     if move.kind == "mask" and move.dual.keeps_value:
-        return _masking(move)
+        return masking(move)
     return None
 
 
@@ -154,74 +153,6 @@ def in_place(move: Move) -> Callable[[Tensor], Tensor]:
         return x
 
     return reduce_in_place
-
-
-def _masking(move: Move) -> Callable[[Tensor], Tensor]:
-    """R → P on one rank: the value, or nothing. A node on every rank, so that gradients add up in the same order."""
-    dual = move.dual
-    mask = _kept if move.keeps_value else _silenced
-
-    def run(x: Tensor) -> Tensor:
-        out = mask(x)
-        if (node := out.grad_fn) is not None:
-            node.metadata[SECOND_ORDER] = dual  # type: ignore[index]
-        return out
-
-    return run
-
-
-def nothing_like(x: Tensor) -> Tensor:
-    """Zeros of a shard's shape that take no memory."""
-    return x.new_zeros(()).expand(_size(x))
-
-
-# Nodes of C++ that pass the gradient on, and no views: a tensor that keeps one, as it keeps what it was moved to,
-# would never be freed.
-
-
-SMALL = 1 << 16
-"""Elements that are copied, or overwritten with zeros, sooner than a tensor is made that shares or takes no memory."""
-
-
-def _kept(x: Tensor) -> Tensor:
-    if _numel(x) > SMALL and (_is_contiguous(x) or len(_size(x)) > 1):
-        return _unsafe_view(x, _size(x))
-    return x.clone(memory_format=torch.contiguous_format)  # a bias, contiguous as on the ranks that do not count it
-
-
-def _silenced(x: Tensor) -> Tensor:
-    # Of a bias that is not contiguous, torch's linear sums the gradient in another order: replicas would differ.
-    if _numel(x) > SMALL and len(_size(x)) > 1:
-        return _placeholder(x)
-    out = x.clone()
-    out.detach().zero_()
-    return out
-
-
-def _placeholder(x: Tensor) -> Tensor:
-    """Zeros in the place of a shard in the graph."""
-    out = _unsafe_view(x, _size(x))
-    out.data = nothing_like(out)
-    return out
-
-
-# A whole tensor and a term that is added to it, on a rank that contributes the term only → a copy of the term.
-_joined = bare_function(
-    lambda ctx, whole, term: term.clone(memory_format=torch.contiguous_format), lambda ctx, grad: (grad, grad), "Joined"
-)
-
-
-def joined(whole: Tensor, term: Tensor) -> Tensor:
-    """`whole + term` as far as a rank sees it that contributes nothing but the term; gradients are those of the sum."""
-    if whole.dtype is term.dtype:
-        if not (_grad_enabled() and (whole.requires_grad or term.requires_grad)):
-            return term.clone(memory_format=torch.contiguous_format)
-        if _numel(term) > SMALL:
-            return _joined(whole, term)
-    # Of few elements, to add them and write the term over it costs less than a node in Python.
-    out = torch.add(whole, term)
-    out.detach().copy_(term)
-    return out
 
 
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -295,64 +226,6 @@ class Moved(torch.autograd.Function):
             return None, *(recorded(dual, grads) if _grad_enabled() else run_move(dual, grads))
 
 
-class Gathered:
-    """What a gathered tensor remembers of where it came from, so that its use as varying, R → V, is S → V after all:
-    the gradient is reduce-scattered, not reduced everywhere and then sliced. Unless the gradient of the gathered tensor
-    itself is `observed`, by a hook, or because it is kept or asked for: then it goes that way.
-
-    It keeps the place of the shards in the graph, by tensors that take no memory, not the shards.
-    """
-
-    __slots__ = ("axes", "move", "places", "version", "way")
-
-    def __init__(self, move: Move, shards: Sequence[Tensor], whole: Tensor) -> None:
-        self.axes = move.axes
-        varying = Typed(move.target.layout, move.target.varying.union(move.axes))
-        self.move, self.way = Move(move.source, varying, move.axes), _Way(Move(move.target, varying, move.axes))
-        self.version = whole._version
-        self.places = [_placeholder(x) for x in shards]
-        whole.grad_fn.materialize_grads = False  # type: ignore[union-attr]  # most often nothing comes back there
-
-    def serves(self, move: Move, version: int) -> bool:
-        return move.kind == "nothing" and move.axes == self.axes and version == self.version
-
-    def observe(self) -> None:
-        self.way.observed = True
-
-    def as_varying(self, whole: Sequence[Tensor]) -> Sequence[Tensor]:
-        out = _Regathered.apply(self.move, self.way, *self.places, *whole)
-        return (out,) if isinstance(out, Tensor) else out
-
-
-class _Way:
-    """Whether the gradient of a gathered tensor is observed, and the move that leads there."""
-
-    __slots__ = ("move", "observed")
-
-    def __init__(self, move: Move) -> None:
-        self.move, self.observed = move, False
-
-
-class _Regathered(Moved):
-    """The shards' places and what was gathered from them → the latter, with the gradient of a gather, or of a use."""
-
-    @staticmethod
-    def forward(ctx: Any, move: Move, way: _Way, *tensors: Tensor) -> Any:  # type: ignore[override]
-        ctx.move, ctx.way = move, way
-        whole = [x.detach() for x in tensors[len(tensors) // 2 :]]
-        return whole[0] if len(whole) == 1 else tuple(whole)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        nothing = (None,) * len(grads)
-        if not ctx.way.observed:
-            return None, *Moved.backward(ctx, *grads), *nothing
-        dual = ctx.way.move.dual
-        forget(dual.source.layout.mesh)
-        with _disabled():
-            return None, None, *nothing, *(recorded(dual, grads) if _grad_enabled() else run_move(dual, grads))
-
-
 NAMES = {kind: "".join(map(str.capitalize, kind.split("_"))) for kind in KERNELS}
 """Of classes, one for each kind of move: what users see in their graphs."""
 
@@ -392,64 +265,6 @@ def _alias(move: Move) -> Callable[[Tensor], Tensor]:
 def _applied(function: Any) -> Callable[..., Any]:
     """`apply` itself, without the detour for functorch's transforms, which have no business with shards."""
     return super(_SingleLevelFunction, function).apply
-
-
-# Averages and norms: a local step before the reduction, and one after it. Both are ordinary differentiable ops.
-
-
-def _is_norm(move: Move) -> bool:
-    return move.source.at(move.axes[0]) == "P" and move.pending.reduce_op == "norm"
-
-
-def prepare(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
-    if move.source.at(move.axes[0]) != "P":
-        return shards
-    if move.pending.reduce_op == "avg":
-        ranks = group_size(move.source.layout.mesh, move.axes)
-        return [x / ranks if x.is_floating_point() or x.is_complex() else x for x in shards]
-    if move.pending.reduce_op == "norm":
-        return [_power(x, _order(move)) for x in shards]
-    return shards
-
-
-def finish(move: Move, shards: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    if _is_norm(move):
-        return [_root(x, _order(move)).to(dtype) for x in shards]
-    if (
-        move.source.at(move.axes[0]) == "P"
-        and move.pending.reduce_op == "avg"
-        and not (dtype.is_floating_point or dtype.is_complex)
-    ):
-        ranks = group_size(move.source.layout.mesh, move.axes)  # integers are added up, and then divided
-        return [torch.div(x, ranks, rounding_mode="trunc") for x in shards]
-    return shards
-
-
-def _order(move: Move) -> float:
-    order = move.pending.p
-    assert order is not None
-    return order
-
-
-def _power(x: Tensor, order: float) -> Tensor:
-    if order == 0 or math.isinf(order):
-        return x.abs()
-    if x.dtype in (torch.float16, torch.bfloat16):  # squares of what half precision holds do not fit into it
-        x = x.float()
-    if order == 2 and not x.is_complex():
-        return x * x
-    if order >= 1:
-        return x.abs() ** order
-    zero = x == 0  # an order below one has an infinite slope there; the norm's gradient is zero
-    return torch.where(zero, 0, torch.where(zero, 1, x.abs()) ** order)
-
-
-def _root(x: Tensor, order: float) -> Tensor:
-    if order == 0 or math.isinf(order):
-        return x
-    zero = x == 0  # the norm's gradient is zero where the norm is, not the root's infinite slope
-    root = torch.where(zero, 1, x)
-    return torch.where(zero, 0, root.sqrt() if order == 2 else root ** (1 / order))
 
 
 # Extrema and products, with gradients. Not linear in the shards, so they keep what they need to be differentiated.

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shardwise.comm.cause import is_moving, listeners, moved
 from shardwise.comm.port import Handle
-from shardwise.redistribute.execute import NAMES, Moved, finish, prepare, run_path, transition
+from shardwise.redistribute.averages import finish, prepare
+from shardwise.redistribute.execute import NAMES, Moved, run_path, transition
 from shardwise.redistribute.kernels import start_move
 from shardwise.redistribute.transitions import Move
 

@@ -13,9 +13,9 @@ from shardwise.dispatch.planning.randomness import is_random, random_call
 from shardwise.dispatch.planning.trace import map_tensors
 from shardwise.dispatch.steps import CallStep, ConstantStep, MoveArgument, MoveStep, MoveTogether, Slot, Steps
 from shardwise.layout import Mesh
+from shardwise.local import spread
 from shardwise.redistribute import Move, can_join
 from shardwise.rules import Call, Value
-from shardwise.tensor import spread
 
 
 def assemble(lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> Plan:

@@ -21,10 +21,10 @@ from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.dispatch.watch import gathered
 from shardwise.errors import FallbackWarning, InPlaceError, StrictModeError
 from shardwise.layout import Layout, Mesh
-from shardwise.local import check_strided
+from shardwise.local import check_strided, single, spread
 from shardwise.redistribute import plan_moves
 from shardwise.rules.kit.treatments import treat, treatment_of
-from shardwise.tensor import DTensor, localise, single, spread
+from shardwise.tensor import DTensor, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _told: set[tuple] = set()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from shardwise.comm import AnyMesh, Handle, Ranked, as_mesh, ranked, shards_of
+from shardwise.comm import AnyMesh, Ranked, as_mesh, ranked, shards_of
 from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardShapeError
 from shardwise.from_local import check_strides, gradient_layout, laid_out, layout_of_shards
-from shardwise.layout import Layout, Mesh, Partial, Placement, Placements, Replicate
-from shardwise.local import check_strided, on_shards, single, spread
+from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
+from shardwise.local import check_strided, empty_gradient, on_shards, part_held, plain_alias, single, spread
 from shardwise.redistribute import (
     CastBackward,
     Gathered,
@@ -22,11 +21,9 @@ from shardwise.redistribute import (
     MoveGradient,
     Typed,
     drop,
-    group_size,
     owing,
     plan_moves,
     run_path,
-    start_path,
     transition,
 )
 
@@ -35,7 +32,6 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 _on_shard = torch._C._disabled_torch_function_impl
 _as_subclass = torch._C.TensorBase.as_subclass
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
-_numel = torch._C.TensorBase.numel
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
 
@@ -159,7 +155,7 @@ class DTensor(Tensor):
         grad = _on_shard(_get_grad, (), (self,), {})
         if grad is None and "_peers" in self.__dict__ and any(peer.grad is not None for peer in self._peers):
             with _disabled():
-                grad = _empty_gradient(self)
+                grad = empty_gradient(self)
         if grad is None or (grad.__class__ is DTensor and "_peers" not in self.__dict__):
             return grad
         return self._labelled(grad)
@@ -192,13 +188,13 @@ class DTensor(Tensor):
         """What torch accumulated, as a DTensor."""
         with _disabled():
             peers = self.__dict__.get("_peers", ())
-            others: tuple[Any, ...] = tuple(_empty_gradient(peer) if peer.grad is None else peer.grad for peer in peers)
+            others: tuple[Any, ...] = tuple(empty_gradient(peer) if peer.grad is None else peer.grad for peer in peers)
             if any(other is None for other in others):
                 raise RuntimeError(
                     "only some of the simulated ranks have a gradient: a backward pass of a plain tensor was given "
                     "this DTensor in inputs=; use torch.autograd.grad, or call backward on a DTensor"
                 )
-            if grad.requires_grad and _pending_axes(self._layout, "sum"):
+            if grad.requires_grad and pending_axes(self._layout, "sum"):
                 return gradient_tensor((grad, *others), self._layout)
             if grad.is_meta and self._layout.mesh.device_type == "meta":
                 return self._labelled_on_meta(grad)
@@ -217,11 +213,13 @@ class DTensor(Tensor):
             known = self.__dict__["_grad_set"] = grad, wrap(_as_subclass(grad, Tensor), self._layout.gradient)
         return known[1]
 
-    if TYPE_CHECKING:  # torch says that these return a Tensor
+    if TYPE_CHECKING:  # torch says that these return a Tensor; one is set in `tensor.in_flight`
 
         def detach(self) -> DTensor: ...
 
         def requires_grad_(self, mode: bool = True) -> DTensor: ...
+
+        _departed: Any
 
     # Making and leaving
 
@@ -249,7 +247,7 @@ class DTensor(Tensor):
         local = local_tensor if isinstance(local_tensor, Ranked) else spread(local_tensor, mesh)
         layout = layout_of_shards(local, mesh, placements, run_check=run_check, shape=shape)
         with _disabled():
-            aliases = [_alias(shard, mesh) for shard in laid_out(shards_of(local), layout)]
+            aliases = [plain_alias(shard, mesh) for shard in laid_out(shards_of(local), layout)]
         local = aliases[0] if len(aliases) == 1 else ranked(aliases)
         if grad_placements is not None:
             back = plan_moves(layout.gradient, gradient_layout(layout, grad_placements))
@@ -300,13 +298,13 @@ class DTensor(Tensor):
         linear = all(p is None or p.reduce_op == "sum" for p in layout.pending)
         cast = None if backward_dtype == local.dtype or not linear else backward_dtype
         if async_op and layout.mesh.port.overlaps and any(move.communicates for move in moves):
-            return _departed(local, moves, target, cast)
+            return self._departed(local, moves, target, cast)
         if cast is not None:
             return wrap(on_shards(local, lambda shards: CastBackward.apply(moves, cast, False, *shards), moves), target)
         moved = run_path(local, moves)
         if moves and all(move.shares_memory for move in moves):  # some ranks would share it with the source
             moved = moved.clone()
-        return _remembering(wrap(moved, target), local, moves)
+        return remembering(wrap(moved, target), local, moves)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
         """The whole tensor, plain, on every rank."""
@@ -346,86 +344,12 @@ class DTensor(Tensor):
             node = self.grad_fn
             history = f", grad_fn=<{node.name()}>" if node is not None else ", requires_grad=True"
             told = history if self.requires_grad else ""
-        begin = f"DTensor({_part(self._layout)}"
+        begin = f"DTensor({part_held(self._layout)}"
         shard = shard.replace("\n", "\n" + " " * len(begin))
         return f"{begin}{shard}, shape={list(self._layout.shape)}, {{{names}}}{told})"
 
     def __hash__(self) -> int:
         return id(self)
-
-
-def _empty_gradient(shard: Tensor) -> Tensor | None:
-    """The gradient of a shard that holds nothing, which torch may take for a constant while those of others are not."""
-    if _numel(shard) == 0:
-        _set_grad(shard, torch.zeros_like(shard, requires_grad=False))
-    return _get_grad(shard)
-
-
-def _part(layout: Layout) -> str:
-    """What the first rank held here has of a tensor that lies so: `shard at dp=0: `, or nothing if it has the whole."""
-    mesh = layout.mesh
-    apart = [f"{mesh.names[i]}={mesh.held[0][i]}" for i, p in enumerate(layout.placements) if p != Replicate()]
-    kinds = [kind for kind, there in (("pending term", layout.has_pending), ("shard", any(layout.splits))) if there]
-    return f"{' of the '.join(kinds)} at {', '.join(apart)}: " if apart else ""
-
-
-# Data under way
-
-
-class InFlight(DTensor):
-    """A DTensor whose data are under way. Whoever asks for more of it than its shape or placements waits for them, if
-    only for its class, as `dispatch` does first of all; from then on it is a DTensor like others."""
-
-    _landing: Handle[Tensor]
-
-    def __getattribute__(self, name: str) -> Any:
-        known = _KNOWN_IN_FLIGHT.get(name)
-        if known is not None:
-            return known(_dict_of(self)["_layout"])
-        _land(self)
-        return getattr(self, name)
-
-
-def _call_when_landed(func: Callable, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-    """What C++ finds as `__torch_function__`: there an error in getting it would pass for a tensor that has none."""
-    for x in tree_leaves((args, kwargs)):
-        if type(x) is InFlight:
-            _land(x)
-    return func(*args, **(kwargs or {}))
-
-
-_KNOWN_IN_FLIGHT: dict[str, Callable[[Layout], Any]] = {
-    "__torch_function__": lambda layout: _call_when_landed,
-    "shape": lambda layout: layout.size,
-    "ndim": lambda layout: len(layout.shape),
-    "placements": lambda layout: layout.placements,
-    "device_mesh": lambda layout: layout.mesh.origin,
-}
-_dict_of = vars(Tensor)["__dict__"].__get__
-_set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
-
-
-def _departed(local: Tensor, moves: tuple[Move, ...], target: Layout, cast: torch.dtype | None) -> DTensor:
-    """A tensor on its way to another layout. Its gradient comes back in the dtype `cast`, if any."""
-    if cast is None:
-        moved, handle = start_path(local, moves)
-        made: Any = _remembering(wrap(moved, target), local, moves)
-    else:
-        handle = start_path(local.detach(), moves)[1]
-        begun = on_shards(local, lambda shards: CastBackward.apply(moves, cast, True, *shards), moves)
-        made = wrap(begun, target)
-    if handle is not None:
-        made._landing = handle
-        made.__class__ = InFlight
-    return made
-
-
-def _land(x: Any) -> None:
-    handle = _dict_of(x).get("_landing")
-    if handle is not None:
-        _on_shard(_set_data, (), (x, handle.wait()))  # type: ignore[call-arg]
-        _dict_of(x).pop("_landing", None)
-        x.__class__ = DTensor
 
 
 # Between DTensors and local tensors
@@ -454,25 +378,13 @@ def localise(x: DTensor) -> Tensor:
         return ranked((local, *(_as_subclass(peer, Tensor) for peer in facts["_peers"])))
 
 
-def _remembering(made: DTensor, local: Tensor, moves: Sequence[Move]) -> DTensor:
+def remembering(made: DTensor, local: Tensor, moves: Sequence[Move]) -> DTensor:
     """What was moved from `local`. If it was gathered it remembers from where."""
     if len(moves) == 1 and moves[0].kind == "all_gather" and made.requires_grad:
         with _disabled():
             shards = (local, *local.__dict__.get("_peers", ()))
             made.__dict__["_gathered"] = Gathered(moves[0], shards, made)
     return made
-
-
-def observe(x: DTensor) -> None:
-    """Somebody looks at the gradient of this tensor itself."""
-    if "_gathered" in x.__dict__:
-        x._gathered.observe()
-
-
-def _alias(shard: Tensor, mesh: Mesh) -> Tensor:
-    """The same shard as a plain tensor. What needs no gradient is no view to autograd: it may become a leaf, and of
-    views of a view autograd looks for the history in what they all are views of."""
-    return mesh.port.alias(shard, Tensor) if shard.requires_grad else shard.detach()
 
 
 def as_layout(value: Tensor, layout: Layout, name: str) -> DTensor:
@@ -490,20 +402,6 @@ def as_layout(value: Tensor, layout: Layout, name: str) -> DTensor:
     return wrap(run_path(localise(value), plan_moves(value._layout, layout)), layout)
 
 
-def settled(x: Any) -> Any:
-    """A result whose gradient has a layout: those of the terms of a product, or of a norm, are not its terms."""
-    return as_layout(x, without_terms(x._layout), "a result") if isinstance(x, DTensor) else x
-
-
-def without_terms(layout: Layout) -> Layout:
-    """The layout in which products and norms are reduced, whose terms no value is taken apart into. So are extrema
-    beside something else: which rank has one, and the gradient, depends on the other axis, along which it is whole."""
-    kept = [p if p is not None and p.divides_gradients else None for p in layout.pending]
-    if len({p.reduce_op for p in kept if p is not None}) > 1:
-        kept = [p if p is not None and p.reduce_op in ("sum", "avg") else None for p in kept]
-    return layout.with_(pending=kept)
-
-
 # A gradient of a pending sum is whole on every rank, and what each rank computes from it differs: `V` in the table of
 # transitions. Users see it replicated. The two meet only where a gradient is itself differentiated.
 
@@ -514,26 +412,13 @@ def gradient_tensor(grads: Sequence[Tensor], layout: Layout, *, ours: bool = Fal
     with _disabled():
         if not ours:
             grads = [grads[0].view_as(grads[0]), *grads[1:]]
-        if (axes := _pending_axes(layout, "sum")) and torch.is_grad_enabled():
+        if (axes := pending_axes(layout, "sum")) and torch.is_grad_enabled():
             varying = Typed(layout.gradient, frozenset(axes))
             grads = transition(Move(varying, Typed(layout.gradient), axes), grads)
         return wrap(grads[0] if len(grads) == 1 else ranked(grads), layout.gradient)
 
 
-def gradient_shards(gradient: Tensor, layout: Layout, name: str) -> tuple[Tensor, ...]:
-    """A gradient for a tensor that lies as `layout`, as the held ranks' gradients. The terms of an average have equal
-    shares of it, for ranks may have used their term with other values: terms that merely add up to it will not do."""
-    averaged = _pending_axes(layout, "avg")
-    dual = layout.gradient.with_(pending=[None if a in averaged else p for a, p in enumerate(layout.gradient.pending)])
-    local = localise(as_layout(gradient, dual, name))
-    with _disabled():
-        shards: Sequence[Tensor] = (layout.mesh.port.alias(local, Tensor), *local.__dict__.get("_peers", ()))
-        if (axes := _pending_axes(layout, "sum") + averaged) and torch.is_grad_enabled():
-            shards = transition(Move(Typed(dual), Typed(dual, frozenset(axes)), axes), shards)
-        return tuple(shard / group_size(layout.mesh, averaged) for shard in shards) if averaged else tuple(shards)
-
-
-def _pending_axes(layout: Layout, reduce_op: str) -> tuple[int, ...]:
+def pending_axes(layout: Layout, reduce_op: str) -> tuple[int, ...]:
     return tuple(axis for axis, p in enumerate(layout.pending) if p is not None and p.reduce_op == reduce_op)
 
 
@@ -559,51 +444,5 @@ def _rebuild(
     return made
 
 
+_rebuild.__module__ = __package__  # by that name it is found in what was pickled
 torch.serialization.add_safe_globals([_rebuild, Layout, Partial])  # what torch.load(weights_only=True) may call
-
-
-def distribute_tensor(
-    tensor: Tensor,
-    device_mesh: AnyMesh | None = None,
-    placements: Placements | None = None,
-    *,
-    src_data_rank: int | None = 0,
-) -> DTensor:
-    """Lay a plain tensor, the same single-device tensor on every rank, on a mesh (by default, that of the `with` block
-    around).
-
-    The values of the rank numbered `src_data_rank` on each axis count; None means all ranks have them already. The
-    result lies in memory as a new tensor does.
-
-    >>> import torch, shardwise as sw
-    >>> mesh = sw.simulate((2, 2), ("dp", "tp"))
-    >>> sw.distribute_tensor(torch.ones(4, 4), mesh, [sw.Shard(0), sw.Shard(1)]).to_local().shape
-    torch.Size([2, 2])
-    """
-    mesh = as_mesh(device_mesh)
-    placements = [Replicate()] * mesh.ndim if placements is None else placements
-    if isinstance(tensor, DTensor):
-        if tensor._layout.mesh is not mesh:
-            raise MeshError(f"the tensor is already on {tensor._layout.mesh}, not on {mesh}; use full_tensor() first")
-        return tensor.redistribute(placements=placements)
-    check_strided(tensor)
-    if tensor.requires_grad and not tensor.is_leaf:
-        raise RuntimeError(
-            "distribute_tensor takes leaves of the graph: the gradient of what this tensor was computed from would be "
-            "lost. Use DTensor.from_local, which passes gradients on, or detach() the tensor first"
-        )
-    layout = Layout.of(mesh, tensor.shape, placements)
-    if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
-        raise MeshError(f"src_data_rank={src_data_rank} is not on every axis of {mesh}")
-    with torch.no_grad():
-        plain = tensor.detach() if tensor.is_meta else tensor.detach().to(mesh.device_type)
-        plain = plain.contiguous()  # what is sent between ranks arrives so
-        if src_data_rank is not None and (not plain.is_meta or mesh.device_type == "meta"):
-            for axis in range(mesh.ndim):
-                plain = mesh.port.broadcast([plain] * len(mesh.held), mesh, (axis,), src_data_rank)[0]
-        moves = plan_moves(Layout(mesh, tensor.shape), layout)
-        moved = run_path(spread(plain, mesh), moves)
-        if all(move.shares_memory for move in moves):  # some ranks would share storage with the user's tensor
-            moved = moved.clone()
-        made = wrap(moved, layout)
-    return made.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,76 @@
+"""What a gathered tensor remembers of its shards: where it is used as varying, its gradient is reduce-scattered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.redistribute.execute import Moved, recorded
+from shardwise.redistribute.kernels import run_move
+from shardwise.redistribute.masks import placeholder
+from shardwise.redistribute.move_cache import forget
+from shardwise.redistribute.transitions import Move, Typed
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_grad_enabled = torch._C.is_grad_enabled
+
+
+class Gathered:
+    """What a gathered tensor remembers of where it came from, so that its use as varying, R → V, is S → V after all:
+    the gradient is reduce-scattered, not reduced everywhere and then sliced. Unless the gradient of the gathered tensor
+    itself is `observed`, by a hook, or because it is kept or asked for: then it goes that way.
+
+    It keeps the place of the shards in the graph, by tensors that take no memory, not the shards.
+    """
+
+    __slots__ = ("axes", "move", "places", "version", "way")
+
+    def __init__(self, move: Move, shards: Sequence[Tensor], whole: Tensor) -> None:
+        self.axes = move.axes
+        varying = Typed(move.target.layout, move.target.varying.union(move.axes))
+        self.move, self.way = Move(move.source, varying, move.axes), _Way(Move(move.target, varying, move.axes))
+        self.version = whole._version
+        self.places = [placeholder(x) for x in shards]
+        whole.grad_fn.materialize_grads = False  # type: ignore[union-attr]  # most often nothing comes back there
+
+    def serves(self, move: Move, version: int) -> bool:
+        return move.kind == "nothing" and move.axes == self.axes and version == self.version
+
+    def observe(self) -> None:
+        self.way.observed = True
+
+    def as_varying(self, whole: Sequence[Tensor]) -> Sequence[Tensor]:
+        out = _Regathered.apply(self.move, self.way, *self.places, *whole)
+        return (out,) if isinstance(out, Tensor) else out
+
+
+class _Way:
+    """Whether the gradient of a gathered tensor is observed, and the move that leads there."""
+
+    __slots__ = ("move", "observed")
+
+    def __init__(self, move: Move) -> None:
+        self.move, self.observed = move, False
+
+
+class _Regathered(Moved):
+    """The shards' places and what was gathered from them → the latter, with the gradient of a gather, or of a use."""
+
+    @staticmethod
+    def forward(ctx: Any, move: Move, way: _Way, *tensors: Tensor) -> Any:  # type: ignore[override]
+        ctx.move, ctx.way = move, way
+        whole = [x.detach() for x in tensors[len(tensors) // 2 :]]
+        return whole[0] if len(whole) == 1 else tuple(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        nothing = (None,) * len(grads)
+        if not ctx.way.observed:
+            return None, *Moved.backward(ctx, *grads), *nothing
+        dual = ctx.way.move.dual
+        forget(dual.source.layout.mesh)
+        with _disabled():
+            return None, None, *nothing, *(recorded(dual, grads) if _grad_enabled() else run_move(dual, grads))

@@ -1,0 +1,92 @@
+"""R → P on one rank: a value that counts once. The rank that contributes it has the value, the others have zeros.
+
+Each has a node of C++ that passes the gradient on, on every rank alike, so that gradients add up in the same order.
+They are no views: a tensor that keeps one, as it keeps what it was moved to, would never be freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardwise.redistribute.deferred_gradients import SECOND_ORDER
+from shardwise.redistribute.ownership import bare_function
+from shardwise.redistribute.transitions import Move
+
+_grad_enabled = torch._C.is_grad_enabled
+_numel = torch._C.TensorBase.numel
+_size = torch._C.TensorBase.size
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+def masking(move: Move) -> Callable[[Tensor], Tensor]:
+    """R → P on one rank: the value, or nothing. A node on every rank, so that gradients add up in the same order."""
+    dual, counts = move.dual, move.keeps_value
+    mask = _kept if counts else _silenced
+
+    def run(x: Tensor) -> Tensor:
+        if not (_grad_enabled() and x.requires_grad):
+            return x if counts else _zeros(x)
+        out = mask(x)
+        out.grad_fn.metadata[SECOND_ORDER] = dual  # type: ignore[union-attr]
+        return out
+
+    return run
+
+
+SMALL = 1 << 16
+"""Elements that are copied, or overwritten with zeros, sooner than a tensor is made that shares or takes no memory."""
+
+
+def _is_large(x: Tensor) -> bool:
+    # Of a bias that is not contiguous, torch's linear sums the gradient in another order: replicas would differ.
+    return _numel(x) > SMALL and len(_size(x)) > 1
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return nothing_like(x) if _is_large(x) else x.new_zeros(_size(x))
+
+
+def nothing_like(x: Tensor) -> Tensor:
+    """Zeros of a shard's shape that take no memory."""
+    return x.new_zeros(()).expand(_size(x))
+
+
+def _kept(x: Tensor) -> Tensor:
+    return _unsafe_view(x, _size(x)) if _is_large(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _silenced(x: Tensor) -> Tensor:
+    if _is_large(x):
+        return placeholder(x)
+    out = x.clone(memory_format=torch.contiguous_format)
+    out.detach().zero_()
+    return out
+
+
+def placeholder(x: Tensor) -> Tensor:
+    """Zeros in the place of a shard in the graph."""
+    out = _unsafe_view(x, _size(x))
+    out.data = nothing_like(out)
+    return out
+
+
+# A whole tensor and a term that is added to it, on a rank that contributes the term only → a copy of the term.
+_joined = bare_function(
+    lambda ctx, whole, term: term.clone(memory_format=torch.contiguous_format), lambda ctx, grad: (grad, grad), "Joined"
+)
+
+
+def joined(whole: Tensor, term: Tensor) -> Tensor:
+    """`whole + term` as far as a rank sees it that contributes nothing but the term; gradients are those of the sum."""
+    if whole.dtype is term.dtype:
+        if not (_grad_enabled() and (whole.requires_grad or term.requires_grad)):
+            return term.clone(memory_format=torch.contiguous_format)
+        if _numel(term) > SMALL:
+            return _joined(whole, term)
+    # Of few elements, to add them and write the term over it costs less than a node in Python.
+    out = torch.add(whole, term)
+    out.detach().copy_(term)
+    return out

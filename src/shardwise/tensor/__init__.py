@@ -1,0 +1,32 @@
+"""DTensor: a tensor that is its own shard, and what leads to it and away from it."""
+
+from shardwise.tensor.distribute import distribute_tensor
+from shardwise.tensor.dtensor import (
+    OURS,
+    DTensor,
+    _rebuild,
+    as_layout,
+    gradient_tensor,
+    kernels_see,
+    localise,
+    wrap,
+)
+from shardwise.tensor.gradients import gradient_shards, observe, settled, without_terms
+from shardwise.tensor.in_flight import InFlight
+
+__all__ = [
+    "OURS",
+    "DTensor",
+    "InFlight",
+    "_rebuild",
+    "as_layout",
+    "distribute_tensor",
+    "gradient_shards",
+    "gradient_tensor",
+    "kernels_see",
+    "localise",
+    "observe",
+    "settled",
+    "without_terms",
+    "wrap",
+]
