@@ -68,6 +68,16 @@ def empty_gradient(shard: Tensor) -> Tensor | None:
     return _get_grad(shard)
 
 
+def give_strides(shards: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Give gradients the strides of their shards, as torch does but along dims of one index, where it takes any: ranks
+    that hold more of such a dim would not agree with this one on what is a view."""
+    for shard, grad in zip(shards, grads, strict=True):
+        sizes, steps, wanted = grad.size(), grad.stride(), shard.stride()
+        if steps != wanted and all(a == b or n <= 1 for a, b, n in zip(steps, wanted, sizes, strict=True)):
+            with torch.no_grad():
+                grad.as_strided_(sizes, wanted)
+
+
 def part_held(layout: Layout) -> str:
     """What the first rank held here has of a tensor that lies so: `shard at dp=0: `, or nothing if it has the whole."""
     mesh = layout.mesh

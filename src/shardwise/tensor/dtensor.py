@@ -13,7 +13,7 @@ from shardwise.comm import AnyMesh, Ranked, as_mesh, ranked, shards_of
 from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardShapeError
 from shardwise.from_local import check_strides, gradient_layout, laid_out, layout_of_shards
 from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
-from shardwise.local import check_strided, empty_gradient, on_shards, part_held, plain_alias, single, spread
+from shardwise.local import check_strided, empty_gradient, give_strides, on_shards, part_held, plain_alias, single, spread
 from shardwise.redistribute import (
     CastBackward,
     Gathered,
@@ -199,6 +199,8 @@ class DTensor(Tensor):
             if grad.is_meta and self._layout.mesh.device_type == "meta":
                 return self._labelled_on_meta(grad)
             if not isinstance(grad, DTensor):
+                if self._layout.thinness:
+                    give_strides((self, *peers), (grad, *others))
                 grad.__class__ = DTensor
                 grad.__dict__["_layout"] = self._layout.gradient
             if peers:

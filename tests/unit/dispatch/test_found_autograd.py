@@ -117,3 +117,11 @@ def test_all_ranks_have_contiguous_parts_of_a_scan(scan: Callable[..., Any]) -> 
     for x in found if isinstance(found, tuple) else (found,):
         with torch._C.DisableTorchFunctionSubclass():
             assert all(shard.is_contiguous() for shard in shards_of(x))
+
+
+def test_gradients_of_thin_shards_have_the_strides_of_their_shards() -> None:
+    x = place(normal(3, 1), S(0)).requires_grad_()
+    torch.cat([x.detach(), x], -1).sin().sum().backward()
+    gradient = x.grad
+    with torch._C.DisableTorchFunctionSubclass():
+        assert [shard.stride() for shard in shards_of(gradient)] == [(1, 1), (1, 1)]

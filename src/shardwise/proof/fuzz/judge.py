@@ -227,10 +227,14 @@ def prints(what: str, x: DTensor) -> Iterator[Print]:
                 raise Wrong(f"{what}: the shard at {coordinate} has shape {list(shard.shape)}, which is not {layout}")
             terms = tuple(at for at, p in zip(coordinate, layout.pending, strict=True) if p is not None)
             if shard.numel() and "_strides" not in x.__dict__:
-                steps = inferred_strides(layout.shape, shard.shape, shard.stride())
-                shown = [step for step, size in zip(steps, layout.shape, strict=True) if size > 1]
-                yield f"{what}, its strides", None, zlib.crc32(repr(shown).encode())
+                yield f"{what}, its strides", None, zlib.crc32(repr(_strides(layout.shape, shard)).encode())
             yield what, (layout.box(coordinate), terms), zlib.crc32(shard.contiguous().numpy().tobytes())
+
+
+def _strides(shape: Sequence[int], shard: Tensor) -> list[int]:
+    """The strides of the whole that a shard shows, where more than one step is taken."""
+    steps = inferred_strides(shape, shard.shape, shard.stride())
+    return [step for step, size in zip(steps, shape, strict=True) if size > 1]
 
 
 def unequal(found: Sequence[Print]) -> str | None:
