@@ -13,7 +13,16 @@ from shardwise.comm import AnyMesh, Ranked, as_mesh, ranked, shards_of
 from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardShapeError
 from shardwise.from_local import check_strides, gradient_layout, laid_out, layout_of_shards
 from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
-from shardwise.local import check_strided, empty_gradient, give_strides, on_shards, part_held, plain_alias, single, spread
+from shardwise.local import (
+    check_strided,
+    empty_gradient,
+    give_strides,
+    on_shards,
+    part_held,
+    plain_alias,
+    single,
+    spread,
+)
 from shardwise.redistribute import (
     CastBackward,
     Gathered,

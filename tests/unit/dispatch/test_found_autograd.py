@@ -14,6 +14,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.comm import shards_of
+from shardwise.dispatch.aliasing.global_strides import inferred_strides
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 
@@ -125,3 +126,13 @@ def test_gradients_of_thin_shards_have_the_strides_of_their_shards() -> None:
     gradient = x.grad
     with torch._C.DisableTorchFunctionSubclass():
         assert [shard.stride() for shard in shards_of(gradient)] == [(1, 1), (1, 1)]
+
+
+def test_a_view_of_thin_transposed_shards_has_the_strides_of_the_whole() -> None:
+    x = normal(2, 5)
+    thin = place(x, S(1), mesh=(3,)).T.expand(5, 2).unflatten(0, (1, -1))
+    assert thin.stride() == x.T.unflatten(0, (1, -1)).stride()
+    with torch._C.DisableTorchFunctionSubclass():
+        held = [shard for shard in shards_of(thin) if shard.numel()]
+        shown = {inferred_strides((1, 5, 2), shard.shape, shard.stride())[1:] for shard in held}
+    assert "_strides" in thin.__dict__ or len(shown) == 1

@@ -22,9 +22,9 @@ from shardwise.dispatch.aliasing.views import MOST
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.plan import Direct, wrap_fresh
 from shardwise.dispatch.planning.ask_torch import affordable
+from shardwise.dispatch.planning.lower import LoweredCall
 from shardwise.dispatch.planning.trace import ResultStrides, flat_tensors, map_tensors
 from shardwise.layout import Layout
-from shardwise.rules import Call
 from shardwise.tensor import DTensor, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -38,13 +38,18 @@ CONTIGUOUS = frozenset(
 """Ops that calls are often made of and whose results are contiguous, however their arguments are strided."""
 
 
-def may_lose_strides(calls: Sequence[Call], results: Sequence[Layout]) -> bool:
+def may_lose_strides(calls: Sequence[LoweredCall], results: Sequence[Layout]) -> bool:
     """Whether the global strides may not follow from the shards of these calls' results. A view of shards that are thin
-    in one dim keeps the strides that it was given, which are enough."""
-    if calls and calls[-1].name in CONTIGUOUS:
+    in one dim keeps the strides that it was given, which are enough; but `view` computes new ones, and takes a thin
+    shard of a transposed tensor for a contiguous one."""
+    if calls and calls[-1].call.name in CONTIGUOUS:
         return False
-    enough = 2 if all(call.is_view for call in calls) else 1
+    enough = 2 if all(made.call.is_view and not _is_view_of_thin(made) for made in calls) else 1
     return any(layout.thinness >= enough for layout in results)
+
+
+def _is_view_of_thin(made: LoweredCall) -> bool:
+    return made.call.name == "view" and made.layouts.ins[0].thinness > 0
 
 
 class WithStrides:

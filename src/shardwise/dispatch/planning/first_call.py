@@ -300,7 +300,7 @@ def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -
 
 def _with_strides(plan: Plan, lowered: Lowered, call: Asked) -> Plan:
     layouts = [lowered.layouts[value.index] for value in lowered.trace.results]
-    loses = may_lose_strides([made.call for made in lowered.calls], layouts)
+    loses = may_lose_strides(lowered.calls, layouts)
     return WithStrides(plan, call.func, lowered.trace.result_strides) if loses else plan
 
 
