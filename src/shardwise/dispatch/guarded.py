@@ -15,6 +15,8 @@ from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.tensor import DTensor, settled
 
 _disabled = torch._C.DisableTorchFunctionSubclass
+_on_shard = torch._C._disabled_torch_function_impl
+_is_view = torch._C.TensorBase._is_view
 
 
 class Guard:
@@ -111,8 +113,14 @@ class Unrecorded(Guard):
 
     def after(self, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
-            with _disabled():
-                for shard in (shard for x in flat_tensors(out) for shard in shards_of(x)):
-                    if shard._is_view() and _get_creation_meta(shard) == CreationMeta.NO_GRAD_MODE:
-                        _set_creation_meta(shard, CreationMeta.DEFAULT)
+            for x in (out,) if isinstance(out, Tensor) else flat_tensors(out):
+                if "_peers" in x.__dict__ or _on_shard(_is_view, (), (x,)):  # type: ignore[call-arg]
+                    _let_record(x)
         return out
+
+
+def _let_record(x: Tensor) -> None:
+    with _disabled():
+        for shard in shards_of(x):
+            if shard._is_view() and _get_creation_meta(shard) == CreationMeta.NO_GRAD_MODE:
+                _set_creation_meta(shard, CreationMeta.DEFAULT)

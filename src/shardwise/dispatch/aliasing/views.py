@@ -139,11 +139,9 @@ class OfCopies:
                 hidden.append(at)
         all_strides = strides_of_views(self.function, args, kwargs) if hidden else []
         for at in hidden:
-            strides, remember = all_strides[at], _remember_other_strides
+            strides = all_strides[at]
             assert strides is not None, "a copy that shares memory"
-            if results[at].__class__ is DTensor:
-                remember = _remember_strides
-            remember(results[at], strides)
+            (_remember_strides if results[at].__class__ is DTensor else _remember_other_strides)(results[at], strides)
         return map_tensors(out, lambda x: given.get(id(x), x))
 
 

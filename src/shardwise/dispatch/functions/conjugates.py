@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shardwise.dispatch.aliasing.copied_views import CopiedView
-from shardwise.dispatch.aliasing.views import OfCopies
 from shardwise.dispatch.functions.handlers import handles
 from shardwise.tensor import DTensor, localise, wrap
 
@@ -23,7 +22,7 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 def _resolve(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     x = args[0] if args else kwargs["input"]
     if isinstance(x, CopiedView):
-        return OfCopies(func)((x,), {})
+        return NotImplemented  # asked again by `OfCopies`, with a usual tensor
     with _disabled():
         settled = not (x.is_neg() if "neg" in func.__name__ else x.is_conj())
     return x if settled else wrap(func(localise(x)), x._layout)
