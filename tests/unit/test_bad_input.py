@@ -26,6 +26,8 @@ from shardwise.proof.coverage.command import assignments
 from shardwise.proof.kit.samples import Sample
 from shardwise.proof.kit.together import RanksApart, ranks_compared
 
+pytestmark = pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
+
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial()
 
 
@@ -256,6 +258,9 @@ def test_large_calls_are_not_tried_unless_a_rank_holds_nothing(tried: list[Calla
     with ranks_compared(), pytest.raises(RuntimeError):
         place(torch.zeros(1, many * 4, dtype=torch.bool), S(0)).argmax(1)
     assert tried
+    larger = place(torch.zeros(1, ask_torch.LARGE + 1, dtype=torch.bool), S(0))
+    with ranks_compared(), pytest.raises(NotImplementedError):  # a few of the elements tell
+        larger.log_softmax(1)
 
 
 def test_trying_draws_no_random_numbers() -> None:
@@ -273,7 +278,6 @@ def test_other_devices_have_other_kernels() -> None:
     assert isinstance(ask_torch.refused(torch.median, (torch.empty(5, dtype=torch.bool),), {}), NotImplementedError)
 
 
-@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
 def test_ops_of_users_are_not_tried_out() -> None:
     seen: list[tuple[int, ...]] = []
 

@@ -9,6 +9,7 @@ distributed program may do what torch refuses, and a rank that holds nothing may
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,8 +28,11 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 SMALL = 1 << 16
 """Elements that are worth computing with to hear of an error before anything moves."""
 
-LARGE = 1 << 25
+LARGE = 1 << 20
 """Elements that are worth it if ranks might not raise alike."""
+
+FEW = 4
+"""Indices of each dim that tell whether there is a kernel for some dtypes."""
 
 
 def shape_of(x: Tensor) -> tuple[int, ...]:
@@ -78,9 +82,12 @@ NOT_MADE_UP = frozenset({"pivots", "LU_pivots", "lengths", "repeats"})
 
 def refused(func: Callable, args: tuple, kwargs: dict[str, Any], *, most: int = SMALL) -> Exception | None:
     """What torch raises for such arguments whatever the data, if it does: for zeros, for ones, and for numbers that are
-    all unlike. Not tried: calls of more than `most` elements, and those on other devices, which have other kernels."""
-    if not affordable(flat_tensors((args, kwargs)), most):
-        return None
+    all unlike. Of calls with more than `most` elements, only whether there is a kernel for their dtypes is asked; of
+    those on other devices, which have other kernels, nothing."""
+    tensors = flat_tensors((args, kwargs))
+    if not affordable(tensors, most):
+        error = _raised(func, args, kwargs, _few_zeros) if affordable(tensors, sys.maxsize) else None
+        return error if isinstance(error, NotImplementedError) else None
     first: Exception | None = None
     for fill in (torch.zeros, torch.ones, _unlike):
         error = _raised(func, args, kwargs, fill)
@@ -111,6 +118,10 @@ def _raised(func: Callable, args: tuple, kwargs: dict[str, Any], fill: Callable[
     except Exception as error:
         return error.with_traceback(None)
     return None
+
+
+def _few_zeros(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+    return torch.zeros([min(size, FEW) for size in shape], dtype=dtype)
 
 
 def _unlike(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
