@@ -94,6 +94,12 @@ def dims_but(ndim: int, unsharded: Collection[int]) -> list[Factor]:
     return [None if dim in unsharded else name for dim, name in enumerate(dims_of(ndim))]
 
 
+def broadcast(shape: tuple[int, ...], out: tuple[int, ...]) -> tuple[Factor, ...]:
+    """The factors of an operand that broadcasts to `out`: dims counted from the right, stretched ones carry none."""
+    lead = len(out) - len(shape)
+    return tuple(None if size == 1 and out[lead + d] != 1 else lead + d for d, size in enumerate(shape))
+
+
 def other_dims(call: Call, unsharded: Collection[int] = ()) -> Factors:
     """All dims but some may be sharded, in a call whose input and outputs have the same dims."""
     names = dims_but(call.inputs[0].ndim, unsharded)

@@ -71,6 +71,10 @@ class Strategy:
     resize: Resize | None = field(default=None, compare=False)
 
 
+PROGRAM_COST = 10_000.0
+"""What one small reduction inside a program counts for: so little that a few of them, as in a cross entropy, are less
+than any move of the input. What can be computed on the shards is not gathered, whatever its size."""
+
 ANY_PENDING = Strategy((PENDING,), (PENDING,))
 """For ops with one input and one output."""
 

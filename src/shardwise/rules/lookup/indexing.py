@@ -17,10 +17,11 @@ from torch import Tensor
 from shardwise.layout import Layout, Partial
 from shardwise.rules.kit.empty import has_empty
 from shardwise.rules.kit.indices import Bound, along, axes_of, guarded_call, not_empty, owned, wrapped
-from shardwise.rules.kit.notation import Factors, dims_of, factor_rule
+from shardwise.rules.kit.notation import Factors, broadcast, dims_of, factor_rule
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import (
     PENDING,
+    PROGRAM_COST,
     SUM,
     Call,
     Collectives,
@@ -30,8 +31,6 @@ from shardwise.rules.kit.types import (
     Value,
     replicated,
 )
-from shardwise.rules.math.pointwise import broadcast
-from shardwise.rules.math.reductions import PROGRAM_COST
 
 MASKS = (torch.bool, torch.uint8)
 

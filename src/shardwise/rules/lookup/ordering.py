@@ -14,8 +14,8 @@ from shardwise.rules.kit.dim_rebuild import joined
 from shardwise.rules.kit.indices import owned
 from shardwise.rules.kit.notation import other_dims
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import Call, Collectives, Local, Rule, Strategy, Value
-from shardwise.rules.math.reductions import PROGRAM_COST, reduction_ways
+from shardwise.rules.kit.types import PROGRAM_COST, Call, Collectives, Local, Rule, Strategy, Value
+from shardwise.rules.math.reductions import reduction_ways
 
 Part = tuple[Tensor, Tensor]
 """Sorted values, and where they were in the unsorted dim."""

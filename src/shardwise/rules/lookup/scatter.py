@@ -18,12 +18,10 @@ from torch import Tensor
 from shardwise.layout import Layout
 from shardwise.rules.kit.empty import has_empty
 from shardwise.rules.kit.indices import Bound, along, guarded_call, owned, padded, wrapped
-from shardwise.rules.kit.notation import LINEAR
+from shardwise.rules.kit.notation import LINEAR, broadcast
 from shardwise.rules.kit.registry import functional, register
-from shardwise.rules.kit.types import PENDING, SUM, Call, Local, Rule, Strategy, replicated
+from shardwise.rules.kit.types import PENDING, PROGRAM_COST, SUM, Call, Local, Rule, Strategy, replicated
 from shardwise.rules.lookup.indexing import Indexed, gather_sizes_agree, owned_at
-from shardwise.rules.math.pointwise import broadcast
-from shardwise.rules.math.reductions import PROGRAM_COST
 
 MOVES = {"scatter", "index_copy", "index_put", "_index_put_impl"}
 """Ops that only copy: whatever reduction is pending on target and source passes through."""

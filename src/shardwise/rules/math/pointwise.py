@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.layout import Layout, Partial
 from shardwise.rules.kit.agreement import agreed
 from shardwise.rules.kit.indices import axes_of
-from shardwise.rules.kit.notation import Factor, Factors, factor_rule, other_dims
+from shardwise.rules.kit.notation import Factor, Factors, broadcast, factor_rule, other_dims
 from shardwise.rules.kit.registry import register, register_pointwise
 from shardwise.rules.kit.types import (
     ANY_PENDING,
@@ -55,12 +55,6 @@ LINEAR_IN: dict[str, list[frozenset[int]]] = {
 """Inputs in which an op is linear, so that a pending sum passes through. A pending sum is not divided by a tensor, nor
 by the number zero: where one device divides a number by zero and gets infinity, a term that is itself zero would make
 it NaN. An infinite factor does the same to a product; numbers are looked at, tensors are taken to be finite."""
-
-
-def broadcast(shape: tuple[int, ...], out: tuple[int, ...]) -> tuple[Factor, ...]:
-    """The factors of an operand that broadcasts to `out`: dims counted from the right, stretched ones carry none."""
-    lead = len(out) - len(shape)
-    return tuple(None if size == 1 and out[lead + d] != 1 else lead + d for d, size in enumerate(shape))
 
 
 def pointwise_factors(call: Call) -> Factors:

@@ -15,11 +15,7 @@ from shardwise.layout import Layout, Partial
 from shardwise.rules.kit.empty import unless_empty
 from shardwise.rules.kit.notation import Factor, Factors, dims_of
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import SUM, Call, Collectives, HeldValues, Local, Lowering, Rule, Strategy
-
-PROGRAM_COST = 10_000.0
-"""What one small reduction inside a program counts for: so little that a few of them, as in a cross entropy, are less
-than any move of the input. What can be computed where it lies is not gathered, whatever its size."""
+from shardwise.rules.kit.types import PROGRAM_COST, SUM, Call, Collectives, HeldValues, Local, Lowering, Rule, Strategy
 
 
 def reduced_dims(call: Call) -> tuple[int, ...]:

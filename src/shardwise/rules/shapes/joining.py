@@ -12,9 +12,8 @@ from shardwise.layout import Layout, offsets
 from shardwise.rules.kit.dim_rebuild import Sizes, grown, joined
 from shardwise.rules.kit.notation import Factor, Factors, dims_but, dims_of, factor_rule, moved
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import Call, Collectives, Interval, Local, Resize, Rule, Strategy
+from shardwise.rules.kit.types import PROGRAM_COST, Call, Collectives, Interval, Local, Resize, Rule, Strategy
 from shardwise.rules.kit.windows import inside
-from shardwise.rules.math.reductions import PROGRAM_COST
 
 Intervals = tuple[Interval, ...]
 MANY = 16

@@ -14,8 +14,7 @@ from shardwise.rules.kit.dim_rebuild import Rebuilt, Run, grown, rebuilding
 from shardwise.rules.kit.empty import skipping_empty
 from shardwise.rules.kit.notation import other_dims
 from shardwise.rules.kit.registry import register, register_function
-from shardwise.rules.kit.types import ANY_PENDING, Call, Local, Resize, Rule, Strategy, replicated
-from shardwise.rules.math.reductions import PROGRAM_COST
+from shardwise.rules.kit.types import ANY_PENDING, PROGRAM_COST, Call, Local, Resize, Rule, Strategy, replicated
 
 Ends = tuple[Run, Run]
 """What is put before a dim and after it."""

@@ -10,9 +10,8 @@ from shardwise.layout import Layout, intervals
 from shardwise.rules.kit.dim_rebuild import Rebuilt, Run, Sizes, mirrored, rebuilding, rolled
 from shardwise.rules.kit.notation import Factors, dims_but, factor_rule, moved, moved_along
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import Call, Local, Rule, Strategy, replicated
+from shardwise.rules.kit.types import PROGRAM_COST, Call, Local, Rule, Strategy, replicated
 from shardwise.rules.kit.windows import Fetch, Slide, with_halo
-from shardwise.rules.math.reductions import PROGRAM_COST
 from shardwise.rules.shapes.views import copying
 
 # Rolls and flips: a dim in another order, cut as it was

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout, intervals
-from shardwise.rules.kit.notation import Factor, Factors, dims_but, dims_of, factor_rule, moved, moved_along
+from shardwise.rules.kit.notation import Factor, Factors, broadcast, dims_but, dims_of, factor_rule, moved, moved_along
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import SUM, Call, HeldValues, Local, Resize, Rule, Strategy
 from shardwise.rules.kit.windows import indices_inside
@@ -44,11 +44,8 @@ PERMUTE = register("permute", "transpose", "t", rule=factor_rule(_permute))
 
 
 def _expand(call: Call) -> Factors:
-    source, target = call.inputs[0].shape, call.outputs[0].shape
-    lead = len(target) - len(source)
-    out = dims_of(len(target))
-    names = [None if size == 1 and target[lead + d] != 1 else out[lead + d] for d, size in enumerate(source)]
-    return moved([names], [out])
+    target = call.outputs[0].shape
+    return moved([broadcast(call.inputs[0].shape, target)], [range(len(target))])
 
 
 def _expand_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
