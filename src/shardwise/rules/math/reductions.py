@@ -1,5 +1,5 @@
 """Reductions. A reduced dim that is sharded leaves a pending reduction where the operator allows it exactly, gradient
-included; elsewhere a small distributed program finishes the job."""
+included; otherwise a small distributed program reduces it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.rules.kit.types import SUM, Call, Collectives, HeldValues, Local,
 
 PROGRAM_COST = 10_000.0
 """What one small reduction inside a program counts for: so little that a few of them, as in a cross entropy, are less
-than any move of the input. What can be computed where it lies is not gathered, whatever its size."""
+than any move of the input. What can be computed on the shards is not gathered, whatever its size."""
 
 
 def reduced_dims(call: Call) -> tuple[int, ...]:

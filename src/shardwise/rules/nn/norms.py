@@ -61,10 +61,10 @@ _PROGRAMS: dict[str, Callable[..., Tensor]] = {
 register(*_PROGRAMS, rule=Rule(_softmax, _softmax_local))
 
 
-def stats_dtype(elsewhere: torch.dtype, x: Tensor, *params: Tensor | None) -> torch.dtype:
+def stats_dtype(planned: torch.dtype, x: Tensor, *params: Tensor | None) -> torch.dtype:
     """The dtype of statistics: on the CPU that of the input, or single precision where parameters have another."""
     if x.device.type != "cpu":
-        return elsewhere
+        return planned
     return torch.float32 if any(p.dtype != x.dtype for p in params if p is not None) else x.dtype
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.empty import connected_zeros, skipping_empty, unless_empty
-from shardwise.rules.kit.indices import Bound, axes_of
+from shardwise.rules.kit.indices import Bound, checked_call
 from shardwise.rules.kit.notation import Factor, Factors, dims_of
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import Call, Collectives, HeldValues, Interval, Local, Rule, Strategy
+from shardwise.rules.kit.types import Call, HeldValues, Interval, Local, Rule, Strategy
 from shardwise.rules.kit.windows import Fetch, Slide, around, by_rank, even_pieces, held, inside, per_dim, with_halo
 from shardwise.rules.math.reductions import PROGRAM_COST, wide
 
@@ -77,7 +77,7 @@ def _pool_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Lo
     x, out, num_dims = ins[0], outs[0], _num_dims(call)
     lead = len(x.shape) - num_dims
     if not any(x.splits[lead:]):
-        return unless_empty(call, outs)
+        return None
     fetches, parts = [], []
     for dim, slide in enumerate(_slides(call), lead):
         pieces = [_Part(slide, piece, x.shape[dim]) for piece in out.intervals(dim)]
@@ -136,7 +136,8 @@ def _local_maximum(x: Tensor, shape: Sequence[int], parts: Sequence[_Part], op: 
 
 
 register(
-    *("avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices"), rule=Rule(_pool, _pool_local)
+    *("avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices"),
+    rule=skipping_empty(Rule(_pool, _pool_local)),
 )
 
 
@@ -174,19 +175,9 @@ def _unpool_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> 
     if not any(ins[1].splits):
         return None
     bound = Bound(range(math.prod(call["output_size"])), True)
-    args = [bound, call.op, HeldValues(outs[0].held_shapes), *call.args]
-    return Local(_checked_unpool, args, groups=(axes_of(ins),))
-
-
-def _checked_unpool(
-    group: Collectives, bound: Bound, op: Any, shape: Any, x: Tensor, indices: Tensor, *args: Any
-) -> Tensor:
-    bound.check(group, indices)
-    return group.map(_unpool_or_empty, op, shape, x, indices, *args)
-
-
-def _unpool_or_empty(op: Any, shape: Sequence[int], x: Tensor, *args: Any) -> Tensor:
-    return op(x, *args) if math.prod(shape) else connected_zeros(x, shape)
+    local = unless_empty(call, outs, Local(call.op, call.args))
+    assert local is not None
+    return checked_call(bound, ins[1], local, local.args.index(call["indices"]))
 
 
 register("max_unpool2d", "max_unpool3d", rule=Rule(_batch_and_channels, _unpool_local))
