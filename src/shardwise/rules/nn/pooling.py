@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -141,31 +141,10 @@ register(
 )
 
 
-# Windows that adapt to the size: averages of a sharded dim, if all windows are of one size and none is split
-
-
-def _adaptive_average(call: Call) -> list[Strategy]:
-    x, out = call.inputs[0], call.outputs[0]
-    found = _batch_and_channels(call)
-    for dim in range(x.ndim - _num_dims(call), x.ndim):
-        window, rest = divmod(x.shape[dim], out.shape[dim]) if out.shape[dim] else (0, 1)
-        if not rest and window:
-            found.append(Strategy((dim,), (dim,), resize=partial(_whole_windows, window)))
-    return found
-
-
-def _whole_windows(window: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-    return None if any(size % window for size in sizes) else [tuple(size // window for size in sizes)]
-
-
-def _adaptive_average_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    sizes = HeldValues([shape[-_num_dims(call) :] for shape in outs[0].held_shapes])
-    return Local(call.op, [call["self"], sizes]) if any(ins[0].splits[-_num_dims(call) :]) else None
-
-
-_AVERAGE = Rule(_adaptive_average, _adaptive_average_local)
-register("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", rule=skipping_empty(_AVERAGE))
-register("adaptive_max_pool2d", "adaptive_max_pool3d", rule=skipping_empty(Rule(_batch_and_channels)))
+register(  # windows that adapt to the size
+    *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+    rule=skipping_empty(Rule(_batch_and_channels)),
+)
 
 
 # The inverse of a maximum: torch refuses indices outside of the result
