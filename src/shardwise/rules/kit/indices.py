@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,16 @@ class Bound:
 def _first_outside(index: Tensor, allowed: range) -> Tensor:
     outside = index[(index < allowed.start) | (index >= allowed.stop)].reshape(-1)
     return outside[0].long() if outside.numel() else torch.tensor(IN_RANGE)
+
+
+def checked_call(bound: Bound, index: Layout, local: Local, argument: int) -> Local:
+    """A local call, of positional arguments, after a check of one of them, which has the layout `index`."""
+    return Local(_checked, [bound, argument, local.function, *local.args], local.kwargs, (axes_of([index]),))
+
+
+def _checked(group: Collectives, bound: Bound, argument: int, function: Any, *args: Any, **kwargs: Any) -> Any:
+    bound.check(group, args[argument])
+    return group.map(partial(function, **kwargs) if kwargs else function, *args)
 
 
 def guarded_call(

@@ -49,7 +49,7 @@ def _ways(call: Call) -> list[Strategy]:
 
 
 def _local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    """Also where all is whole, since moving something changes how it lies."""
+    """Also of replicated operands: the strides of one that was moved may be such that torch refuses it."""
     if call["bias"] is not None:
         return None
     form, shapes = FORMS[_ndims(call)], outs[0].held_shapes
@@ -80,9 +80,9 @@ def _own_product(own: Any, a: Tensor, b: Tensor, offs: Tensor | None, dtype: Any
 
 
 def _product_of_some(x: Tensor, w: Tensor, ends: Tensor, groups: Piece, dtype: Any) -> Tensor:
-    """Of some groups of rows, and zeros in the rows of others. Where ours begin and end only the device knows, and
-    nobody waits for it: all rows are rolled until ours come first. What torch makes of the rows behind them, also as
-    their gradient, may be anything."""
+    """The product of some groups of rows, and zeros in the rows of others. Where ours begin and end only the device
+    knows, and nobody waits for it: all rows are rolled until ours come first. Torch does not define the rows behind
+    them, nor their gradient."""
     first, count = groups
     begin = ends[first - 1] if first else torch.zeros_like(ends[0])
     places = torch.arange(len(x), device=x.device)
@@ -93,7 +93,7 @@ def _product_of_some(x: Tensor, w: Tensor, ends: Tensor, groups: Piece, dtype: A
 
 
 class _Product(torch.autograd.Function):
-    """Torch's product of factors that lie as it wants them. Gradients are factors as well, in products of any order."""
+    """Torch's product, of operands with the strides that it takes. Gradients are such products too, of any order."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, ends: Tensor | None, dtype: Any) -> Tensor:
@@ -110,36 +110,36 @@ class _Product(torch.autograd.Function):
             return found, _Product.apply(a.mT, grad, ends, None) if of_b else None, None, None
 
 
-# Torch wants rows to begin at multiples of 16 bytes, which shards' may not, and so groups: in a piece they begin
-# anywhere, so numbers must not lie side by side along the dim that is cut, nor those of the result
+# Torch wants rows, and groups, to begin at multiples of 16 bytes. In a shard groups begin anywhere, so the dim that
+# they cut must not be the contiguous one, in operands and result
 
 
 def _product(a: Tensor, b: Tensor, ends: Tensor | None, dtype: Any) -> Tensor:
     match a.dim(), b.dim():
         case 2, 3:
-            a, b = _in_rows(a), _in_line(b)
+            a, b = _row_major(a), _strided(b)
         case 2, 2:
-            a, b = _in_rows(a.t()).t(), _in_rows(b)
+            a, b = _row_major(a.t()).t(), _row_major(b)
         case 3, 2:
-            return torch._grouped_mm(_in_rows(b.t()), _in_line(a.mT), offs=ends, out_dtype=dtype).t()
+            return torch._grouped_mm(_row_major(b.t()), _strided(a.mT), offs=ends, out_dtype=dtype).t()
         case _:
-            a, b = _in_line(a), _in_line(b)
+            a, b = _strided(a), _strided(b)
     return torch._grouped_mm(a, b, offs=ends, out_dtype=dtype)
 
 
-def _in_line(x: Tensor) -> Tensor:
-    return x if _has_rows(x.mT) else _in_rows(x)
+def _strided(x: Tensor) -> Tensor:
+    return x if _is_row_major(x.mT) else _row_major(x)
 
 
-def _in_rows(x: Tensor) -> Tensor:
-    if _has_rows(x):
+def _row_major(x: Tensor) -> Tensor:
+    if _is_row_major(x):
         return x
     width = x.shape[-1]
     return F.pad(x, (0, -width % _step(x))).clone(memory_format=torch.contiguous_format)[..., :width]
 
 
-def _has_rows(x: Tensor) -> bool:
-    """Whether rows lie one after the other, each beginning at a multiple of 16 bytes."""
+def _is_row_major(x: Tensor) -> bool:
+    """Whether rows are contiguous, each beginning at a multiple of 16 bytes."""
     down, right = x.stride()[-2:]
     return right == 1 and down >= x.shape[-1] and down % _step(x) == 0
 

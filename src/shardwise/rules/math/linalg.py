@@ -153,14 +153,14 @@ register("_linalg_det", rule=Rule(_batched, _det_local))
 
 def _cross(call: Call) -> Factors:
     shape = call.outputs[0].shape
-    whole = call["dim"] % len(shape)
-    ins = [tuple(None if d == whole else d for d in broadcast(x.shape, shape)) for x in call.inputs]
-    out = tuple(None if d == whole else d for d in range(len(shape)))
+    dim = call["dim"] % len(shape)
+    ins = [tuple(None if d == dim else d for d in broadcast(x.shape, shape)) for x in call.inputs]
+    out = tuple(None if d == dim else d for d in range(len(shape)))
     return Factors(ins, [out], linear=[frozenset({0}), frozenset({1})])
 
 
 def _cross_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    """`torch.cross` looks for a dim of size three; a shard may have more of them than the whole."""
+    """`torch.cross` looks for a dim of size three; a shard may have other dims of that size."""
     return Local(call.op, call.args, {**call.kwargs, "dim": call["dim"]}) if any(outs[0].splits) else None
 
 

@@ -43,8 +43,8 @@ def _sum_of_product(call: Call) -> Factors:
     shape = call.outputs[0].shape
     addend = _renamed(call.inputs[0].shape, tuple(out), shape)
     if has_infinity(call):  # terms of a sum would be infinite, and their sum none
-        whole = [[factor if factor in out else None for factor in factors] for factors in (left, right)]
-        return Factors([addend, *whole], [tuple(out)])
+        uncontracted = [[factor if factor in out else None for factor in factors] for factors in (left, right)]
+        return Factors([addend, *uncontracted], [tuple(out)])
     linear = [frozenset({0, 1}), frozenset({0, 2})]
     return Factors([addend, tuple(left), tuple(right)], [tuple(out)], linear=linear, addends=frozenset({0}))
 

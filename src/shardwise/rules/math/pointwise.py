@@ -35,22 +35,11 @@ EACH = [frozenset({0}), frozenset({1})]
 FIRST = [frozenset({0})]
 
 LINEAR_IN: dict[str, list[frozenset[int]]] = {
-    "add": JOINTLY,
-    "sub": JOINTLY,
-    "rsub": JOINTLY,
+    **dict.fromkeys(("add", "sub", "rsub", "lerp"), JOINTLY),
+    **dict.fromkeys(("div", "neg", "positive", "clone", "real", "imag", "conj_physical", "deg2rad", "rad2deg"), FIRST),
     "mul": EACH,
-    "div": FIRST,
-    "neg": FIRST,
-    "positive": FIRST,
-    "clone": FIRST,
     "where": [frozenset({1, 2})],
-    "lerp": JOINTLY,
     "addcmul": [frozenset({0, 1}), frozenset({0, 2})],
-    "real": FIRST,
-    "imag": FIRST,
-    "conj_physical": FIRST,
-    "deg2rad": FIRST,
-    "rad2deg": FIRST,
 }
 """Inputs in which an op is linear, so that a pending sum passes through. A pending sum is not divided by a tensor, nor
 by the number zero: where one device divides a number by zero and gets infinity, a term that is itself zero would make

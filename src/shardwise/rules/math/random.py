@@ -16,7 +16,7 @@ def _element_wise(call: Call) -> list[Strategy]:
 register("poisson", "_standard_gamma", "normal_functional", rule=Rule(_element_wise))
 
 
-# Samples of each row's distribution: the classes must be whole
+# Samples of each row's distribution: the classes must not be sharded
 
 
 def _multinomial(call: Call) -> list[Strategy]:

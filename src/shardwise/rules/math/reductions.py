@@ -1,5 +1,5 @@
 """Reductions. A reduced dim that is sharded leaves a pending reduction where the operator allows it exactly, gradient
-included; elsewhere a small distributed program finishes the job."""
+included; otherwise a small distributed program reduces it."""
 
 from __future__ import annotations
 

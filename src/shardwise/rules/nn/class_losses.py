@@ -251,7 +251,7 @@ def _local_rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: _Loss) -
 def class_parallel_rows(
     shards: Collectives, x: Tensor, target: Tensor, weight: Tensor | None, loss: _Loss
 ) -> tuple[Tensor, Tensor]:
-    """The losses of rows whose classes are sharded, and the weights of their targets, whole on the ranks that share
+    """The losses of rows whose classes are sharded, and the weights of their targets, on all ranks that share
     the classes. Two reductions, each of a few numbers per row: the maximum, then every sum that the loss is made of."""
     x = wide(x)
     x = x - maximum(shards, x, (loss.dim,))

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.empty import connected_zeros, has_empty, remembered
-from shardwise.rules.kit.indices import Bound, axes_of, owned
+from shardwise.rules.kit.indices import Bound, checked_call, owned
 from shardwise.rules.kit.notation import Factor, Factors, dims_of
 from shardwise.rules.kit.registry import register, register_function
 from shardwise.rules.kit.types import SUM, Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
@@ -56,16 +55,11 @@ def _embedding_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) 
     if _must_check(table, index):
         bound = Bound(range(table.shape[0]), any(index.splits), own=not table.splits[0])
         options = [_row_starts(table), table.shape[0], call["padding_idx"], call["scale_grad_by_freq"]]
-        return Local(_checked_rows, [bound, call["weight"], call["indices"], *options], groups=(axes_of([index]),))
+        return checked_call(bound, index, Local(_rows, [call["weight"], call["indices"], *options]), argument=1)
     if not call["sparse"]:
         return None
     args, kwargs = call.replace(sparse=False)
     return Local(torch.embedding, args, kwargs, always=True)
-
-
-def _checked_rows(group: Collectives, bound: Bound, table: Tensor, index: Tensor, *args: Any) -> Tensor:
-    bound.check(group, index)
-    return group.map(_rows, table, index, *args)
 
 
 def _rows(table: Tensor, index: Tensor, start: int, num_rows: int, padding: int, by_frequency: bool) -> Tensor:
@@ -181,23 +175,17 @@ def _embedding_bag(call: Call) -> list[Strategy]:
 
 def _embedding_bag_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
     items, table = ins[:2]
-    num_rows, confer = table.shape[0], axes_of([items])
+    num_rows = table.shape[0]
     bound = Bound(range(num_rows), any(items.splits))
     if not table.splits[0] and not any(items.splits[-1:]):
         args, kwargs = call.replace(sparse=False)
-        if _must_check(table, items):
-            return Local(_checked_bags, [bound, *args], kwargs, groups=(confer,), always=True)
-        return Local(F.embedding_bag if call["offsets"] is None else _in_order, args, kwargs, always=True)
+        local = Local(F.embedding_bag if call["offsets"] is None else _in_order, args, kwargs, always=True)
+        return replace(checked_call(bound, items, local, 0), always=True) if _must_check(table, items) else local
     padding = None if call["padding_idx"] is None else call["padding_idx"] % max(num_rows, 1)
     bags = _Bags(call["mode"], call["include_last_offset"], padding, items.shape[-1])
     starts = HeldValues([(a[0], b[-1]) for a, b in zip(table.held_starts, items.held_starts, strict=True)])
-    args = [bound, call["input"], call["weight"], call["offsets"], call["per_sample_weights"], starts, bags]
-    return Local(_checked_sums, args, groups=(confer,))
-
-
-def _checked_bags(confer: Collectives, bound: Bound, index: Tensor, *args: Any, **options: Any) -> Tensor:
-    bound.check(confer, index)
-    return confer.map(partial(_in_order, **options), index, *args)
+    args = [call["input"], call["weight"], call["offsets"], call["per_sample_weights"], starts, bags]
+    return checked_call(bound, items, Local(_sums, args), argument=0)
 
 
 def _in_order(index: Tensor, table: Tensor, offsets: Tensor | None = None, *args: Any, **options: Any) -> Tensor:
@@ -215,11 +203,6 @@ def _check_offsets(offsets: Tensor, num_items: int) -> None:
             f"embedding_bag: offsets must begin at 0, not decrease, and not exceed the number of items, {num_items}; "
             f"but they are {offsets.tolist()}"
         )
-
-
-def _checked_sums(confer: Collectives, bound: Bound, index: Tensor, *args: Any) -> Tensor:
-    bound.check(confer, index)
-    return confer.map(_sums, index, *args)
 
 
 def _sums(

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.agreement import agreed
-from shardwise.rules.kit.indices import Bound, axes_of
+from shardwise.rules.kit.indices import Bound, axes_of, checked_call
 from shardwise.rules.kit.notation import Factors, dims_of, factor_rule
 from shardwise.rules.kit.registry import register, register_function
 from shardwise.rules.kit.treatments import traced_form, treat
@@ -154,7 +154,7 @@ def _row_loss_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -
     if call["reduction"] != NONE:  # of no rows, torch leaves the sum to chance
         arguments["reduction"] = NONE
         step = partial(_summed, call.op, call.inputs[0].shape[0] if call["reduction"] == MEAN else 1)
-    return Local(_checked_rows, [_range_of_targets(call), step, *arguments.values()], groups=(axes_of(ins),))
+    return checked_call(_range_of_targets(call), ins[1], Local(step, [*arguments.values()]), argument=1)
 
 
 def _range_of_targets(call: Call) -> Bound:
@@ -162,11 +162,6 @@ def _range_of_targets(call: Call) -> Bound:
     if "multilabel" in call.name:  # the labels of a row end at -1
         return Bound(range(-1, num_classes), True, noun="target")
     return Bound(range(num_classes), True, own=True, noun="target")
-
-
-def _checked_rows(group: Collectives, bound: Bound, step: Any, x: Tensor, target: Tensor, *args: Any) -> Any:
-    bound.check(group, target)
-    return group.map(step, x, target, *args)
 
 
 register("multi_margin_loss", "multilabel_margin_loss_forward", rule=Rule(_row_loss, _row_loss_local))

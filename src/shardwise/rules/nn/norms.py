@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.empty import skipping_empty, unless_empty
-from shardwise.rules.kit.notation import other_dims
+from shardwise.rules.kit.notation import factor_rule, other_dims
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
 from shardwise.rules.math.reductions import PROGRAM_COST, is_inexact, maximum, wide
@@ -31,11 +30,12 @@ def _softmax_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
     (dim,) = call.dims()
     if not call.inputs[0].ndim or not ins[0].splits[dim]:
         return None
-    program, to_float = _PROGRAMS[call.name], call.bound.get("half_to_float") or call.bound.get("dtype")
-    return Local(program, [call.inputs[0], dim, bool(to_float)], groups=(ins[0].splits[dim],))
+    to_float = bool(call.bound.get("half_to_float") or call.bound.get("dtype"))
+    args = [call.inputs[0], dim, call.name == "_log_softmax", to_float]
+    return Local(_sharded_softmax, args, groups=(ins[0].splits[dim],))
 
 
-def _sharded_softmax(group: Collectives, x: Tensor, dim: int, to_float: bool, *, log: bool = False) -> Tensor:
+def _sharded_softmax(group: Collectives, x: Tensor, dim: int, log: bool, to_float: bool) -> Tensor:
     with torch.no_grad():
         found = wide(x) - maximum(group, wide(x), (dim,))
         terms = found.exp() if log else found.exp_()
@@ -45,26 +45,14 @@ def _sharded_softmax(group: Collectives, x: Tensor, dim: int, to_float: bool, *,
     return group.softmax(x, found, dim, log=log)
 
 
-def _sharded_safe_softmax(group: Collectives, x: Tensor, dim: int, to_float: bool) -> Tensor:
-    """Zeros, not NaN, where all of a row is minus infinity."""
-    top = maximum(group, x, (dim,))
-    masked = top == -math.inf
-    return torch.where(masked, 0, _sharded_softmax(group, torch.where(masked, 0, x), dim, to_float))
+register("_softmax", "_log_softmax", rule=Rule(_softmax, _softmax_local))
+register("_safe_softmax", rule=factor_rule(lambda call: other_dims(call, call.dims())))
 
 
-_PROGRAMS: dict[str, Callable[..., Tensor]] = {
-    "_softmax": _sharded_softmax,
-    "_log_softmax": partial(_sharded_softmax, log=True),
-    "_safe_softmax": _sharded_safe_softmax,
-}
-
-register(*_PROGRAMS, rule=Rule(_softmax, _softmax_local))
-
-
-def stats_dtype(elsewhere: torch.dtype, x: Tensor, *params: Tensor | None) -> torch.dtype:
+def stats_dtype(planned: torch.dtype, x: Tensor, *params: Tensor | None) -> torch.dtype:
     """The dtype of statistics: on the CPU that of the input, or single precision where parameters have another."""
     if x.device.type != "cpu":
-        return elsewhere
+        return planned
     return torch.float32 if any(p.dtype != x.dtype for p in params if p is not None) else x.dtype
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.empty import connected_zeros, skipping_empty, unless_empty
-from shardwise.rules.kit.indices import Bound, axes_of
+from shardwise.rules.kit.indices import Bound, checked_call
 from shardwise.rules.kit.notation import Factor, Factors, dims_of
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import Call, Collectives, HeldValues, Interval, Local, Rule, Strategy
+from shardwise.rules.kit.types import Call, HeldValues, Interval, Local, Rule, Strategy
 from shardwise.rules.kit.windows import Fetch, Slide, around, by_rank, even_pieces, held, inside, per_dim, with_halo
 from shardwise.rules.math.reductions import PROGRAM_COST, wide
 
@@ -77,7 +77,7 @@ def _pool_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Lo
     x, out, num_dims = ins[0], outs[0], _num_dims(call)
     lead = len(x.shape) - num_dims
     if not any(x.splits[lead:]):
-        return unless_empty(call, outs)
+        return None
     fetches, parts = [], []
     for dim, slide in enumerate(_slides(call), lead):
         pieces = [_Part(slide, piece, x.shape[dim]) for piece in out.intervals(dim)]
@@ -136,35 +136,15 @@ def _local_maximum(x: Tensor, shape: Sequence[int], parts: Sequence[_Part], op: 
 
 
 register(
-    *("avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices"), rule=Rule(_pool, _pool_local)
+    *("avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices"),
+    rule=skipping_empty(Rule(_pool, _pool_local)),
 )
 
 
-# Windows that adapt to the size: averages of a sharded dim, if all windows are of one size and none is split
-
-
-def _adaptive_average(call: Call) -> list[Strategy]:
-    x, out = call.inputs[0], call.outputs[0]
-    found = _batch_and_channels(call)
-    for dim in range(x.ndim - _num_dims(call), x.ndim):
-        window, rest = divmod(x.shape[dim], out.shape[dim]) if out.shape[dim] else (0, 1)
-        if not rest and window:
-            found.append(Strategy((dim,), (dim,), resize=partial(_whole_windows, window)))
-    return found
-
-
-def _whole_windows(window: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-    return None if any(size % window for size in sizes) else [tuple(size // window for size in sizes)]
-
-
-def _adaptive_average_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    sizes = HeldValues([shape[-_num_dims(call) :] for shape in outs[0].held_shapes])
-    return Local(call.op, [call["self"], sizes]) if any(ins[0].splits[-_num_dims(call) :]) else None
-
-
-_AVERAGE = Rule(_adaptive_average, _adaptive_average_local)
-register("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", rule=skipping_empty(_AVERAGE))
-register("adaptive_max_pool2d", "adaptive_max_pool3d", rule=skipping_empty(Rule(_batch_and_channels)))
+register(  # windows that adapt to the size
+    *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+    rule=skipping_empty(Rule(_batch_and_channels)),
+)
 
 
 # The inverse of a maximum: torch refuses indices outside of the result
@@ -174,19 +154,9 @@ def _unpool_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> 
     if not any(ins[1].splits):
         return None
     bound = Bound(range(math.prod(call["output_size"])), True)
-    args = [bound, call.op, HeldValues(outs[0].held_shapes), *call.args]
-    return Local(_checked_unpool, args, groups=(axes_of(ins),))
-
-
-def _checked_unpool(
-    group: Collectives, bound: Bound, op: Any, shape: Any, x: Tensor, indices: Tensor, *args: Any
-) -> Tensor:
-    bound.check(group, indices)
-    return group.map(_unpool_or_empty, op, shape, x, indices, *args)
-
-
-def _unpool_or_empty(op: Any, shape: Sequence[int], x: Tensor, *args: Any) -> Tensor:
-    return op(x, *args) if math.prod(shape) else connected_zeros(x, shape)
+    local = unless_empty(call, outs, Local(call.op, call.args))
+    assert local is not None
+    return checked_call(bound, ins[1], local, local.args.index(call["indices"]))
 
 
 register("max_unpool2d", "max_unpool3d", rule=Rule(_batch_and_channels, _unpool_local))

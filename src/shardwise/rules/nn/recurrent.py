@@ -1,10 +1,10 @@
-"""Recurrent layers and the loss that often follows them: the batch is free, time and features must be whole.
+"""Recurrent layers and the loss that often follows them: the batch is free, time and features are not.
 
 Torch makes a layer of thousands of small ops, a few per step in time. Here it is one op, planned once, so that the
 shards run torch's own fused layer. Dropout between layers draws random numbers: such layers are one op each.
 
-Weights must be whole: a step needs all of the state before it, so ranks that had some of the hidden units each would
-gather the state in every step. That is more than the weights unless sequences are short and batches small, it is as
+Nor are weights: a step needs all of the state before it, so ranks that had some of the hidden units each would gather
+the state in every step. That is more than the weights unless sequences are short and batches small, it is as
 many collectives as there are steps, and the fused layer is lost.
 """
 
@@ -59,7 +59,7 @@ def _one_step(function: Callable) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _is_plain(x: Tensor, hx: Any, params: Any, *settings: Any, **named: Any) -> bool:
-    """Whether a call is of a layer that draws nothing, with all arguments by position."""
+    """Whether a layer draws no random numbers, and has all arguments by position."""
     if isinstance(hx, Tensor) and not hx.is_floating_point():
         raise NotImplementedError("packed sequences are gathered, and torch has no kernel of them for the meta device")
     if named or len(settings) != 6:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.empty import connected_zeros, unless_empty
+from shardwise.rules.kit.empty import connected_zeros, skipping_empty
 from shardwise.rules.kit.notation import Factor, Factors, factor_rule
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import SUM, Call, HeldValues, Local, Rule, Strategy, replicated
@@ -24,14 +24,10 @@ def _by_channels(call: Call) -> list[Strategy]:
     return Factors([names], [names], linear=linear).strategies()
 
 
-def _not_empty(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    return unless_empty(call, outs, saves=False)
-
-
 register(
     *("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"),
     *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
-    rule=Rule(_by_channels, _not_empty),
+    rule=skipping_empty(Rule(_by_channels), saves=False),
 )
 
 
@@ -51,7 +47,7 @@ def _nearest_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
     """Along a sharded dim, each rank fetches the neighbours of its outputs and picks from them."""
     x, out = ins[0], outs[0]
     if not any(x.splits[2:]):
-        return unless_empty(call, outs, saves=False)
+        return None
     exact = call.name.startswith("_")
     scales = [value for name, value in call.bound.items() if name.startswith("scales")]
     fetches, picks = [], []
@@ -77,7 +73,7 @@ def _neighbours(size_in: int, size_out: int, scale: float | None, exact: bool) -
 
 
 def _pick(x: Tensor, picks: Sequence[tuple[int, ...] | None], shape: Sequence[int]) -> Tensor:
-    """Of what was fetched, for each dim, the elements picked; None are all of it, on all ranks."""
+    """The elements picked along each dim; None picks all, on all ranks."""
     if not math.prod(shape):
         return connected_zeros(x, shape, saves=any(pick is not None for pick in picks))
     for dim, pick in enumerate(picks, 2):
@@ -89,11 +85,11 @@ def _pick(x: Tensor, picks: Sequence[tuple[int, ...] | None], shape: Sequence[in
 register(
     *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
     *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
-    rule=Rule(_nearest, _nearest_local),
+    rule=skipping_empty(Rule(_nearest, _nearest_local), saves=False),
 )
 
 
-# Sampling at the places that a grid names: the grid's places are free
+# Sampling at the points of a grid, which are free
 
 
 def _grid_sampler(call: Call) -> Factors:
@@ -112,7 +108,7 @@ def _affine_grid(call: Call) -> list[Strategy]:
 def _affine_grid_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     sizes = [(shape[0], *call["size"][1:]) for shape in ins[0].held_shapes]
     args, kwargs = call.replace(size=HeldValues(sizes))
-    return unless_empty(call, outs, Local(call.op, args, kwargs, resized=True), saves=False)
+    return Local(call.op, args, kwargs, resized=True)
 
 
-register("affine_grid_generator", rule=Rule(_affine_grid, _affine_grid_local))
+register("affine_grid_generator", rule=skipping_empty(Rule(_affine_grid, _affine_grid_local), saves=False))

@@ -122,7 +122,7 @@ def test_items_of_long_bags_add_up():
 @pytest.mark.parametrize(
     ("items", "offsets", "message"),
     [
-        ([0, 6], [0], "found idx to be 6"),
+        ([0, 6], [0], "found idx to be 6|index 6 is out of bounds"),
         (
             [0, 1],
             [1],
