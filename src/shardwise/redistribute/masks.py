@@ -30,7 +30,7 @@ def masking(move: Move) -> Callable[[Tensor], Tensor]:
         if not (_grad_enabled() and x.requires_grad):
             return x if counts else _zeros(x)
         out = mask(x)
-        out.grad_fn.metadata[SECOND_ORDER] = dual  # type: ignore[union-attr]
+        out.grad_fn.metadata[SECOND_ORDER] = dual  # type: ignore[union-attr, index]
         return out
 
     return run

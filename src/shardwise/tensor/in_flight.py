@@ -74,4 +74,4 @@ def _land(x: Any) -> None:
         x.__class__ = DTensor
 
 
-DTensor._departed = staticmethod(_departed)  # type: ignore[method-assign]  # the class cannot know its subclass
+DTensor._departed = staticmethod(_departed)  # the class cannot know its subclass

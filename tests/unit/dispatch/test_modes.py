@@ -167,6 +167,20 @@ def test_equal_steps_need_no_new_plans(foreach: bool) -> None:
     assert after.hits >= before.hits + 20
 
 
+def test_attention_without_a_given_float_is_planned_once_for_all_dtypes() -> None:
+    queries = [
+        sw.distribute_tensor(torch.ones(4, 2, 3, 2, dtype=dtype), MESH, [S0, R])
+        for dtype in (torch.float32, torch.float64)
+    ]
+    nn.functional.scaled_dot_product_attention(queries[0], queries[0], queries[0], is_causal=True)
+    before = sw.cache_info().misses
+    nn.functional.scaled_dot_product_attention(queries[1], queries[1], queries[1], is_causal=True)
+    assert sw.cache_info().misses == before
+    nn.functional.scaled_dot_product_attention(queries[1], queries[1], queries[1], dropout_p=0.5)
+    nn.functional.scaled_dot_product_attention(queries[1], queries[1], queries[1], dropout_p=0.0)
+    assert sw.cache_info().misses > before + 1
+
+
 def test_floats_make_no_new_plans() -> None:
     d = sharded(4, 4)
     _ = 0.5 / (d * 0.5 + 0.25) - 0.5

@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.debug import CommDebugMode
 from shardwise.errors import UnreducedGradientError
 from shardwise.parallel import no_sync
-from shardwise.redistribute import owing
+from shardwise.redistribute import deferred_gradients, masks, owing
 
 R, S = sw.Replicate(), sw.Shard
 PASSES = 3
@@ -214,3 +214,12 @@ def test_every_rank_keeps_the_same_gradients() -> None:
         records.append([(c.kind, c.axes, c.backward) for c in comm.comms])
         assert len(p.__dict__["_aside"]) == 1
     assert records[0] == records[1] and not any(backward for *_, backward in records[0])
+
+
+@pytest.mark.parametrize("shape", [(7,), (300, 300)])
+@pytest.mark.parametrize("mask", [masks._kept, masks._silenced])
+def test_a_parameter_is_found_behind_a_mask_on_ranks_that_count_it_and_on_others(mask: Any, shape: tuple) -> None:
+    parameter = nn.Parameter(torch.ones(shape))
+    node = mask(parameter).grad_fn
+    node.metadata[deferred_gradients.SECOND_ORDER] = None
+    assert deferred_gradients._leaf(node) is parameter
