@@ -64,13 +64,6 @@ class StaleView(DTensor):
         return f"StaleView(shape={list(self._layout.shape)})"
 
 
-def stale() -> InPlaceError:
-    return InPlaceError(
-        "this view of a DTensor had to be a copy, because its data came from other ranks, and the tensor it was taken "
-        "from has been written to since, which a view would show; take the view again"
-    )
-
-
 class Taking:
     """How a view was taken of its source: so it can be taken again, and what is written to it be written there. Where
     that is not known, writes are refused, and so is its use after its source was written to."""
@@ -102,7 +95,7 @@ class Taking:
         items = self._items()
         if items is not None:
             source[items] = copy
-        elif treatment_of(self.function).reshape and not any(isinstance(x, torch.dtype) for x in self._given):
+        elif treatment_of(self.function).reshape and self._changes_no_dtype:
             source.copy_(copy.reshape(source.shape))
         else:
             whole = source.redistribute(placements=[Replicate()] * source._layout.mesh.ndim).clone()
@@ -111,8 +104,8 @@ class Taking:
             source.copy_(whole)
 
     @property
-    def _given(self) -> tuple:
-        return *self.args, *self.kwargs.values()
+    def _changes_no_dtype(self) -> bool:
+        return not any(isinstance(x, torch.dtype) for x in (*self.args, *self.kwargs.values()))
 
     def _items(self) -> Any:
         """The index that names the view in its source, if one does."""
@@ -188,11 +181,6 @@ def _copy_in(x: Tensor) -> CopiedView | None:
     """The copy that a tensor is, or is a view of."""
     found = copies.get(storage_of(x))
     return None if found is None else found[0]()
-
-
-def is_copied_view(x: Tensor) -> bool:
-    """Whether a tensor is, or stands for, a copy that torch would make a view, or a part of a sharded dim."""
-    return "_strides" in x.__dict__ or _copy_in(x) is not None
 
 
 def depend(written: Sequence[Tensor], name: str) -> bool:
@@ -334,7 +322,10 @@ def _once(x: Tensor, target: Tensor) -> Tensor:
 
 def _take_again(copy: Any) -> None:
     if copy._taking.function is None:
-        raise stale()
+        raise InPlaceError(
+            "this view of a DTensor had to be a copy, because its data came from other ranks, and the tensor it was "
+            "taken from has been written to since, which a view would show; take the view again"
+        )
     source, fresh = copy._taking.source, copy._taking.again()
     with torch.set_grad_enabled(fresh.requires_grad):  # the source may have had what it was reduced to
         fresh = as_layout(fresh, copy._layout, "a view")
