@@ -29,7 +29,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "rules.md"
         (lambda x: x.sum(1), (X,), ("`ab → a`", "b: P(sum)", "sum, avg: `P → P`")),
         (lambda x: x.amax((0, 1)), (X,), ("`ab → ()`", "a, b: whole, by communication", "")),
         (lambda x: x.t(), (X,), ("`ab → ba`", "", "any: `P → P`")),
-        (torch.neg, (X,), ("`ab → ab`", "", "sum, avg: `P → P`; `P(max) → P(min)` or `P(min) → P(max)`")),
+        (torch.neg, (X,), ("`ab → ab`", "", "sum, avg: `P → P`")),
         (lambda x: x.unbind(1), (X,), ("`ab → 4×a`", "b: P(sum)", "any: `P → 4×P`")),
         (lambda x: x.square().view(20), (X,), ("`a· → a`", "", "any: `P → P`")),
     ],
