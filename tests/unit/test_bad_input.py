@@ -138,6 +138,7 @@ def test_a_plan_for_floats_is_not_taken_for_integers() -> None:
     check_refused(bad(function, x, y), mesh_of((2,)), ((S(0),), (S(0),)))
 
 
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
 @pytest.mark.parametrize("name", ["floor_divide_", "multinomial", "binary_cross_entropy", "linalg.lu_solve"])
 def test_good_data_after_bad(name: str) -> None:
     function, tensors = BAD_DATA[name]
@@ -291,6 +292,7 @@ def test_ops_of_users_are_not_tried_out() -> None:
     assert seen == [(3,)] * len(seen) and len(seen) in (1, 4)  # gathered; once for all ranks, or once for each
 
 
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
 @pytest.mark.parametrize("solve", [torch.linalg.lu_solve, torch.linalg.ldl_solve], ids=["lu", "ldl"])
 def test_pivots_are_not_made_up(solve: Callable[..., torch.Tensor], tried: list[Callable]) -> None:
     """The rows that they name are swapped, wherever those are."""

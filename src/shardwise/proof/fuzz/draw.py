@@ -290,7 +290,8 @@ class Draw:
         named = {id(x) for x in self.tensors.values()}
         watched = [name for part in self.parts if WATCHES.search(part.text) for name in part.takes]
         for _, x in self.run.tensors(watched):
-            if x._is_view() and id(x._base) not in named and type(x._base.grad_fn).__name__ == "CopySlices":
+            base = x._base
+            if base is not None and id(base) not in named and type(base.grad_fn).__name__ == "CopySlices":
                 raise Refused("a hidden view")
 
     def _again(self) -> None:

@@ -128,15 +128,9 @@ _ALL: dict[str, Sequence[Callable[[], Any]]] = {
         lambda: aten.affine_grid_generator(_x(3, 3, 4), [3, 2, 3, 2, 2], True),
     ],
     "aten::col2im": [lambda: aten.col2im(_x(3, 8, 6), [3, 4], [2, 2], [1, 1], [0, 0], [1, 1])],
-    "aten::conv_tbc": [lambda: torch.conv_tbc(_x(5, 3, 4), _x(3, 4, 2), _x(2), 1)],
     "aten::copy": [lambda: aten.copy(_x(5, 4), _x(4)), lambda: aten.copy(_x(5, 4), _x(5, 4).flip(0))],
     "aten::detach_copy": [lambda: torch.detach_copy(_x(5, 4))],
     "aten::embedding_renorm_": [lambda: torch.embedding_renorm_(_x(5, 4), _at(1, 4, 1), 0.5, 2.0)],
-    "aten::fill_diagonal_": [
-        lambda: _x(5, 4).fill_diagonal_(2.5),
-        lambda: _x(5, 2).fill_diagonal_(2.5, wrap=True),
-        lambda: _x(3, 3, 3).fill_diagonal_(2.5),
-    ],
     "aten::index": [
         lambda: _x(5, 4)[_at(4, 0, 3)],
         lambda: _x(5, 4)[:, _at(3, 0, 0)],

@@ -76,8 +76,8 @@ def _batch_norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout])
     gathered = bool(channels) and not outs[1].splits[0]
     if not batch and not gathered and not x.has_empty:
         return None
-    sizes, count = x.pieces(1) if gathered else None, math.prod(x.shape) // x.shape[1]
-    norm = _Norm(call["momentum"], call["eps"], count, sizes, dtype, len(call.outputs) - 3)
+    pieces, count = x.pieces(1) if gathered else None, math.prod(x.shape) // x.shape[1]
+    norm = _Norm(call["momentum"], call["eps"], count, pieces, dtype, len(call.outputs) - 3)
     operands = [call.bound.get(name) for name in ("input", *PARAMETERS, *RUNNING)]
     return Local(_train, [norm, *operands], groups=(batch, channels if gathered else ()))
 

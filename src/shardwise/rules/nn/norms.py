@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.empty import skipping_empty, unless_empty
+from shardwise.rules.kit.empty import connected_zeros, skipping_empty
 from shardwise.rules.kit.notation import factor_rule, other_dims
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
@@ -65,7 +65,7 @@ class _Inner:
 
     dims: tuple[int, ...]
     count: int
-    eps: float | None
+    eps: Any  # None is the epsilon of the dtype
     stats: torch.dtype
 
 
@@ -171,13 +171,16 @@ def _group_norm_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout])
         group=HeldValues([max(shape[1] // channels, 1) for shape in x.held_shapes]),
         HxW=spatial,
     )
-    return unless_empty(call, outs, Local(_contiguous_group_norm, args, kwargs))
+    return Local(_local_group_norm, [HeldValues(stats.held_shapes), *args], kwargs)
 
 
-def _contiguous_group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *args: Any) -> Any:
-    """The kernel takes contiguous tensors only; torch sees to that before it calls it."""
-    params = (None if param is None else param.contiguous() for param in (weight, bias))
-    return torch.native_group_norm(x.contiguous(), *params, *args)
+def _local_group_norm(shape: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *args: Any) -> Any:
+    """The kernel takes contiguous tensors only, and no empty ones; torch sees to that before it calls it."""
+    if x.numel():
+        weight, bias = (None if param is None else param.contiguous() for param in (weight, bias))
+        return torch.native_group_norm(x.contiguous(), weight, bias, *args)
+    stats = x.new_zeros(shape, dtype=stats_dtype(x.dtype, x, weight, bias))
+    return connected_zeros(x, x.shape, weight, bias), stats, stats.clone()
 
 
 def _sharded_group_norm(
