@@ -45,7 +45,7 @@ CORE = (
     *(f"dispatch/{name}.py" for name in ("call", "key", "plan")),
     *(f"dispatch/planning/{name}.py" for name in ("first_call", "build", "lower", "realise", "trace", "choose")),
     *(f"rules/kit/{name}.py" for name in ("types", "registry", "notation", "agreement", "guards", "indices")),
-    *("tensor.py", "local.py", "from_local.py"),
+    *("tensor/*.py", "local.py", "from_local.py"),
 )
 
 

@@ -44,6 +44,7 @@ def test_what_a_checkpoint_does_not_use_has_no_gradient(name: str) -> None:
             same(program, normal(4, 4), placement, mesh=mesh)
 
 
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
 def test_norms_and_products_in_reentrant_checkpoints() -> None:
     for function in (lambda t: t.exp().norm(), lambda t: t.exp().prod()):
 

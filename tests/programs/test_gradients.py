@@ -60,6 +60,7 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
 @pytest.mark.parametrize("name", NUMBERS)
 def test_gradients_of_intermediate_results(name: str) -> None:
     """What is pending on a result must be such that its gradient has a layout."""

@@ -8,7 +8,6 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import Any
 
 import pytest
@@ -183,13 +182,13 @@ FACTORIES: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype]] = {
 @pytest.mark.parametrize("name", FACTORIES)
 def test_factories_write_where_they_are_told(name: str) -> None:
     make, dtype = FACTORIES[name]
-    for shape, where in product([(5, 3), (0, 2)], [[S(0), S(1)], [S(0), S(0)], [R, S(1)], [sw.Partial(), S(0)]]):
-        plain, dist = torch.zeros(shape, dtype=dtype), place(torch.zeros(shape, dtype=dtype), *where, mesh=(2, 2))
+    for where in ([S(0), S(1)], [S(0), S(0)], [R, S(1)], [sw.Partial(), S(0)]):
+        plain, dist = torch.zeros(5, 3, dtype=dtype), place(torch.zeros(5, 3, dtype=dtype), *where, mesh=(2, 2))
         for out in (plain, dist):
             torch.manual_seed(3)
             assert make(out) is out
         assert torch.equal(dist.full_tensor(), plain)
-    with pytest.raises(sw.errors.InPlaceError, match="its placements do not fit"):
+    with pytest.raises(sw.errors.InPlaceError, match="are not resized"):
         make(place(torch.zeros(0, 3, 2, dtype=dtype), S(2)))
 
 

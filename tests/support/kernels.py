@@ -392,7 +392,7 @@ SHARED_REASONS = (
     ),
     Reason(
         "draws for every channel of the whole batch, and takes its part of that",
-        ("*dropout2d", "*dropout3d", "*feature_alpha_dropout*", "*fractional_max_pool*"),
+        ("*dropout2d", "*dropout3d", "*feature_alpha_dropout*"),
         (*COPIES, *ops_named("slice")),
         COPY_KERNELS,
     ),
@@ -402,14 +402,21 @@ SHARED_REASONS = (
             *("*margin_ranking_loss", "*hinge_embedding_loss", "*cosine_similarity", "*cosine_embedding_loss"),
             "*gaussian_nll_loss",
         ),
-        (*COPIES, *ops_named("ge", "scalar_tensor", "where", "add", "add_", "div", "_to_copy")),
+        (
+            *COPIES,
+            *ops_named("ge", "scalar_tensor", "where", "add", "add_", "clamp", "clamp_", "div", "sub", "_to_copy"),
+        ),
     ),
     Reason(
         "looks whether bags end before they begin: torch would read what is not there",
         ("*embedding_bag",),
         ops_named("_local_scalar_dense", "any", "copy_", "fill_", "gt", "lt", "sub", "slice"),
     ),
-    Reason("has no rule: gathered, and run on the whole", ("*linear_cross_entropy.chunked_none",), ("*",)),
+    Reason(
+        "has no rule: gathered, and run on the whole",
+        ("*linear_cross_entropy.chunked_none", "*fractional_max_pool*"),
+        ("*",),
+    ),
 )
 """On every device."""
 

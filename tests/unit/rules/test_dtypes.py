@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -84,14 +83,3 @@ def test_masks_reduced_into_rows(reduce: str) -> None:
     into, index, rows = normal(5, 3) > 0, torch.tensor([4, 0, 4, 1]), normal(4, 3) > 0
     for where in (R, S(0), S(1)):
         check(lambda x, i, y: x.index_reduce(0, i, y, reduce), [into, index, rows], [where, R, R])
-
-
-@pytest.mark.filterwarnings("ignore::numpy.exceptions.ComplexWarning")
-@pytest.mark.parametrize("where", [R, S(0), S(1)])
-def test_numbers_of_numpys_that_are_complex(where: sw.Placement) -> None:
-    """Torch takes their real part, and refuses Python's, whichever came first."""
-    x = normal(4, 5)
-    for number in (np.complex128(1 + 2j), np.complex64(1 + 2j)):
-        check(lambda x, number=number: F.pad(x, (1, 2), value=number), [x], [where])
-        with pytest.raises(TypeError, match="must be float, not complex"):
-            F.pad(sw.distribute_tensor(x, mesh_of((4,)), [where]), (1, 2), value=1 + 2j)

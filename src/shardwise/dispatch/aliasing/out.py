@@ -65,6 +65,8 @@ def _runs_on_shards(func: Callable, tensors: Sequence[Any]) -> bool:
 
 def _foresee(func: Callable, args: tuple, kwargs: dict[str, Any], targets: Sequence[Any]) -> None:
     """Refuse targets before anything runs, where a trace tells shapes: functions may write to other arguments too."""
+    if not flat_tensors((args, kwargs)):
+        return  # a factory, which may draw numbers: it is looked at what it makes
     metas: list[Tensor] = []
 
     def stand_in(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.dispatch.aliasing.global_strides import global_strides
 from shardwise.dispatch.planning.lower import Lowered, LoweredCall
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.local import is_leaf
@@ -85,6 +86,8 @@ def refused(func: Callable, args: tuple, kwargs: dict[str, Any], *, most: int = 
     all unlike. Of calls with more than `most` elements, only whether there is a kernel for their dtypes is asked; of
     those on other devices, which have other kernels, nothing."""
     tensors = flat_tensors((args, kwargs))
+    if any(_is_number(x) for x in tensors):
+        return None
     if not affordable(tensors, most):
         error = _raised(func, args, kwargs, _few_zeros) if affordable(tensors, sys.maxsize) else None
         return error if isinstance(error, NotImplementedError) else None
@@ -97,6 +100,12 @@ def refused(func: Callable, args: tuple, kwargs: dict[str, Any], *, most: int = 
     return first
 
 
+def _is_number(x: Tensor) -> bool:
+    """Whether a tensor may be a size or the number of a dim, for which made-up numbers are wrong."""
+    with _disabled():
+        return not shape_of(x) and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
+
+
 def affordable(tensors: Sequence[Tensor], most: int = SMALL) -> bool:
     """Whether a call of these tensors, on the CPU, can be tried out for next to nothing."""
     with _disabled():
@@ -106,7 +115,11 @@ def affordable(tensors: Sequence[Tensor], most: int = SMALL) -> bool:
 def _raised(func: Callable, args: tuple, kwargs: dict[str, Any], fill: Callable[..., Tensor]) -> Exception | None:
     def filled(x: Tensor) -> Tensor:
         with _disabled():  # functions, and the kernels that they choose, may depend on what needs a gradient
-            made = fill(shape_of(x), dtype=x.dtype).requires_grad_(x.requires_grad)
+            made = fill(shape_of(x), dtype=x.dtype)
+            strides = global_strides(x) if isinstance(x, DTensor) else x.stride()
+            if made.shape == shape_of(x) and made.stride() != strides and 0 not in strides:
+                made = torch.empty_strided(made.shape, strides, dtype=x.dtype).copy_(made)
+            made.requires_grad_(x.requires_grad)
             return made.clone() if x.requires_grad and not is_leaf(x) else made
 
     generator = kwargs.get("generator")

@@ -41,7 +41,7 @@ def _is_unpooling(call: Call, truth: Truth) -> bool:
 
 
 RARE = (
-    *("fractional_max_pool2d", "fractional_max_pool3d"),
+    *("fractional_max_pool2d", "fractional_max_pool3d", "histc", "take"),
     *("cholesky_inverse", "geqrf", "linalg_householder_product", "ormqr", "triangular_solve"),
     *("linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lu_solve", "lu_unpack"),
 )

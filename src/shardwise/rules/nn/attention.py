@@ -103,3 +103,26 @@ def _local_attention(first_row: int | None, first_head: int | None, shared: int,
 
 
 register("scaled_dot_product_attention", rule=Rule(_attention, _attention_local))
+
+
+# The kernel for CPUs, called by its name: it returns the logarithms of the sums as well
+
+
+def _flash_for_cpu(call: Call) -> list[Strategy]:
+    query, key, value, mask = call["query"], call["key"], call["value"], call["attn_mask"]
+    lead: list[Factor] = [
+        name if query.shape[d] == key.shape[d] == value.shape[d] else None for d, name in enumerate(("batch", "head"))
+    ]
+    rows: Factor = None if call["is_causal"] else "row"
+    ins: list[list[Factor]] = [[*lead, rows, None], [*lead, None, None], [*lead, None, None]]
+    if mask is not None:
+        ins.append(_of_operand(mask.shape, [*lead, rows, None], (*query.shape[:-1], key.shape[-2])))
+    return Factors(ins, [[*lead, rows, None], [*lead, rows]]).strategies()
+
+
+def _flash_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    local = unless_empty(call, outs)
+    return local if local is None or not call["dropout_p"] else _rank_by_rank(local)
+
+
+register("_scaled_dot_product_flash_attention_for_cpu", rule=Rule(_flash_for_cpu, _flash_local))

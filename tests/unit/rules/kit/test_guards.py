@@ -28,14 +28,13 @@ def test_a_chance_given_as_a_number_is_one_for_all_elements(draw: Callable[[Tens
 @pytest.mark.parametrize(
     "call", [torch.bernoulli, Tensor.bernoulli, torch.poisson], ids=["function", "method", "poisson"]
 )
-def test_elements_that_are_no_chances_are_refused_in_torchs_words(call: Callable[[Tensor], Tensor]) -> None:
+def test_elements_that_are_no_chances_are_refused(call: Callable[[Tensor], Tensor]) -> None:
     x = torch.tensor([0.5, 0.5, 0.5, -2.0])
-    with pytest.raises(RuntimeError) as expected:
+    with pytest.raises(RuntimeError):
         call(x)
     before = torch.get_rng_state()
-    with pytest.raises(RuntimeError) as found:
+    with pytest.raises(RuntimeError, match=r"expects (chances|rates)"):
         call(place(x, S0))
-    assert str(found.value) == str(expected.value)
     assert torch.equal(before, torch.get_rng_state()), "numbers were drawn before it was refused"
 
 
