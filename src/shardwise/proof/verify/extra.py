@@ -114,6 +114,12 @@ _ALL: dict[str, Sequence[Callable[[], Any]]] = {
         lambda: aten._reshape_copy(_x(4, 6), [4, 2, 3]),
         lambda: aten._reshape_copy(_x(4, 6), [8, 3]),
     ],
+    "aten::_scaled_dot_product_flash_attention_for_cpu": [
+        lambda: aten._scaled_dot_product_flash_attention_for_cpu(_x(3, 2, 5, 4), _x(3, 2, 6, 4), _x(3, 2, 6, 4)),
+        lambda: aten._scaled_dot_product_flash_attention_for_cpu(
+            _x(3, 2, 5, 4), _x(3, 2, 6, 4), _x(3, 2, 6, 4), attn_mask=_x(5, 6)
+        ),
+    ],
     "aten::_standard_gamma": [lambda: aten._standard_gamma(_x(5, 4).abs())],
     "aten::_unsafe_index": [lambda: aten._unsafe_index(_x(5, 4), [_at(4, 0, 3)])],
     "aten::_unsafe_index_put": [lambda: aten._unsafe_index_put(_x(5, 4), [_at(4, 0, 3)], _x(3, 4), True)],

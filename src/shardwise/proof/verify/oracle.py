@@ -73,6 +73,15 @@ def _alike(num_whole: int) -> Fits:
     return fits
 
 
+def _attention(call: Call, ins: Sequence[AxisPlacement]) -> bool:
+    """Queries, keys and values are cut alike, by batch or heads; or queries alone, by rows, and the mask with them."""
+    query, key, value, *masks = ins
+    if query == 2:
+        rows = all(placement == mask.ndim - 2 for placement, mask in zip(masks, call.inputs[3:], strict=True))
+        return key is None and value is None and rows
+    return query in (None, 0, 1) and query == key == value and not any(p is not None for p in masks)
+
+
 def _layer(call: Call, ins: Sequence[AxisPlacement]) -> bool:
     """Input and states are cut by batch; weights are whole."""
     states = len(flat_values(call["hx"]))
@@ -88,6 +97,7 @@ UNCHECKED: dict[str, Fits] = {
     **dict.fromkeys(("lu_unpack", "linalg_lu_solve", "linalg_ldl_solve", "ldl_solve"), _alike(2)),
     **dict.fromkeys(("ormqr", "linalg_householder_product", "max_pool2d_with_indices_backward"), _alike(2)),
     "max_pool3d_with_indices_backward": _alike(3),
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_weight_norm_interface": lambda call, ins: (ins[0] == call["dim"]) == (ins[1] == call["dim"]),
     "segment_reduce": lambda call, ins: False,
 }
