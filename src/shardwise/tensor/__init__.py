@@ -11,7 +11,7 @@ from shardwise.tensor.dtensor import (
     localise,
     wrap,
 )
-from shardwise.tensor.gradients import gradient_shards, observe, settled, without_terms
+from shardwise.tensor.gradients import gradient_shards, observe, settled, within_graph, without_terms
 from shardwise.tensor.in_flight import InFlight
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "localise",
     "observe",
     "settled",
+    "within_graph",
     "without_terms",
     "wrap",
 ]

@@ -37,13 +37,18 @@ def gradient_shards(gradient: Tensor, layout: Layout, name: str) -> tuple[Tensor
 
 def settled(x: Any) -> Any:
     """A result whose gradient has a layout: those of the terms of a product, or of a norm, are not its terms."""
-    return as_layout(x, without_terms(x._layout), "a result") if isinstance(x, DTensor) else x
+    return as_layout(x, within_graph(x._layout), "a result") if isinstance(x, DTensor) else x
+
+
+def within_graph(layout: Layout) -> Layout:
+    """The layout of a result within a graph. Extrema beside something else are reduced, too: which rank has one, and
+    with it the gradient, depends on the other axis, along which the gradient is whole."""
+    kept = without_terms(layout)
+    if len({p.reduce_op for p in kept.pending if p is not None}) < 2:
+        return kept
+    return kept.with_(pending=[p if p is not None and p.reduce_op in ("sum", "avg") else None for p in kept.pending])
 
 
 def without_terms(layout: Layout) -> Layout:
-    """The layout in which products and norms are reduced, whose terms no value is taken apart into. So are extrema
-    beside something else: which rank has one, and the gradient, depends on the other axis, along which it is whole."""
-    kept = [p if p is not None and p.divides_gradients else None for p in layout.pending]
-    if len({p.reduce_op for p in kept if p is not None}) > 1:
-        kept = [p if p is not None and p.reduce_op in ("sum", "avg") else None for p in kept]
-    return layout.with_(pending=kept)
+    """The layout in which products and norms are reduced, whose terms no value is taken apart into."""
+    return layout.with_(pending=[p if p is not None and p.divides_gradients else None for p in layout.pending])

@@ -136,3 +136,12 @@ def test_a_view_of_thin_transposed_shards_has_the_strides_of_the_whole() -> None
         held = [shard for shard in shards_of(thin) if shard.numel()]
         shown = {inferred_strides((1, 5, 2), shard.shape, shard.stride())[1:] for shard in held}
     assert "_strides" in thin.__dict__ or len(shown) == 1
+
+
+def test_a_write_through_a_row_of_a_pending_extremum_reaches_it() -> None:
+    terms = [normal(1, 3) + at % 2 for at in range(4)]
+    x = sw.DTensor.from_local(sw.comm.ranked(terms), sw.simulate((2, 2)), [S(0), P("min")])
+    expected = full(x).clone()
+    x.flatten(0, 1)[4].square_()
+    expected.flatten(0, 1)[4].square_()
+    torch.testing.assert_close(full(x), expected)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.proof.fuzz.calls.writes import is_recorded
+from shardwise.proof.fuzz.calls.writes import is_recorded, refuse_overlap
 from shardwise.proof.fuzz.command import Settings, classes_of, result_of, run_programs, smallest
-from shardwise.proof.fuzz.draw import MESHES, Do, Draw, Var, mesh_of
+from shardwise.proof.fuzz.draw import MESHES, Do, Draw, Refused, Var, mesh_of
 from shardwise.proof.fuzz.families import FAMILIES, draw
 from shardwise.proof.fuzz.judge import APART, HUNG, INVALID, RAISED, RIGHT, WRONG, Verdict, judge, together
 from shardwise.proof.fuzz.leaves import Device
@@ -111,6 +111,15 @@ def drawn(*parts: Leaf | str) -> Draw:
 def test_memory_that_a_graph_may_have_saved(lines: list[str], recorded: bool) -> None:
     made = drawn(X, *lines)
     assert is_recorded(made, Var.of("v1", made.tensors["v1"])) is recorded
+
+
+def test_writes_that_change_what_they_have_yet_to_read_are_not_drawn() -> None:
+    x = torch.arange(16.0).reshape(4, 4)
+    for source in (x[-1], x[0], torch.ones(4)):
+        refuse_overlap(x[-1], source)
+    for source in (x[:, 0], x[-1, :1].expand(4)):
+        with pytest.raises(Refused, match="overlap"):
+            refuse_overlap(x[-1], source)
 
 
 def test_gradients_that_share_memory_are_not_drawn() -> None:

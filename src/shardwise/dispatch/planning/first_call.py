@@ -44,7 +44,7 @@ from shardwise.rules import Value, rule_for
 from shardwise.rules.kit.treatments import treatment_of
 from shardwise.rules.math.foreach import is_list_op
 from shardwise.rules.math.pointwise import ELEMENTWISE
-from shardwise.tensor import DTensor
+from shardwise.tensor import DTensor, within_graph, without_terms
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -291,7 +291,9 @@ def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -
     layouts = [lowered.layouts[value.index] for value in results]
     if copies := [at for at, value in enumerate(results) if value.index in lowered.copies]:
         guards.append(Copies(call.func, copies))
-    if any(map(has_terms, layouts)):
+    is_view = copies or any(made.call.is_view for made in lowered.calls[-1:])
+    allowed = without_terms if is_view else within_graph  # what writes pass through stays as it is
+    if any(allowed(layout) is not layout.unreduced for layout in layouts):
         guards.append(Settles())
     if isinstance(plan, (Steps, Whole)) and not lowered.trace.seen_arguments:
         guards.append(Unrecorded())
@@ -385,7 +387,7 @@ def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, A
         return False
     if any(layout.has_empty for layout in call.layouts.ins):
         return False  # ranks that hold nothing would not say what torch has against a dtype
-    return not any(map(has_terms, call.layouts.outs))
+    return all(within_graph(layout) is layout.unreduced for layout in call.layouts.outs)
 
 
 class Reports(Guard):

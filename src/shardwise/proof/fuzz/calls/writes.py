@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from shardwise.proof.fuzz.calls.shapes import cut
 from shardwise.proof.fuzz.draw import Do, Draw, Maker, Refused, Var
@@ -69,8 +70,9 @@ ONTO = (
 
 def write(d: Draw) -> Do:
     target = _target(d)
-    text = target + d.pick(*ONTO).format(c=d.number(), y=d.fit(target.shape, target.dtype))
-    return Do(_maybe_unrecorded(d, text))
+    onto, number, source = d.pick(*ONTO), d.number(), d.fit(target.shape, target.dtype)
+    refuse_overlap(target.value, source.value)
+    return Do(_maybe_unrecorded(d, target + onto.format(c=number, y=source)))
 
 
 def _target(d: Draw) -> Var:
@@ -93,6 +95,20 @@ def is_recorded(d: Draw, x: Var) -> bool:
     return any(values[name].requires_grad for name in near & values.keys())
 
 
+def refuse_overlap(target: Tensor, source: Tensor) -> None:
+    """Raise if a write changes what it has yet to read: what comes of it is torch's own affair."""
+    if target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+        written, read = _places(target), _places(source)
+        if written != read and not set(written).isdisjoint(read):
+            raise Refused("source and target overlap")
+
+
+def _places(x: Tensor) -> list[int]:
+    """Where in its storage the elements of a tensor are."""
+    every = torch.arange(x.untyped_storage().nbytes() // x.element_size())
+    return every.as_strided(x.shape, x.stride(), x.storage_offset()).flatten().tolist()
+
+
 def _maybe_unrecorded(d: Draw, text: str) -> str:
     return f"with torch.no_grad(): {text}" if d.likely(0.5) else text
 
@@ -102,7 +118,9 @@ def assign(d: Draw) -> Do:
     cuts = ", ".join(cut(d, size) for size in x.shape[: d.chance.randint(1, x.ndim)])
     with torch.no_grad():
         part = eval(f"{x}[{cuts}]", d.run.names)
-    value = d.pick(str(d.number()), d.fit(part.shape, x.dtype))
+    number, source = str(d.number()), d.fit(part.shape, x.dtype)
+    refuse_overlap(part, source.value)
+    value = d.pick(number, source)
     return Do(_maybe_unrecorded(d, f"{x}[{cuts}] {d.pick('=', '=', '+=', '*=')} {value}"))
 
 
