@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.empty import unless_empty
+from shardwise.rules.kit.empty import connected_zeros, unless_empty
 from shardwise.rules.kit.notation import Factor, Factors, dims_of
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, HeldValues, Local, Rule, Strategy
@@ -121,8 +122,19 @@ def _flash_for_cpu(call: Call) -> list[Strategy]:
 
 
 def _flash_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    local = unless_empty(call, outs)
-    return local if local is None or not call["dropout_p"] else _rank_by_rank(local)
+    if all(map(math.prod, outs[0].held_shapes)):
+        return None
+    args = [HeldValues(outs[0].held_shapes), call.op, *call.args]
+    return _rank_by_rank(Local(_flash_or_empty, args, call.kwargs))
+
+
+def _flash_or_empty(shape: tuple[int, ...], op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """The logarithms have no gradient, on no rank."""
+    if math.prod(shape):
+        return op(*args, **kwargs)
+    query, key, value = args[:3]
+    out = connected_zeros(query, shape, key, value, unsaved=[kwargs.get("attn_mask")])
+    return out, query.new_zeros(shape[:-1])
 
 
 register("_scaled_dot_product_flash_attention_for_cpu", rule=Rule(_flash_for_cpu, _flash_local))
