@@ -86,8 +86,6 @@ def refused(func: Callable, args: tuple, kwargs: dict[str, Any], *, most: int = 
     all unlike. Of calls with more than `most` elements, only whether there is a kernel for their dtypes is asked; of
     those on other devices, which have other kernels, nothing."""
     tensors = flat_tensors((args, kwargs))
-    if any(_is_number(x) for x in tensors):
-        return None
     if not affordable(tensors, most):
         error = _raised(func, args, kwargs, _few_zeros) if affordable(tensors, sys.maxsize) else None
         return error if isinstance(error, NotImplementedError) else None
@@ -100,7 +98,7 @@ def refused(func: Callable, args: tuple, kwargs: dict[str, Any], *, most: int = 
     return first
 
 
-def _is_number(x: Tensor) -> bool:
+def is_number(x: Tensor) -> bool:
     """Whether a tensor may be a size or the number of a dim, for which made-up numbers are wrong."""
     with _disabled():
         return not shape_of(x) and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)

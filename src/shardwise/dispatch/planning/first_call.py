@@ -29,7 +29,7 @@ from shardwise.dispatch.interop.mixing import is_collective, refuse_collective
 from shardwise.dispatch.key import variant_key
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.plan import Plan, has_terms, reduced_first, runs_in_cpp
-from shardwise.dispatch.planning.ask_torch import LARGE, only_meta_refuses, refuse_early, refused
+from shardwise.dispatch.planning.ask_torch import LARGE, is_number, only_meta_refuses, refuse_early, refused
 from shardwise.dispatch.planning.autocast import Autocast, autocast_dtype
 from shardwise.dispatch.planning.build import build
 from shardwise.dispatch.planning.fallback import Gathered, describe, report
@@ -165,7 +165,8 @@ class Asked:
 
     def gathered(self) -> Plan:
         """The call on gathered tensors, unless torch refuses such arguments whatever the data."""
-        if (refusal := refused(self.func, self.args, self.kwargs)) is not None:
+        made_up = not any(map(is_number, self.tensors))
+        if made_up and (refusal := refused(self.func, self.args, self.kwargs)) is not None:
             raise refusal
         return Gathered(self.func, self.layouts[0].mesh)
 
