@@ -376,7 +376,7 @@ SHARED_REASONS = (
         (*SUM_KERNELS, "*nll_loss*", "*[Mm]ulti*argin*"),
     ),
     Reason(
-        "the same of log-probabilities: those that targets name are looked up",
+        "the mean of log-probabilities: those that targets name are looked up",
         ("*.nll_loss", "*linear_cross_entropy"),
         (*SUMS, *LOOK_UP, *CHECK, *COPIES),
         (*SUM_KERNELS, *LOOK_UP_KERNELS),

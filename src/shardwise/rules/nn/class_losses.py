@@ -134,7 +134,7 @@ def _nll_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Loc
     if not any(ins[0].splits):
         return Local(_contiguous_nll, [call.op, *call.args], call.kwargs)
     loss, batch = _Loss.of(call, ins), _batch_axes(ins[0], _class_dim(call))
-    args = [call["self"], call["target"], call["weight"], loss]
+    args = [call.op, call["self"], call["target"], call["weight"], loss]
     return Local(_sharded_nll, args, groups=(tuple(axis for cut in ins[0].splits for axis in cut), batch))
 
 
@@ -144,11 +144,15 @@ def _contiguous_nll(op: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _sharded_nll(
-    group: Collectives, batch: Collectives, x: Tensor, target: Tensor, weight: Tensor | None, loss: _Loss
+    group: Collectives, batch: Collectives, op: Any, x: Tensor, target: Tensor, weight: Tensor | None, loss: _Loss
 ) -> tuple[Tensor, Tensor]:
     """Each rank looks up the targets among its classes. A mean is the global sum over the global weight, both in one
     reduction."""
-    _check_targets(batch, target, loss)
+    _check_targets(batch, target, loss, own=not loss.split_classes)
+    if not loss.split_classes and loss.reduction != "mean":
+        return group.map(
+            _contiguous_nll, op, x, target, weight, NONE if loss.reduction == "none" else TOTAL, loss.ignore
+        )
     losses, weights = group.map(_local_nll, x, target, weight, group.offset(0, loss.dim), loss)
     if loss.reduction == "none":
         return losses, losses.detach().new_zeros(())

@@ -158,10 +158,8 @@ def _row_loss_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -
 
 
 def _range_of_targets(call: Call) -> Bound:
-    num_classes = call.inputs[0].shape[-1]
-    if "multilabel" in call.name:  # the labels of a row end at -1
-        return Bound(range(-1, num_classes), True, noun="target")
-    return Bound(range(num_classes), True, own=True, noun="target")
+    first = -1 if "multilabel" in call.name else 0  # the labels of a row end at -1
+    return Bound(range(first, call.inputs[0].shape[-1]), True, own=True, noun="target")
 
 
 register("multi_margin_loss", "multilabel_margin_loss_forward", rule=Rule(_row_loss, _row_loss_local))

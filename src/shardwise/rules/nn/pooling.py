@@ -153,7 +153,7 @@ register(  # windows that adapt to the size
 def _unpool_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     if not any(ins[1].splits):
         return None
-    bound = Bound(range(math.prod(call["output_size"])), True)
+    bound = Bound(range(math.prod(call["output_size"])), True, own=True)
     local = unless_empty(call, outs, Local(call.op, call.args))
     assert local is not None
     return checked_call(bound, ins[1], local, local.args.index(call["indices"]))
