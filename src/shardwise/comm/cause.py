@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -73,6 +74,7 @@ class _Scope:
 
 
 _scope: ContextVar[_Scope | None] = ContextVar("scope", default=None)
+_gradient: ContextVar[tuple[Cause | None] | None] = ContextVar("gradient", default=None)
 _unplanned: ContextVar[Any] = ContextVar("unplanned", default=None)
 """The outermost torch function that runs without a plan: a value leaves for Python, say."""
 
@@ -139,8 +141,25 @@ def handed_on(x: Tensor, out: Sequence[Tensor], path: Path) -> None:
             node.metadata[_KEY] = replace(why, path=path)
 
 
+@contextmanager
+def gradient_of(why: Cause | None, count: int) -> Iterator[None]:
+    """Inside, what is communicated moves the gradient of something, and of others, `count` in all."""
+    others = f" and {count - 1} other{'s' if count > 2 else ''}" if count > 1 else ""
+    token = _gradient.set((why and replace(why, argument=f"{why.argument}{others}"),))
+    try:
+        yield
+    finally:
+        _gradient.reset(token)
+
+
+def in_backward() -> bool:
+    return _gradient.get() is not None or _graph_task() != -1
+
+
 def cause() -> tuple[Cause | None, bool]:
     """What something communicated now is for, and whether it moves the gradient of that."""
+    if (known := _gradient.get()) is not None:
+        return known[0], True
     scope = _current()
     if scope is not None:
         return _told(scope), False

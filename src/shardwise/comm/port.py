@@ -95,14 +95,15 @@ class Port(ABC):
         return self.start_all_reduce(shards, mesh, axes, op, awaited=True).wait()
 
     def start_all_reduce(
-        self, shards: Shards, mesh: Mesh, axes: Axes, op: str, *, awaited: bool = False
+        self, shards: Shards, mesh: Mesh, axes: Axes, op: str, *, awaited: bool = False, owned: bool = False
     ) -> Handle[list[Tensor]]:
+        """`owned` says that the shards are contiguous and nobody else's: they may be written to."""
         axes = communicating(mesh, axes)
         if not axes:
             return done([x.clone() for x in shards])
         if record.listeners:
             _note("all_reduce", mesh, axes, shards[:1])
-        return self._all_reduce(shards, mesh, axes, op, awaited)
+        return self._all_reduce(shards, mesh, axes, op, awaited, owned)
 
     def all_gather(self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes) -> list[list[Tensor]]:
         """Each member gets all members' shards; `shapes[held][member]` are theirs."""
@@ -161,7 +162,9 @@ class Port(ABC):
         return self._broadcast(shards, mesh, axes, source, awaited)
 
     @abstractmethod
-    def _all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Handle[list[Tensor]]: ...
+    def _all_reduce(
+        self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool, owned: bool
+    ) -> Handle[list[Tensor]]: ...
 
     @abstractmethod
     def _all_gather(

@@ -99,9 +99,11 @@ class GroupPort(Port):
         self._by_roots[roots] = self.group_type(process_group, members)
         return self._by_roots[roots]
 
-    def _all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Handle[list[Tensor]]:
+    def _all_reduce(
+        self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool, owned: bool
+    ) -> Handle[list[Tensor]]:
         group = self.group(mesh, axes)
-        own = group.own(shards[0])
+        own = shards[0] if owned else group.own(shards[0])
         dtype = own.dtype
         if op == "product" and own.is_complex():
             rows = _gather(group, own.view(-1), [tuple(own.shape)] * group.size, awaited)

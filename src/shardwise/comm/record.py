@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwise.comm import cause as causes
@@ -56,7 +55,7 @@ def note(kind: str, mesh: Mesh, axes: tuple[int, ...], payload: Tensor | list[Te
         tuple(mesh.names[axis] for axis in axes),
         math.prod(mesh.shape[axis] for axis in axes),
         sum(t.numel() * t.element_size() for t in tensors),
-        torch._C._current_graph_task_id() != -1,
+        causes.in_backward(),
     )
     comm = Comm(*facts, **_explained(kind, axes))
     for listener in listeners:

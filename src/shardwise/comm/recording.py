@@ -21,7 +21,9 @@ class RecordingPort(Port):
         self.shape = shape
         self.names = names
 
-    def _all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Handle[list[Tensor]]:
+    def _all_reduce(
+        self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool, owned: bool
+    ) -> Handle[list[Tensor]]:
         return done([x.clone(memory_format=torch.contiguous_format) for x in shards])
 
     def _all_gather(

@@ -49,7 +49,9 @@ class SimulatedPort(Port):
                 results[rank] = result
         return results
 
-    def _all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Handle[list[Tensor]]:
+    def _all_reduce(
+        self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool, owned: bool
+    ) -> Handle[list[Tensor]]:
         combine = _REDUCE[op]
 
         def run(group: list[int]) -> list[Tensor]:

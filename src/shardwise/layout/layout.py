@@ -187,6 +187,11 @@ class Layout:
         return [pieces[self.piece_index(dim, coordinate)] for coordinate in self.mesh.held]
 
     @cached_property
+    def largest_numel(self) -> int:
+        """The most numbers that a shard may have: the same on all ranks."""
+        return math.prod(max(self.pieces(dim)) for dim in range(len(self.shape)))
+
+    @cached_property
     def has_empty(self) -> bool:
         """Whether some ranks hold nothing, though there is something."""
         return self.numel > 0 and any(0 in self.pieces(dim) for dim, axes in enumerate(self.splits) if axes)

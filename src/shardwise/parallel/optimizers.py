@@ -18,7 +18,7 @@ from torch import Tensor, optim
 from torch.optim import optimizer as torch_optimizer
 
 from shardwise.dispatch.aliasing.copied_views import carry_on
-from shardwise.redistribute import check_paid
+from shardwise.redistribute import check_reduced
 from shardwise.tensor import DTensor
 
 ELEMENTWISE = frozenset(
@@ -90,7 +90,7 @@ _shadows: WeakKeyDictionary[optim.Optimizer, _Shadows] = WeakKeyDictionary()
 
 def step_on_shards(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
     """Before a step: its arguments, with the optimizer's plain twin in its place where that gives the same."""
-    check_paid()
+    check_reduced()
     if optimizer.__class__ not in ELEMENTWISE or len(args) != 1 or kwargs:  # a closure looks at the parameters
         return None
     if optimizer._optimizer_step_pre_hooks or len(torch_optimizer._global_optimizer_pre_hooks) != 1:

@@ -2,7 +2,7 @@
 
 from shardwise.redistribute.collectives import Group
 from shardwise.redistribute.cost import LATENCY, LOCAL, group_size, transition_cost, wire_bytes
-from shardwise.redistribute.deferred_gradients import alone, check_paid, drop, no_sync, owing, pay
+from shardwise.redistribute.deferred_gradients import WATCHED, alone, check_reduced, drop, flush, no_sync, unreduced
 from shardwise.redistribute.double_backward import anchors, let_go, tied, trail
 from shardwise.redistribute.execute import (
     differentiable,
@@ -26,6 +26,7 @@ __all__ = [
     "LATENCY",
     "LOCAL",
     "TABLE",
+    "WATCHED",
     "CastBackward",
     "Gathered",
     "Group",
@@ -35,20 +36,19 @@ __all__ = [
     "alone",
     "anchors",
     "can_join",
-    "check_paid",
+    "check_reduced",
     "differentiable",
     "drop",
+    "flush",
     "forget",
     "group_size",
     "in_place",
     "joined",
     "let_go",
     "no_sync",
-    "owing",
     "parameter_moves",
     "path_bytes",
     "path_cost",
-    "pay",
     "plan_moves",
     "recall",
     "recorded",
@@ -61,6 +61,7 @@ __all__ = [
     "trail",
     "transition",
     "transition_cost",
+    "unreduced",
     "windows",
     "wire_bytes",
 ]

@@ -1,10 +1,10 @@
-"""Gradients of parameters that are kept aside instead of being reduced.
+"""Gradients of parameters, on their way from the graph: kept, or reduced in buckets while the backward pass goes on.
 
 Moving a gradient is linear, so gradients of several backward passes may be added up first and moved once. Inside a
 `no_sync` block the backward of a parameter's move keeps what arrives; the first backward pass outside adds its own.
 
-Backward passes run on threads of the engine's, where the context of the thread that began them is unknown: what is kept
-aside, and whether to, is one fact for the process.
+Backward passes run on threads of the engine's, where the context of the thread that began them is unknown: what is
+kept, and whether to, is one fact for the process.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.rendezvous import PLACES
 from shardwise.errors import UnreducedGradientError
 from shardwise.layout import Mesh
+from shardwise.redistribute.buckets import accumulate, add_to_bucket, held
 from shardwise.redistribute.kernels import run_move
 from shardwise.redistribute.transitions import Move
 
 _disabled = torch._C.DisableTorchFunctionSubclass
-_get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _size = torch._C.TensorBase.size
-_set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
+_hooks = torch._C.TensorBase._backward_hooks.__get__  # type: ignore[union-attr]
+_post_hooks = torch._C.TensorBase._post_accumulate_grad_hooks.__get__  # type: ignore[union-attr]
+
+WATCHED = "_watched"
+"""Under this name a leaf knows that there are hooks on its node, which torch does not show."""
 
 SECOND_ORDER = "shardwise.second_order"
 """Under this name a node of torch's that stands for a move knows what it does to gradients that are differentiated."""
@@ -34,8 +39,8 @@ SECOND_ORDER = "shardwise.second_order"
 blocks: list[str] = []
 """Open blocks, the innermost last: in it gradients are "kept", "reduced" with those kept before, or left "alone"."""
 
-owing: dict[int, ref[Tensor]] = {}
-"""Parameters with gradients that are kept aside, by their ids, in the order of the first one kept."""
+unreduced: dict[int, ref[Tensor]] = {}
+"""Parameters with gradients that are kept, by their ids, in the order of the first one kept."""
 
 
 @contextmanager
@@ -78,31 +83,43 @@ def _block(mode: str) -> Iterator[None]:
         blocks.pop()
 
 
-def collected(node: Any, move: Move, grads: Sequence[Tensor]) -> tuple[Sequence[Tensor], bool]:
-    """Gradients on their way to a node, with those kept so far, and True: to be moved. If they are kept as well, zeros
-    and False: to be passed on, so that the parameter has a gradient to reset and its hooks run in every pass."""
+def delivered(node: Any, move: Move, grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """What a node gets for gradients that are to be moved on their way to it. Those of a parameter may be kept: then it
+    gets zeros, so that the parameter has a gradient to reset and its hooks run in every pass. Or they are moved with
+    others and added at the end of the pass: then it gets nothing."""
     mode = blocks[-1] if blocks else "reduced"
-    parameter = _leaf(node)
+    parameter = leaf_of(node)
     if mode == "alone" or not isinstance(parameter, nn.Parameter):
-        return grads, True
-    kept: dict[int, tuple[Move, Sequence[Tensor]]] = parameter.__dict__.setdefault("_aside", {})
-    if (before := kept.pop(id(move), None)) is not None:
-        grads = [a + b for a, b in zip(before[1], grads, strict=True)]
-    if mode == "kept":
-        kept[id(move)] = move, grads
-        if id(parameter) not in owing:
-            owing[id(parameter)] = ref(parameter, partial(_gone, id(parameter)))
-        return [grad.new_zeros(()).expand(_size(x)) for x, grad in zip(_held(parameter), grads, strict=True)], False
-    if not kept:
-        drop(parameter)
-    return grads, True
+        return run_move(move, grads)
+    if unreduced or mode == "kept":
+        kept: dict[int, tuple[Move, Sequence[Tensor]]] = parameter.__dict__.setdefault("_kept", {})
+        if (before := kept.pop(id(move), None)) is not None:
+            grads = [a + b for a, b in zip(before[1], grads, strict=True)]
+        if mode == "kept":
+            kept[id(move)] = move, grads
+            if id(parameter) not in unreduced:
+                unreduced[id(parameter)] = ref(parameter, partial(_gone, id(parameter)))
+            return [grad.new_zeros(()).expand(_size(x)) for x, grad in zip(held(parameter), grads, strict=True)]
+        if not kept:
+            drop(parameter)
+    if not move.communicates or grads[0].is_sparse or _is_watched(parameter):
+        return run_move(move, grads)
+    add_to_bucket(parameter, move, grads)
+    return [None] * len(grads)
+
+
+def _is_watched(parameter: nn.Parameter) -> bool:
+    """Whether somebody looks at the gradient when it arrives: then it must be complete."""
+    return bool(
+        _hooks(parameter) or _post_hooks(parameter) or not parameter.__dict__.keys().isdisjoint((WATCHED, PLACES))
+    )
 
 
 def _gone(key: int, found: ref[Tensor]) -> None:
-    owing.pop(key, None)
+    unreduced.pop(key, None)
 
 
-def _leaf(node: Any) -> Tensor | None:
+def leaf_of(node: Any) -> Tensor | None:
     """The leaf that a node's gradient is for, as it is. Moves whose backward does nothing may lie between: some ranks
     do without them, and all must find the same leaf. So may an alias: rank 0's shard in the simulator is one."""
     while node is not None and _passes_on(node):
@@ -123,41 +140,35 @@ _COPIES = ("CloneBackward0", "UnsafeViewBackward0")
 marked did not only move something: they made what was then reduced in place.)"""
 
 
-def _held(parameter: Tensor) -> Sequence[Tensor]:
-    return (parameter, *parameter.__dict__.get("_peers", ()))
-
-
-def pay(meshes: Sequence[Mesh]) -> None:
+def flush(meshes: Sequence[Mesh]) -> None:
     """After a backward pass on some meshes: move what is kept for parameters on them that it did not reach. Other ranks
     made no such pass, so what is to be moved between them and these waits."""
     if blocks and blocks[-1] != "reduced":
         return
-    parameters: list[Any] = [parameter for found in owing.values() if (parameter := found()) is not None]
+    parameters: list[Any] = [parameter for found in unreduced.values() if (parameter := found()) is not None]
     parameters = [x for x in parameters if all(any(m.is_within(mesh) for mesh in meshes) for m in _meshes_of(x))]
     for parameter in parameters:
-        del owing[id(parameter)]
+        del unreduced[id(parameter)]
     with _disabled(), torch.no_grad():
         for parameter in parameters:
-            for move, grads in parameter.__dict__.pop("_aside").values():
-                for x, grad in zip(_held(parameter), run_move(move, grads), strict=True):
-                    sum_so_far = _get_grad(x)
-                    _set_grad(x, grad) if sum_so_far is None else sum_so_far.add_(grad)
+            for move, grads in parameter.__dict__.pop("_kept").values():
+                accumulate(parameter, run_move(move, grads))
 
 
 def _meshes_of(parameter: Any) -> list[Mesh]:
-    return [move.source.layout.mesh for move, _ in parameter._aside.values()]
+    return [move.source.layout.mesh for move, _ in parameter._kept.values()]
 
 
 def drop(parameter: Tensor) -> None:
     """Forget what is kept for a parameter: its gradient starts afresh."""
-    parameter.__dict__.pop("_aside", None)
-    owing.pop(id(parameter), None)
+    parameter.__dict__.pop("_kept", None)
+    unreduced.pop(id(parameter), None)
 
 
-def check_paid() -> None:
-    """Raise if gradients are still aside where an optimizer is about to use them."""
-    if owing:
+def check_reduced() -> None:
+    """Raise if gradients are still kept where an optimizer is about to use them."""
+    if unreduced:
         raise UnreducedGradientError(
-            f"gradients of {len(owing)} parameter{'s' if len(owing) > 1 else ''} were kept aside by no_sync() and "
+            f"gradients of {len(unreduced)} parameter{'s' if len(unreduced) > 1 else ''} were kept by no_sync() and "
             f"never reduced: run the last backward pass before an optimizer's step outside of it"
         )

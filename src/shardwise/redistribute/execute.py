@@ -18,7 +18,7 @@ from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
 from shardwise.redistribute.averages import finish, prepare
 from shardwise.redistribute.cost import group_size
-from shardwise.redistribute.deferred_gradients import SECOND_ORDER, blocks, collected, owing
+from shardwise.redistribute.deferred_gradients import SECOND_ORDER, delivered, leaf_of
 from shardwise.redistribute.double_backward import anchored, left_behind
 from shardwise.redistribute.kernels import KERNELS, run_move
 from shardwise.redistribute.masks import masking
@@ -213,17 +213,12 @@ class Moved(torch.autograd.Function):
             return None, *grads
         dual = ctx.move.dual
         forget(dual.source.layout.mesh)
-        if not _grad_enabled():
-            if dual.keeps_value:
-                return None, *grads
-            if blocks or owing:
-                with _disabled():
-                    found, to_move = collected(ctx.next_functions[0][0], dual, grads)
-                grads = tuple(found)
-                if not to_move:
-                    return None, *grads
+        if _grad_enabled():
+            return None, *recorded(dual, grads)
+        if dual.keeps_value:
+            return None, *grads
         with _disabled():
-            return None, *(recorded(dual, grads) if _grad_enabled() else run_move(dual, grads))
+            return None, *delivered(ctx.next_functions[0][0], dual, grads)
 
 
 NAMES = {kind: "".join(map(str.capitalize, kind.split("_"))) for kind in KERNELS}
@@ -245,12 +240,6 @@ def _alias(move: Move) -> Callable[[Tensor], Tensor]:
         forget(mesh)
         if _grad_enabled():
             return tuple(recorded(dual, grads))
-        if blocks or owing:
-            with _disabled():
-                found, to_move = collected(ctx.next_functions[0][0], dual, grads)
-            grads = tuple(found)
-            if not to_move:
-                return grads
         (grad,) = grads
         if grad.is_contiguous():
             out = grad if is_ours(grad) else grad.clone()
@@ -259,7 +248,14 @@ def _alias(move: Move) -> Callable[[Tensor], Tensor]:
         reduce(out)
         return out
 
-    return bare_function(forward, backward, "Varying")
+    def backward_to_leaf(ctx: Any, *grads: Tensor) -> Any:
+        forget(mesh)
+        with _disabled():
+            return tuple(recorded(dual, grads) if _grad_enabled() else delivered(ctx.next_functions[0][0], dual, grads))
+
+    of_result = bare_function(forward, backward, "Varying")
+    of_leaf = bare_function(forward, backward_to_leaf, "Varying")
+    return lambda x: of_leaf(x) if x.is_leaf or leaf_of(x.grad_fn) is not None else of_result(x)
 
 
 def _applied(function: Any) -> Callable[..., Any]:

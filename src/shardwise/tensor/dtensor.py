@@ -30,10 +30,10 @@ from shardwise.redistribute import (
     MoveGradient,
     Typed,
     drop,
-    owing,
     plan_moves,
     run_path,
     transition,
+    unreduced,
 )
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -71,7 +71,8 @@ class DTensor(Tensor):
     _moved: dict[int, Any]  # what it was moved to, for further uses (`dispatch.plan.Mover`)
     _gathered: Gathered  # where it was gathered from, if it was asked to be
     _grad_set: tuple[Tensor, Tensor]  # a gradient as kernels see it, and as it was set
-    _aside: dict[int, Any]  # terms of the gradient that `no_sync` keeps
+    _kept: dict[int, Any]  # terms of the gradient that `no_sync` keeps
+    _watched: bool  # there are hooks on its node in the graph
     _rendezvous: dict[int, Any]  # hooks of a leaf in the simulator (`comm.rendezvous`)
     _strides: tuple[int, ...] | None  # those of the whole, where its shard does not show them
     _taking: Any  # of a copy in the place of a view (`dispatch.aliasing`): of what, and how it was taken,
@@ -171,7 +172,7 @@ class DTensor(Tensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if owing:
+        if unreduced:
             drop(self)
         if value is None:
             _on_shard(_set_grad, (), (self, None))  # type: ignore[call-arg]

@@ -17,7 +17,7 @@ from shardwise.dispatch.interop.anomalies import dispatch_modes, run_backward
 from shardwise.dispatch.interop.autograd_function import joined_gradients
 from shardwise.dispatch.interop.nodes import Handles, nodes_of
 from shardwise.layout import Layout, Mesh
-from shardwise.redistribute import alone, anchors, forget, let_go, owing, pay, second_order, tied, trail
+from shardwise.redistribute import alone, anchors, flush, forget, let_go, second_order, tied, trail, unreduced
 from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, kernels_see, localise, observe
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -59,8 +59,8 @@ def _backward(
         _engine_run_backward(
             (self,), (seed,), bool(retain_graph), False, (), allow_unreachable=True, accumulate_grad=True
         )
-        if owing:
-            pay((self._layout.mesh,))
+        if unreduced:
+            flush((self._layout.mesh,))
     else:
         Tensor.backward(self, gradient, retain_graph, create_graph, inputs)
 
@@ -102,8 +102,8 @@ def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: 
         for leaf, old in zip(leaves, before, strict=True):
             if (grad := _raw_grad(leaf)) is not old and grad is not None:
                 _set_raw_grad(leaf, tied([grad], recorded)[0])
-    if owing:
-        pay(meshes)
+    if unreduced:
+        flush(meshes)
 
 
 def _meshes(tensors: Sequence[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from shardwise.dispatch.functions.handlers import handles, shards_of
-from shardwise.redistribute import tied
+from shardwise.redistribute import WATCHED, tied
 from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -151,6 +151,7 @@ def node_of_shard(node_of: Callable) -> Callable:
     def node(t: Tensor | GradientEdge) -> Node:
         if not isinstance(t, DTensor):
             return node_of(t)
+        t.__dict__[WATCHED] = True
         with _disabled():
             return node_of(t)
 
