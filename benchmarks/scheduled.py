@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
+from shardwise.redistribute import buckets
 from wire import Collective, Comparison, Schedule, Small, compare
 
 Split = Mapping[str, int]
@@ -200,8 +201,19 @@ def run_on(port: str, program: Program, size: Size) -> Run:
         return run(program, module, laid)
 
 
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """Inside, gradients of parameters are reduced one by one, not in buckets, so that each can be seen."""
+    before = buckets.FIRST, buckets.LARGEST
+    buckets.FIRST = buckets.LARGEST = 0
+    try:
+        yield
+    finally:
+        buckets.FIRST, buckets.LARGEST = before
+
+
 def run(program: Program, module: nn.Module, inputs: list[Tensor]) -> Run:
-    with CommDebugMode() as comm, program.inside():
+    with one_by_one(), CommDebugMode() as comm, program.inside():
         if program.trains:
             result = module(*inputs)
             result.backward()

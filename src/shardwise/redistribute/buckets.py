@@ -42,13 +42,14 @@ def accumulate(parameter: Tensor, grads: Sequence[Tensor]) -> None:
         _set_grad(x, grad) if sum_so_far is None else sum_so_far.add_(grad)
 
 
-def add_to_bucket(parameter: nn.Parameter, move: Move, grads: Sequence[Tensor]) -> None:
-    """In a backward pass: have gradients moved, and added to those of a parameter when the pass ends."""
+def add_to_bucket(parameter: nn.Parameter, move: Move, grads: Sequence[Tensor], owned: bool) -> None:
+    """In a backward pass: have gradients moved, and added to those of a parameter when the pass ends. `owned` ones are
+    contiguous and nobody else's."""
     now = _passes.get(_task())
     if now is None:
         now = _passes[_task()] = _Pass()
         _queue_callback(now.finish)
-    now.add(parameter, move, grads)
+    now.add(parameter, move, grads, owned)
 
 
 class _Pass:
@@ -58,11 +59,11 @@ class _Pass:
         self.filling: dict[Key, _Bucket] = {}
         self.started: list[_Bucket] = []
 
-    def add(self, parameter: nn.Parameter, move: Move, grads: Sequence[Tensor]) -> None:
+    def add(self, parameter: nn.Parameter, move: Move, grads: Sequence[Tensor], owned: bool) -> None:
         key = _key(move, grads)
         bucket = self.filling.get(key)
         if bucket is None:
-            bucket = self.filling[key] = _Bucket(move)
+            bucket = self.filling[key] = _Bucket(move, owned)
         bucket.add(parameter, move, grads)
         if bucket.num_bytes >= (LARGEST if self.started else FIRST) or move.kind != "all_reduce":
             self._start(key)
@@ -91,8 +92,9 @@ def _key(move: Move, grads: Sequence[Tensor]) -> Key:
 class _Bucket:
     """Gradients that are moved by one collective. Only reductions to all ranks are joined."""
 
-    def __init__(self, move: Move) -> None:
+    def __init__(self, move: Move, owned: bool) -> None:
         self.move = move
+        self.owned = owned
         self.parameters: list[nn.Parameter] = []
         self.grads: list[Sequence[Tensor]] = []
         self.num_bytes = 0
@@ -107,15 +109,15 @@ class _Bucket:
 
     def start(self) -> None:
         with gradient_of(self.cause, len(self.grads)):
-            self.handle = self._start_alone() if len(self.grads) == 1 else self._start_together()
+            self.handle = self._started()
 
-    def _start_alone(self) -> Handle[list[Tensor]]:
-        return start_move(self.move, self.grads[0])
-
-    def _start_together(self) -> Handle[list[Tensor]]:
-        mesh = self.move.source.layout.mesh
-        flats = [torch.cat([grad.reshape(-1) for grad in of_rank]) for of_rank in zip(*self.grads, strict=True)]
-        return mesh.port.start_all_reduce(flats, mesh, self.move.axes, self.move.wire_op, owned=True)
+    def _started(self) -> Handle[list[Tensor]]:
+        move, mesh, shards = self.move, self.move.source.layout.mesh, self.grads[0]
+        if len(self.grads) > 1:
+            shards = [torch.cat([grad.reshape(-1) for grad in of_rank]) for of_rank in zip(*self.grads, strict=True)]
+        elif not self.owned:
+            return start_move(move, shards)
+        return mesh.port.start_all_reduce(shards, mesh, move.axes, move.wire_op, owned=True)
 
     def finish(self) -> None:
         found = self.handle.wait()

@@ -83,14 +83,16 @@ def _block(mode: str) -> Iterator[None]:
         blocks.pop()
 
 
-def delivered(node: Any, move: Move, grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """What a node gets for gradients that are to be moved on their way to it. Those of a parameter may be kept: then it
-    gets zeros, so that the parameter has a gradient to reset and its hooks run in every pass. Or they are moved with
-    others and added at the end of the pass: then it gets nothing."""
+def deferred(node: Any, move: Move, grads: Sequence[Tensor], *, owned: bool = False) -> Sequence[Tensor | None] | None:
+    """What a node gets for gradients that are to be moved on their way to it, if they are not just to be moved. Those
+    of a parameter may be kept: then it gets zeros, so that the parameter has a gradient to reset and its hooks run in
+    every pass. Or they are moved with others and added at the end of the pass: then it gets nothing. `owned` gradients
+    are contiguous and nobody else's."""
     mode = blocks[-1] if blocks else "reduced"
     parameter = leaf_of(node)
     if mode == "alone" or not isinstance(parameter, nn.Parameter):
-        return run_move(move, grads)
+        return None
+    given = grads
     if unreduced or mode == "kept":
         kept: dict[int, tuple[Move, Sequence[Tensor]]] = parameter.__dict__.setdefault("_kept", {})
         if (before := kept.pop(id(move), None)) is not None:
@@ -103,8 +105,8 @@ def delivered(node: Any, move: Move, grads: Sequence[Tensor]) -> Sequence[Tensor
         if not kept:
             drop(parameter)
     if not move.communicates or grads[0].is_sparse or _is_watched(parameter):
-        return run_move(move, grads)
-    add_to_bucket(parameter, move, grads)
+        return None if grads is given else run_move(move, grads)
+    add_to_bucket(parameter, move, grads, owned and grads is given)
     return [None] * len(grads)
 
 

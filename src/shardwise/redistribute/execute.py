@@ -18,7 +18,7 @@ from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
 from shardwise.redistribute.averages import finish, prepare
 from shardwise.redistribute.cost import group_size
-from shardwise.redistribute.deferred_gradients import SECOND_ORDER, delivered, leaf_of
+from shardwise.redistribute.deferred_gradients import SECOND_ORDER, deferred, leaf_of
 from shardwise.redistribute.double_backward import anchored, left_behind
 from shardwise.redistribute.kernels import KERNELS, run_move
 from shardwise.redistribute.masks import masking
@@ -218,7 +218,7 @@ class Moved(torch.autograd.Function):
         if dual.keeps_value:
             return None, *grads
         with _disabled():
-            return None, *delivered(ctx.next_functions[0][0], dual, grads)
+            return None, *(deferred(ctx.next_functions[0][0], dual, grads) or run_move(dual, grads))
 
 
 NAMES = {kind: "".join(map(str.capitalize, kind.split("_"))) for kind in KERNELS}
@@ -250,8 +250,17 @@ def _alias(move: Move) -> Callable[[Tensor], Tensor]:
 
     def backward_to_leaf(ctx: Any, *grads: Tensor) -> Any:
         forget(mesh)
+        if _grad_enabled():
+            return tuple(recorded(dual, grads))
+        (grad,) = grads
+        owned = grad.is_contiguous() and is_ours(grad)
         with _disabled():
-            return tuple(recorded(dual, grads) if _grad_enabled() else delivered(ctx.next_functions[0][0], dual, grads))
+            found = deferred(ctx.next_functions[0][0], dual, grads, owned=owned)
+        if found is not None:
+            return tuple(found)
+        out = grad if owned else grad.clone(memory_format=torch.contiguous_format)
+        reduce(out)
+        return out
 
     of_result = bare_function(forward, backward, "Varying")
     of_leaf = bare_function(forward, backward_to_leaf, "Varying")
