@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from bodies import P, R, S, assert_close, body, doubles, everywhere, held, leaf
 from shardwise.comm.record import off_the_record
+from shardwise.redistribute import buckets
 
 WIDTH, HEADS, TOKENS, BATCH, CLASSES = 8, 2, 3, 4, 6
 
@@ -258,3 +259,33 @@ def frozen_and_inference(mesh: Any) -> None:
         assert_close(F.linear(batch, d.requires_grad_()), F.linear(x, w))
     with torch.autocast("cpu", torch.bfloat16):
         assert F.linear(batch.float(), d.float()).dtype == torch.bfloat16
+
+
+@body(2)
+def data_parallel_in_buckets(mesh: Any) -> None:
+    """Several buckets, of which some are under way while the backward pass goes on; nobody waits for them before."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5))).double()
+    plain, rows = copy.deepcopy(layers), doubles(BATCH, WIDTH)
+    ours, x = sw.distribute_module(layers, mesh), sw.distribute_tensor(rows, mesh, [S(0)])
+    started: list[int] = []
+    before = buckets.FIRST, buckets.LARGEST
+    buckets.FIRST, buckets.LARGEST = 500, 1000
+    try:
+        for _ in range(2):
+            hidden = ours[0](x)
+            hidden.register_hook(lambda grad: started.append(_in_flight()))
+            ours[1:](hidden).square().mean().backward()
+    finally:
+        buckets.FIRST, buckets.LARGEST = before
+    assert len(started) == 2 and min(started) >= 2
+    for _ in range(2):
+        plain(rows).square().mean().backward()
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert_close(mine.grad, theirs.grad)
+
+
+def _in_flight() -> int:
+    """The buckets of this pass that are under way."""
+    (now,) = buckets._passes.values()
+    return len(now.started)
