@@ -5,7 +5,7 @@ else asks. None is on the way of an op of a plain tensor. What is not caught so 
 
 At import shardwise registers nothing with torch but names of its own: the ops `shardwise::…`, which exist for traces on
 meta tensors, and the functions that rebuild a DTensor, for `torch.load(weights_only=True)` in programs that load before
-they make a mesh.
+they make a mesh. The first mesh registers DTensor among the types of which `clip_grad_norm_` gives lists to one call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch._functorch import eager_transforms, vmap
 from torch.autograd import function, graph
 from torch.distributed import distributed_c10d
 from torch.optim import optimizer
-from torch.utils import checkpoint
+from torch.utils import _foreach_utils, checkpoint
 
 from shardwise.dispatch.interop.autograd_function import apply, joining_shards, keeping_shards, listening_to_shards
 from shardwise.dispatch.interop.mixing import refusing_collectives
@@ -27,6 +27,7 @@ from shardwise.dispatch.interop.nodes import node_of_shard
 from shardwise.dispatch.interop.transforms import refusing
 from shardwise.layout.mesh import before_first
 from shardwise.parallel.optimizers import let_go_of_gradients, step_on_shards
+from shardwise.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ HOOKS: tuple[Replaced | Registered, ...] = (
 def install() -> None:
     for hook in HOOKS:
         hook.install()
+    _foreach_utils._foreach_supported_types.append(DTensor)  # where torch asks which types its lists of tensors take
 
 
 before_first.append(install)
