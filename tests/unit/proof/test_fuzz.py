@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.cli import main
 from shardwise.proof.fuzz.calls.writes import is_recorded, refuse_overlap
 from shardwise.proof.fuzz.command import Settings, classes_of, result_of, run_programs, smallest
-from shardwise.proof.fuzz.draw import MESHES, Do, Draw, Refused, Var, mesh_of
+from shardwise.proof.fuzz.draw import MESHES, Draw, Refused, Var, mesh_of
 from shardwise.proof.fuzz.families import FAMILIES, draw
 from shardwise.proof.fuzz.judge import APART, HUNG, INVALID, RAISED, RIGHT, WRONG, Verdict, judge, together
 from shardwise.proof.fuzz.leaves import Device
@@ -132,8 +132,8 @@ def test_gradients_that_share_memory_are_not_drawn() -> None:
 def test_hidden_views_whose_gradient_is_watched_are_not_written_to(watch: str) -> None:
     for given, fits in (("v1 = (x1 * 2).view(-1)", False), ("v1 = x1 * 2", True)):
         made = drawn(X, given, "v2 = v1.view(2, 6)")
-        assert made.add(lambda d: Do(watch))
-        assert made.add(lambda d: Do("v2.mul_(3)")) is fits
+        assert made.add(lambda d: Line(watch))
+        assert made.add(lambda d: Line("v2.mul_(3)")) is fits
 
 
 # Leaves
