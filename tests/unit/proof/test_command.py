@@ -15,7 +15,6 @@ import pytest
 
 from shardwise.cli import COMMANDS, main
 from shardwise.proof.kit import pool, results
-from shardwise.proof.verify import module
 from shardwise.rules.kit import registry
 
 IN_THIS_PROCESS = ("--jobs", "0", "--quiet", "--samples", "1")
@@ -97,7 +96,8 @@ FILES.append(("verify", "--write-docs"))
 
 @pytest.mark.parametrize(("command", "option"), FILES)
 @pytest.mark.parametrize(
-    ("name", "why"), [("none/file", "there is no such folder"), ("", "it is a folder"), ("denied", "permission denied")]
+    ("name", "why"),
+    [("none/file", "there is no such folder"), ("", "it is not a plain file"), ("denied", "permission denied")],
 )
 def test_a_file_that_cannot_be_written_is_told_of_first(
     command: str,
@@ -143,7 +143,7 @@ def test_a_file_that_holds_no_results(
 def test_results_of_another_kind(kept: Any, tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     file.write_text(json.dumps({**results.Store(None, {}).header, "results": kept}))
-    with pytest.raises(results.NotResults, match="it does not hold the results of a run"):
+    with pytest.raises(results.CannotRun, match="it does not hold the results of a run"):
         results.Store(file, {}, resume=True)
 
 
@@ -185,13 +185,10 @@ SAMPLES = {{op: [(torch.randn(5, 4),)]}}
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("none.py", None, ": there is no such file"),
-        ("rules.txt", "", ": the name of a Python file ends in .py"),
-        ("rules", "", ": the name of a Python file ends in .py"),
         ("rules.py", "SAMPLES = [1]", ": SAMPLES is a list, not a dict {op: [args]}"),
         ("rules.py", "SAMPLES = None", ": SAMPLES is a NoneType, not a dict {op: [args]}"),
-        ("rules.py", "x = 1\ny = x / 0", " cannot be imported: line 2: ZeroDivisionError: division by zero"),
-        ("rules.py", "raise ValueError", " cannot be imported: line 1: ValueError: without a word"),
+        ("rules.py", "x = 1\ny = x / 0", " cannot be imported: ZeroDivisionError: division by zero"),
+        ("rules.py", "raise ValueError", " cannot be imported: ValueError: without a word"),
         ("rules.py", "x = (", " cannot be imported: SyntaxError: '(' was never closed (rules.py, line 1)"),
         (
             "rules.py",
@@ -217,24 +214,18 @@ def test_a_module_that_is_none(
     if content is not None:
         file.write_text(content)
     assert refused(capsys, "verify", "mm", "--module", str(file)) == f"--module {file}{why}"
-    if "cannot be imported" in why:
-        assert module.module_name(str(file)) not in sys.modules
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[Callable[..., str]]:
     """Writes a module of a user's; what it registers is forgotten afterwards."""
-    files = []
 
     def write(name: str, rule: str, file: str = "rules.py") -> str:
-        files.append(str(tmp_path / file))
-        Path(files[-1]).write_text(OWN.format(name=name, rule=rule))
-        return files[-1]
+        (tmp_path / file).write_text(OWN.format(name=name, rule=rule))
+        return str(tmp_path / file)
 
     with registry.restored():
         yield write
-    for file in files:
-        sys.modules.pop(module.module_name(file), None)
 
 
 def test_a_module_may_be_called_as_one_of_python_s(own: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,8 +25,6 @@ from shardwise.errors import ShardwiseError
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
 """The dtypes to try an operator in, first choice first: in double precision a wrong answer is no rounding error."""
 
-NO_DTYPE = "takes no dtype that the CPU can compute with"
-NO_SAMPLES = "torch has no samples of it"
 NO_TENSOR = "takes no tensor: there is nothing to shard"
 SPARSE = "takes or returns sparse or nested tensors, which have no shards"
 UNINITIALISED = "its result is memory that nobody has written"
@@ -124,14 +122,14 @@ class Operator:
             warnings.simplefilter("ignore")
             given = list(self.info.sample_inputs("cpu", self.dtype, self.differentiable, set_seed=False))
         count = len(given) if limit is None else min(limit, len(given))
-        return [_sample(index, given[index]) for index in _spread(len(given), count)]
+        return [_sample(index, given[index]) for index in spread(len(given), count)]
 
 
 def _sample(index: int, given: Any) -> Sample:
     return Sample(index, (given.input, *given.args), dict(given.kwargs), given.broadcasts_input)
 
 
-def _spread(total: int, count: int) -> list[int]:
+def spread(total: int, count: int) -> list[int]:
     """`count` of the numbers below `total`, evenly spread, the first and the last among them."""
     if count >= total:
         return list(range(total))
@@ -271,10 +269,10 @@ def replaced(tree: Any, images: dict[int, Any]) -> Any:
 
 def show(value: Any) -> str:
     """An argument in a few letters: `f64[5,3]`, `[i64[2], 3]`, `dim=1`."""
-    if isinstance(value, Tensor):
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
         name = str(value.dtype).removeprefix("torch.")
         short = name.replace("float", "f").replace("complex", "c").replace("int", "i")
         return f"{short}[{','.join(map(str, value.shape))}]"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(show, value))}]"
-    return getattr(value, "__name__", None) or repr(value)
+    return getattr(value, "__name__", None) or (repr(value) if isinstance(value, str) else str(value))

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.proof.verify.calls import Recorded, record
+from shardwise.proof.verify.calls import record
+from shardwise.proof.verify.case import Case
 
 aten = torch.ops.aten
 
@@ -176,9 +177,6 @@ EXTRA = {name: functions for name, functions in _ALL.items() if exists(name)}
 """By op: functions that call it, whatever else they call."""
 
 
-def extra_calls(name: str) -> list[Recorded]:
+def extra_calls(name: str) -> list[Case]:
     """The calls of one op that are to be judged besides those of torch's samples."""
-    found: list[Recorded] = []
-    for function in EXTRA[name]:
-        found += [recorded for recorded in record(function, (), {}, "extra") if recorded.op == name]
-    return found
+    return [case for function in EXTRA[name] for case in record(function, (), {}, "extra") if case.op == name]

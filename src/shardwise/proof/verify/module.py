@@ -3,57 +3,44 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import sys
-import traceback
+import runpy
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from shardwise.proof.kit.command import CannotRun
-from shardwise.proof.verify.calls import Recorded, record
+from shardwise.proof.kit.results import CannotRun
+from shardwise.proof.verify.calls import record
+from shardwise.proof.verify.case import Case
 
 
-def load_module(file: str) -> Any:
-    """A user's module, by its file, loaded once."""
-    name = module_name(file)
-    if name not in sys.modules:
-        if not Path(file).is_file():
-            raise CannotRun(f"--module {file}: there is no such file")
-        spec = importlib.util.spec_from_file_location(name, file)
-        if spec is None or spec.loader is None:
-            raise CannotRun(f"--module {file}: the name of a Python file ends in .py")
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            del sys.modules[name]
-            raise CannotRun(f"--module {file} cannot be imported: {_line(error, spec.origin)}{_told(error)}") from error
-    return sys.modules[name]
-
-
-def module_name(file: str) -> str:
-    """A name that no other module has: a file may be called as one of Python's own. Every process finds the same."""
-    return f"_shardwise_module_{_digest(str(Path(file).resolve()).encode())}"
+@lru_cache
+def load_module(file: str) -> dict[str, Any]:
+    """What a user's module defines, by its file; it is run once."""
+    try:
+        return runpy.run_path(file)
+    except Exception as error:
+        raise CannotRun(f"--module {file} cannot be imported: {_line(error)}") from error
 
 
 def source_of(file: str | None) -> str:
     """A number for what a module's file holds, if there is one: another text is other rules."""
-    return _digest(Path(file).read_bytes()) if file is not None and Path(file).is_file() else ""
+    there = file is not None and Path(file).is_file()
+    return hashlib.sha256(Path(str(file)).read_bytes()).hexdigest()[:16] if there else ""
 
 
-def user_calls(file: str) -> list[Recorded]:
+def user_calls(file: str) -> list[Case]:
     """The calls that a user's module gives as its `SAMPLES`: a dict from op to samples."""
-    samples = getattr(load_module(file), "SAMPLES", {})
+    samples = load_module(file).get("SAMPLES", {})
     if not isinstance(samples, Mapping):
         raise CannotRun(f"--module {file}: SAMPLES is a {type(samples).__name__}, not a dict {{op: [args]}}")
-    found: list[Recorded] = []
+    found: list[Case] = []
     for op, given in samples.items():
         try:
             for args, kwargs in map(arguments_of, given):
                 found += record(op, args, kwargs)
         except Exception as error:
-            raise CannotRun(f"--module {file}: a sample of {op} cannot be called: {_told(error)}") from error
+            raise CannotRun(f"--module {file}: a sample of {op} cannot be called: {_line(error)}") from error
     return found
 
 
@@ -66,15 +53,5 @@ def arguments_of(sample: Any) -> tuple[tuple, dict[str, Any]]:
     return tuple(sample), {}
 
 
-def _told(error: Exception) -> str:
+def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'without a word'}"
-
-
-def _line(error: Exception, file: str | None) -> str:
-    """The last line of the file that an error went through."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f"line {lines[-1]}: " if lines else ""
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from shardwise.layout import SUM, Partial
 from shardwise.layout.sizes import chunk_sizes
+from shardwise.proof.kit.compare import near
+from shardwise.proof.kit.placing import terms
 from shardwise.proof.verify.case import Case, Run
-from shardwise.proof.verify.parts import close, is_whole, pieces
 from shardwise.rules import AxisPlacement, Call, Value, flat_values
 
 KINDS = tuple(map(Partial, ("sum", "avg", "max", "min")))
@@ -126,7 +127,7 @@ def truths(case: Case, *, num_ranks: int = 2, partial: bool = False) -> list[Tru
     """Every assignment for which the op itself, on the shards, gives the truth."""
     found = []
     for ins in assignments(case, partial=partial, num_ranks=num_ranks):
-        truth = judge(case, ins, num_ranks)
+        truth = truth_of(case, ins, num_ranks)
         truth = truth and _not_by_accident(case, truth)
         if truth is not None:
             found.append(truth)
@@ -137,10 +138,10 @@ def _not_by_accident(case: Case, truth: Truth) -> Truth | None:
     """What is left of a truth on other data, and on three ranks where all of them get a part. None if nothing is, or if
     it owes itself to a piece of one row, which torch broadcasts."""
     dims = [v.shape[p] for v, p in zip(case.call.inputs, truth.ins, strict=True) if isinstance(p, int)]
-    if all(chunk_sizes(size, (3,))[-1] for size in dims) and judge(case, truth.ins, 3) is None:
+    if all(chunk_sizes(size, (3,))[-1] for size in dims) and truth_of(case, truth.ins, 3) is None:
         return None
     outs = truth.outs
-    for other in (judge(other, truth.ins, 2) for other in case.on_other_data):
+    for other in (truth_of(other, truth.ins, 2) for other in case.on_other_data):
         if other is None or any(a != b and worth(a) == worth(b) for a, b in zip(outs, other.outs, strict=True)):
             return None
         outs = tuple(min(pair, key=worth) for pair in zip(outs, other.outs, strict=True))
@@ -155,9 +156,9 @@ def worth(placement: AxisPlacement) -> int:
     return 2 if placement is None else 1 if isinstance(placement, int) else 0
 
 
-def judge(case: Case, ins: Sequence[AxisPlacement], num_ranks: int) -> Truth | None:
+def truth_of(case: Case, ins: Sequence[AxisPlacement], num_ranks: int) -> Truth | None:
     """Whether the op on the shards gives the truth for one assignment, and how its outputs then lie."""
-    parts = [pieces(x, placement, num_ranks) for x, placement in zip(case.recorded.tensors, ins, strict=True)]
+    parts = [pieces(x, placement, num_ranks) for x, placement in zip(case.tensors, ins, strict=True)]
     if any(part is None for part in parts):
         return None
     shards = [[part[rank] for part in parts] for rank in range(num_ranks)]  # type: ignore[index]
@@ -237,8 +238,49 @@ def _gradient_is(grads: list[Tensor], placement: AxisPlacement, varies: bool, ex
         case None:
             return is_whole(grads, SUM if varies else None, expected)
         case Partial(reduce_op="avg"):
-            return all(close(grad * num_ranks, expected) for grad in grads)
-    return all(close(grad, expected) for grad in grads)
+            return all(near(grad * num_ranks, expected) for grad in grads)
+    return all(near(grad, expected) for grad in grads)
+
+
+# Taking a tensor apart along one axis, and putting it together again
+
+
+def pieces(x: Tensor, placement: AxisPlacement, num_ranks: int) -> list[Tensor] | None:
+    """Every rank's part of a tensor."""
+    if placement is None:
+        return [x] * num_ranks
+    if isinstance(placement, int):
+        return list(x.split(list(chunk_sizes(x.shape[placement], (num_ranks,))), placement))
+    assert isinstance(placement, Partial)  # PENDING is spelled out in trials
+    return terms(x, [(placement.reduce_op, num_ranks)], x.numel())
+
+
+def recombined(parts: Sequence[Tensor], placement: AxisPlacement) -> Tensor | None:
+    """The whole of which the ranks have these parts; None if they do not fit together."""
+    try:
+        match placement:
+            case None:
+                return parts[0] if all(near(part, parts[0]) for part in parts[1:]) else None
+            case int():
+                return torch.cat(list(parts), placement)
+            case Partial(reduce_op="sum" | "avg") if parts[0].dtype == torch.bool:
+                return None
+            case Partial(reduce_op="sum"):
+                return sum(parts[1:], parts[0])
+            case Partial(reduce_op="avg"):
+                return sum(parts[1:], parts[0]) / len(parts)
+            case Partial(reduce_op="max"):
+                return torch.stack(list(parts)).amax(0)
+            case Partial(reduce_op="min"):
+                return torch.stack(list(parts)).amin(0)
+    except RuntimeError:
+        return None
+    return None
+
+
+def is_whole(parts: Sequence[Tensor], placement: AxisPlacement, expected: Tensor) -> bool:
+    whole = recombined(parts, placement)
+    return whole is not None and near(whole, expected)
 
 
 # Sizes among the arguments
