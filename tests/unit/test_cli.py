@@ -24,7 +24,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        *([], ["nonsense"], ["coverage", "--stratum", "3/3"], ["coverage", "--seed", "x"]),
+        *([], ["nonsense"], ["coverage", "--seed", "x"]),
         *(["coverage", "--samples", "0"], ["coverage", "--assignments", "-1"], ["fuzz", "--programs", "x"]),
     ],
     ids=" ".join,
@@ -58,11 +58,6 @@ def test_a_page_says_what_was_tried_and_how_it_was_judged(dtype: str, how: str, 
 def test_an_unknown_operator(capsys: pytest.CaptureFixture[str]) -> None:
     assert coverage("--ops", "no such thing") == 2
     assert capsys.readouterr().err == "no operator is called no such thing\n"
-
-
-def test_a_part_without_the_operator(capsys: pytest.CaptureFixture[str]) -> None:
-    assert coverage("--ops", "mm", "--stratum", "1/2") == 2
-    assert capsys.readouterr().err == "no operator in part 1 of 2 is called mm\n"
 
 
 def test_a_wrong_answer_is_an_exit_status(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,8 +32,8 @@ def case_of(function: Callable, *args: Any, op: str = "") -> Case:
     return found[0]
 
 
-def table(case: Case, **options: Any) -> dict:
-    return {truth.ins: truth.outs for truth in truths(case, **options)}
+def table(case: Case) -> dict:
+    return {truth.ins: truth.outs for truth in truths(case)}
 
 
 # Taking apart and putting together
@@ -82,10 +82,6 @@ def test_pieces_are_uneven() -> None:
 def test_a_product() -> None:
     case = case_of(torch.mm, normal(5, 4), normal(4, 6))
     assert table(case) == {(0, None): (0,), (None, 1): (1,), (1, 0): (SUM,)}
-    pending = table(case, partial=True)
-    assert pending[(SUM, None)] == pending[(None, SUM)] == (SUM,)
-    assert pending[(AVG, None)] == (AVG,)
-    assert (SUM, SUM) not in pending and (MAX, None) not in pending
 
 
 @pytest.mark.parametrize(
@@ -107,16 +103,6 @@ def test_a_product() -> None:
 )
 def test_functions_of_one_tensor(function: Callable, expected: dict) -> None:
     assert table(case_of(function, normal(5, 4))) == expected
-
-
-def test_pending_values() -> None:
-    x = normal(5, 4)
-    assert table(case_of(torch.neg, x), partial=True) == {
-        (0,): (0,),
-        (1,): (1,),
-        **{(a,): (b,) for a, b in ((SUM, SUM), (AVG, AVG), (MAX, MIN), (MIN, MAX))},
-    }
-    assert (SUM,) not in table(case_of(torch.relu, x), partial=True)
 
 
 def test_what_is_true_of_the_data_only_is_not_the_truth() -> None:

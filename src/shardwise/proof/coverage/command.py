@@ -28,7 +28,7 @@ from shardwise.proof.coverage.forms import OUT, Form, Unusable, forms
 from shardwise.proof.coverage.judge import ROUNDED, ROUNDING, Verdict, judge
 from shardwise.proof.coverage.reference import Reference
 from shardwise.proof.coverage.results import Result, tables
-from shardwise.proof.kit.command import How, add_run_arguments, count, finish, how_to_run, pattern, run_tasks, some
+from shardwise.proof.kit.command import How, add_run_arguments, count, finish, how_to_run, pattern, run_tasks
 from shardwise.proof.kit.compare import TOLERANCE
 from shardwise.proof.kit.samples import NO_TENSOR, VALUELESS, Operator, Sample, operator, operators, seeded
 
@@ -163,7 +163,7 @@ def _case(op: Operator, form: Form, sample: Sample, settings: Settings) -> Refer
 
 
 def make_case(op: Operator, form: Form, sample: Sample, seed: int) -> Reference:
-    return Reference(form, sample, valueless=op.name in VALUELESS, may_write=op.may_write(sample), seed=seed)
+    return Reference(form, sample, valueless=op.name in VALUELESS, seed=seed)
 
 
 def _problem(form: Form, sample: Sample, shape: Sequence[int], way: Way, verdict: Verdict) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Run the command; 0 if nothing was wrong and nothing raised."""
     settings = Settings(given.samples, given.assignments, given.spread, given.seed, given.dtype)
-    names = some([op.name for op in operators(given.ops, given.stratum)], given)
+    names = [op.name for op in operators(given.ops)]
     results = measure(names, settings, how_to_run(given, asdict(settings), Result))
     rounding = f", or up to {ROUNDING:g} of the largest number {ROUNDED}" if settings.dtype == "float32" else ""
     about = (

@@ -21,18 +21,14 @@ DOUBLE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 class Reference:
     """One sample of one form of an operator, with plain torch's results and gradients."""
 
-    def __init__(
-        self, form: Form, sample: Sample, *, valueless: bool = False, may_write: bool = False, seed: int = 0
-    ) -> None:
-        self.given, self.may_write = sample, may_write
-        sample = form.sample(sample)
-        self.form, self.sample, self.seed = form, sample, seed
+    def __init__(self, form: Form, given: Sample, *, valueless: bool = False, seed: int = 0) -> None:
+        sample = form.sample(given)
+        self.form, self.given, self.sample, self.seed = form, given, sample, seed
         if any(_unshardable(x) for x in sample.tensors):
             raise Unusable(SPARSE)
         if form.in_place and (sample.broadcasts or not isinstance(sample.args[0], (Tensor, list))):
             raise Unusable("has no in-place form")
         self.leaves = [_leaf(x) for x in sample.tensors]
-        versions = [x._version for x in self.leaves]
         returned = self._try(self.leaves)
         self.outputs, self.structure = flatten(returned), structure(returned)
         if any(isinstance(x, Tensor) and _unshardable(x) for x in self.outputs):
@@ -40,8 +36,6 @@ class Reference:
         if form.has_out and not self._is_written():
             raise Unusable("torch itself does not write to out=")
         self.written = [i for i, (x, y) in enumerate(zip(sample.tensors, self.leaves)) if not same(x, y)]
-        bumped = [x._version != version for x, version in zip(self.leaves, versions, strict=True)]
-        self.may_refuse = form.in_place or may_write or bool(self.written) or any(bumped)
         self.valueless = valueless
         self.random = valueless or self._draws()
         self.weights = self._weights()
@@ -141,7 +135,7 @@ class Reference:
             return None
         sample = replace(self.given, args=mapped(self.given.args, double), kwargs=mapped(self.given.kwargs, double))
         try:
-            return Reference(self.form, sample, valueless=self.valueless, may_write=self.may_write, seed=self.seed)
+            return Reference(self.form, sample, valueless=self.valueless, seed=self.seed)
         except Unusable:
             return None
 

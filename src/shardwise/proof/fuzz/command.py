@@ -197,9 +197,8 @@ def run(given: argparse.Namespace) -> int:
     began = time.monotonic()
     most = max(given.programs, given.gloo)
     names = [f"{given.seed}:{given.first + number}" for number in range(most)]
-    part, parts = given.stratum
-    simulated = run_tasks("fuzz", try_program, names[: given.programs][part::parts], in_simulator, Result, how)
-    real = on_ranks(names[: given.gloo][part::parts], how)
+    simulated = run_tasks("fuzz", try_program, names[: given.programs], in_simulator, Result, how)
+    real = on_ranks(names[: given.gloo], how)
     found = classes_of([*simulated, *real])
     small = texts_of([first.name for first, _ in found[: given.shrink] if first.kind != INVALID], given.jobs)
     print("\n\n".join(small))

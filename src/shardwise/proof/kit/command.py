@@ -23,9 +23,8 @@ from shardwise.proof.kit.results import CannotRun, Store
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, timed: str) -> None:
-    """Options of all commands: which part, how it runs, and what becomes of the results. `timed`: what has a limit."""
+    """Options of all commands: how it runs, and what becomes of the results. `timed`: what has a limit."""
     add, number = parser.add_argument, partial(count, least=0)
-    add("--stratum", type=_stratum, default=(0, 1), metavar="K/N", help="the K-th of N parts, from 0")
     add("--jobs", type=number, default=2, metavar="N", help="processes; 0: this one (2)")
     add("--timeout", type=_seconds, default=120.0, metavar="S", help=f"seconds {timed} may take (120)")
     add("--json", type=Path, metavar="FILE", help="write the results to FILE as they come")
@@ -58,25 +57,6 @@ def _seconds(text: str) -> float:
     if not seconds > 0:  # nor NaN
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return seconds
-
-
-def _stratum(text: str) -> tuple[int, int]:
-    part, _, parts = text.partition("/")
-    if not (part.isdigit() and parts.isdigit() and int(part) < int(parts)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 0 to N - 1")
-    return int(part), int(parts)
-
-
-def in_part(stratum: tuple[int, int]) -> str:
-    return "" if stratum == (0, 1) else f" in part {stratum[0]} of {stratum[1]}"
-
-
-def some(names: Sequence[str], given: argparse.Namespace) -> Sequence[str]:
-    """The names, if there are any."""
-    if not names:
-        part = in_part(given.stratum)
-        raise CannotRun(f"no operator{part} is called {given.ops}" if given.ops else f"no operator is{part}")
-    return names
 
 
 @dataclass(frozen=True)

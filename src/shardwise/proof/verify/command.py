@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import pickle
 import random
 import re
@@ -16,7 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,8 @@ from shardwise.proof.kit.command import (
     count,
     finish,
     how_to_run,
-    in_part,
     pattern,
     run_tasks,
-    some,
 )
 from shardwise.proof.kit.progress import progress
 from shardwise.proof.kit.results import CannotRun
@@ -43,7 +40,6 @@ from shardwise.proof.verify.case import Case
 from shardwise.proof.verify.extra import EXTRA, extra_calls
 from shardwise.proof.verify.forced import Impossible, Trial, concrete, failure, has_terms, misfit, show_ins, trials
 from shardwise.proof.verify.gaps import reason_for
-from shardwise.proof.verify.module import arguments_of, load_module, source_of, user_calls
 from shardwise.proof.verify.oracle import Truth, truths, worth
 from shardwise.proof.verify.verdicts import OpReport, tables
 from shardwise.rules import AxisPlacement, Strategy, rule_for
@@ -66,6 +62,15 @@ def verify(op: Any, samples: Iterable[Any]) -> OpReport:
             if case.op == report.name:
                 report.add(judge_call(case))
     return report
+
+
+def arguments_of(sample: Any) -> tuple[tuple, dict[str, Any]]:
+    """Positional and keyword arguments of a sample."""
+    if not isinstance(sample, (tuple, list)):
+        raise TypeError(f"a sample is a tuple of arguments, not a {type(sample).__name__}")
+    if len(sample) == 2 and isinstance(sample[0], tuple) and isinstance(sample[1], dict):
+        return sample[0], sample[1]
+    return tuple(sample), {}
 
 
 def judge_call(case: Case) -> OpReport:
@@ -156,8 +161,6 @@ class Settings:
     names: tuple[str, ...] = ()
     samples: int | None = 12
     calls: int = 16
-    stratum: tuple[int, int] = (0, 1)
-    module: str | None = None
     seed: int | None = None
 
 
@@ -183,13 +186,11 @@ def collect(settings: Settings, *, quiet: bool = True) -> dict[str, list[Case]]:
             if not settings.names or any(_is_called(case.op, name) for name in settings.names):
                 found.setdefault(case.op, {}).setdefault(case.key, case)
 
-    if settings.module is not None:
-        keep(user_calls(settings.module))
     unknown = _missing(settings.names, {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()})
     if unknown:
         raise CannotRun(f"no op is called {', '.join(unknown)}")
     if settings.ops is None:
-        for name in sorted(EXTRA)[settings.stratum[0] :: settings.stratum[1]]:
+        for name in sorted(EXTRA):
             if not settings.names or any(_is_called(name, wanted) for wanted in settings.names):
                 keep(extra_calls(name))
     if not settings.names or _missing(settings.names, found):
@@ -201,7 +202,7 @@ def collect(settings: Settings, *, quiet: bool = True) -> dict[str, list[Case]]:
     uncalled = _missing(settings.names, found)
     if uncalled or not found:
         ops = ", ".join(uncalled) or "any op that has rules"
-        raise CannotRun(f"no sample{in_part(settings.stratum)} makes a call of {ops}")
+        raise CannotRun(f"no sample makes a call of {ops}")
     return {op: _chosen(list(calls.values()), settings) for op, calls in found.items()}
 
 
@@ -215,7 +216,7 @@ def _chosen(calls: list[Case], settings: Settings) -> list[Case]:
 
 def _sources(settings: Settings) -> list[Operator]:
     """The operators to record: for named ops those of the same name, if torch has samples of all of them."""
-    chosen = [op for op in operators(settings.ops, settings.stratum) if not op.is_list]  # those have no rules
+    chosen = [op for op in operators(settings.ops) if not op.is_list]  # those have no rules
     bare = [name.split("::")[-1].strip("_") for name in settings.names]
     like = [op for op in chosen if any(_plain_name(op.name).endswith(name) for name in bare)]
     known = {_plain_name(op.name) for op in like}
@@ -246,7 +247,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--samples", type=count, default=12, metavar="N", help="samples per operator of op_db (12)")
     add("--calls", type=count, default=16, metavar="N", help="calls judged per op (16)")
     add("--seed", type=int, metavar="N", help="choose these calls at random (evenly spread over all)")
-    add("--module", metavar="FILE", help="a Python file with ops and rules, and SAMPLES = {op: [args]}")
     add("--write-docs", type=Path, metavar="FILE", help="write the catalogue of rules to FILE")
     add_run_arguments(parser, timed="a call")
 
@@ -254,12 +254,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Run the command; 0 if every rule is sound."""
     began = time.monotonic()
-    chosen = {field.name: getattr(given, field.name) for field in fields(Settings)}
-    settings = Settings(**{**chosen, "names": tuple(given.names)})
-    judged = {**json.loads(json.dumps(asdict(settings))), "source of module": source_of(settings.module)}
-    how = how_to_run(given, judged, OpReport)
-    if given.ops is not None and given.module is None:
-        some([op.name for op in operators(given.ops, given.stratum)], given)
+    settings = Settings(given.ops, tuple(given.names), given.samples, given.calls, given.seed)
+    how = how_to_run(given, {**asdict(settings), "names": given.names}, OpReport)
     reports = measure(settings, how)
     if given.write_docs is not None:
         given.write_docs.write_text(catalogue.render({report.name: report for report in reports}))
@@ -274,16 +270,16 @@ def run(given: argparse.Namespace) -> int:
 
 def measure(settings: Settings, how: How) -> list[OpReport]:
     """Judge the ops that the settings name, in the order of their names."""
-    return judge_all(collect(settings, quiet=how.quiet), how, module=settings.module)
+    return judge_all(collect(settings, quiet=how.quiet), how)
 
 
-def judge_all(calls: Mapping[str, Sequence[Case]], how: How, *, module: str | None = None) -> list[OpReport]:
+def judge_all(calls: Mapping[str, Sequence[Case]], how: How) -> list[OpReport]:
     """Judge ops by some calls of each, in the order of their names."""
     names = sorted(calls)
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             _save(calls[name], _file(folder, name))
-        return run_tasks("verify", judge_saved, names, (folder, module), OpReport, how)
+        return run_tasks("verify", judge_saved, names, folder, OpReport, how)
 
 
 def _save(calls: Sequence[Case], file: Path) -> None:
@@ -295,11 +291,8 @@ def _save(calls: Sequence[Case], file: Path) -> None:
     file.write_bytes(pickle.dumps(saved))
 
 
-def judge_saved(name: str, where: tuple[str, str | None]) -> Iterator[OpReport]:
+def judge_saved(name: str, folder: str) -> Iterator[OpReport]:
     """Judge one op by its saved calls; yields what each of them gave."""
-    folder, module = where
-    if module is not None:
-        load_module(module)
     with warnings.catch_warnings(action="ignore"):
         for portable in pickle.loads(_file(folder, name).read_bytes()):
             try:
