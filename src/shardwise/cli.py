@@ -9,6 +9,7 @@ from types import ModuleType
 
 from shardwise.proof.coverage import command as coverage
 from shardwise.proof.fuzz import command as fuzz
+from shardwise.proof.kit.results import CannotRun
 from shardwise.proof.verify import command as verify
 
 COMMANDS: dict[str, ModuleType] = {
@@ -36,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     try:
         return options.run(options)
+    except CannotRun as reason:
+        print(reason, file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

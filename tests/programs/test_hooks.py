@@ -133,7 +133,7 @@ def test_a_hook_on_an_average_of_terms_that_differ(hook: Any, mesh: tuple[int, .
     """Each rank multiplies its gradient by its own term: shares that merely add up to the hook's result are no good."""
     grads = []
     for on in (Device(None), Device(mesh_of(mesh))):
-        x = on.leaf((3, 2), torch.float64, [P("avg")], seed=688, grad=True)
+        x = on.leaf((3, 2), torch.float64, [P("avg")], seed=688).requires_grad_()
         y = torch.mv(x, x[0])
         y.register_hook(hook)
         y.square().sum().backward()

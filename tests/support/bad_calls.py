@@ -17,9 +17,10 @@ from torch import Tensor
 from shardwise.debug import CommDebugMode
 from shardwise.layout import Mesh
 from shardwise.proof.coverage.command import Assignment
+from shardwise.proof.kit.compare import same, shards
 from shardwise.proof.kit.placing import place
 from shardwise.proof.kit.samples import Sample, replaced, seeded
-from shardwise.proof.kit.together import ranks_compared, shards
+from shardwise.proof.kit.together import ranks_compared
 
 FAMILY = (RuntimeError, TypeError, ValueError, IndexError)
 """What torch raises for bad arguments."""
@@ -47,7 +48,7 @@ def refused(function: Callable[..., Any], sample: Sample) -> BadCall | None:
         for image in (torch.zeros_like, torch.ones_like, _noise)
     ]
     of_data = any(str(other) != str(error) for other in others)
-    return BadCall(function, sample, of_data, writes=not all(map(_same, sample.tensors, images)))
+    return BadCall(function, sample, of_data, writes=not all(map(same, sample.tensors, images)))
 
 
 def check_refused(bad: BadCall, mesh: Mesh, way: Assignment, *, may_move: bool = False) -> None:
@@ -57,7 +58,7 @@ def check_refused(bad: BadCall, mesh: Mesh, way: Assignment, *, may_move: bool =
     with warnings.catch_warnings(action="ignore"), CommDebugMode() as comm, ranks_compared(), pytest.raises(FAMILY):
         _call(bad.function, bad.sample, inputs)
     after = [shard.detach() for x in inputs for shard in shards(x)]
-    assert bad.writes or all(map(_same, before, after)), "written to before it was refused"
+    assert bad.writes or all(map(same, before, after)), "written to before it was refused"
     assert bad.of_data or may_move or not comm.comms, f"{comm.get_comm_counts()} before it was refused"
 
 
@@ -85,10 +86,3 @@ def _noise(x: Tensor) -> Tensor:
     if not (x.is_floating_point() or x.is_complex()):
         return torch.zeros_like(x)
     return torch.linspace(0.1, 0.9, x.numel(), dtype=torch.float64).reshape(x.shape).cos().pow(9).to(x.dtype)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    a, b = a.detach().reshape(-1), b.detach().reshape(-1)  # torch compares no more than 64 dims
-    return bool(((a == b) | ((a != a) & (b != b))).all())

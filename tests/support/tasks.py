@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.proof.fuzz.command import programs_of
+from shardwise.proof.fuzz.command import Result
 
 
 def misbehave(name: str, settings: Any) -> Iterator[Any]:
@@ -41,11 +41,10 @@ def be_a_parent(name: str, pipe: Path) -> Iterator[Any]:
 
 
 def count_down(name: str, settings: Any) -> Iterator[Any]:
-    """The programs of a task of `fuzz`, of which some end the process: 3 before it is drawn, 5 after that."""
-    for number in programs_of(name, 0):
-        if number == 3:
-            os._exit(1)
-        yield {"kind": "drawn"}
-        if number == 5:
-            os._exit(1)
-        yield {"kind": "right", "calls": 1}
+    """A program of `fuzz`, of which some end the process: 3 before it is drawn, 5 after that."""
+    if name == "0:3":
+        os._exit(1)
+    yield Result(name, calls=1)
+    if name == "0:5":
+        os._exit(1)
+    yield Result(name, "right")

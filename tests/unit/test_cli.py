@@ -24,7 +24,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        *([], ["nonsense"], ["coverage", "--stratum", "3/3"], ["coverage", "--seed", "x"]),
+        *([], ["nonsense"], ["coverage", "--seed", "x"]),
         *(["coverage", "--samples", "0"], ["coverage", "--assignments", "-1"], ["fuzz", "--programs", "x"]),
     ],
     ids=" ".join,
@@ -60,11 +60,6 @@ def test_an_unknown_operator(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "no operator is called no such thing\n"
 
 
-def test_a_part_without_the_operator(capsys: pytest.CaptureFixture[str]) -> None:
-    assert coverage("--ops", "mm", "--stratum", "1/2") == 2
-    assert capsys.readouterr().err == "no operator in part 1 of 2 is called mm\n"
-
-
 def test_a_wrong_answer_is_an_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     with registry.restored():
         register("flip", rule=Rule(lambda call: [Strategy((None,), (None,)), Strategy((0,), (0,))]))
@@ -97,7 +92,6 @@ def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert coverage("--ops", "mm|zeros") == 0
     text = capsys.readouterr().out
     assert "right throughout" in text and "takes no tensor" in text and "┃" not in text
-    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_without_the_packages_that_samples_need(

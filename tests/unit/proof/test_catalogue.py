@@ -11,7 +11,6 @@ import torch
 from sweep import normal
 
 from shardwise.proof.verify.calls import record
-from shardwise.proof.verify.case import Case
 from shardwise.proof.verify.catalogue import families, render, short, ways
 from shardwise.proof.verify.forced import concrete
 from shardwise.proof.verify.verdicts import OpReport
@@ -35,8 +34,8 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "rules.md"
     ],
 )
 def test_strategies_in_a_row(function: Callable, inputs: tuple, expected: tuple[str, str, str]) -> None:
-    recorded = record(function, inputs, {})[-1]
-    assert ways(recorded.call, concrete(Case(recorded))) == expected
+    case = record(function, inputs, {})[-1]
+    assert ways(case.call, concrete(case)) == expected
 
 
 def test_the_call_with_the_most_ways_is_shown() -> None:

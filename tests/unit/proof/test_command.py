@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ import pytest
 
 from shardwise.cli import COMMANDS, main
 from shardwise.proof.kit import pool, results
-from shardwise.proof.verify import module
-from shardwise.rules.kit import registry
 
 IN_THIS_PROCESS = ("--jobs", "0", "--quiet", "--samples", "1")
 
@@ -97,7 +94,8 @@ FILES.append(("verify", "--write-docs"))
 
 @pytest.mark.parametrize(("command", "option"), FILES)
 @pytest.mark.parametrize(
-    ("name", "why"), [("none/file", "there is no such folder"), ("", "it is a folder"), ("denied", "permission denied")]
+    ("name", "why"),
+    [("none/file", "there is no such folder"), ("", "it is not a plain file"), ("denied", "permission denied")],
 )
 def test_a_file_that_cannot_be_written_is_told_of_first(
     command: str,
@@ -143,7 +141,7 @@ def test_a_file_that_holds_no_results(
 def test_results_of_another_kind(kept: Any, tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     file.write_text(json.dumps({**results.Store(None, {}).header, "results": kept}))
-    with pytest.raises(results.NotResults, match="it does not hold the results of a run"):
+    with pytest.raises(results.CannotRun, match="it does not hold the results of a run"):
         results.Store(file, {}, resume=True)
 
 
@@ -155,7 +153,6 @@ def test_results_of_another_kind(kept: Any, tmp_path: Path) -> None:
     [
         (("mm", "nosuch", "aten::mm_", "any::mm"), "no op is called nosuch, aten::mm_, any::mm"),
         (("mm", "addmm_", "bmm", "--ops", "mm"), "no sample makes a call of addmm_, bmm"),
-        (("mm", "bmm", "--ops", "mm|bmm", "--stratum", "1/2"), "no sample in part 1 of 2 makes a call of bmm"),
         (("mm", "--ops", "nosuch"), "no operator is called nosuch"),
         (("--ops", "_foreach_add"), "no sample makes a call of any op that has rules"),
     ],
@@ -164,96 +161,6 @@ def test_ops_that_are_not_found_are_named(
     arguments: tuple[str, ...], why: str, nothing_runs: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refused(capsys, "verify", *arguments) == why
-
-
-# Modules
-
-OWN = """
-import torch
-from shardwise.experimental import register_sharding
-
-@torch.library.custom_op("commandtest::{name}", mutates_args=())
-def op(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-op.register_fake(torch.empty_like)
-register_sharding(op, rule="{rule}")
-SAMPLES = {{op: [(torch.randn(5, 4),)]}}
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "why"),
-    [
-        ("none.py", None, ": there is no such file"),
-        ("rules.txt", "", ": the name of a Python file ends in .py"),
-        ("rules", "", ": the name of a Python file ends in .py"),
-        ("rules.py", "SAMPLES = [1]", ": SAMPLES is a list, not a dict {op: [args]}"),
-        ("rules.py", "SAMPLES = None", ": SAMPLES is a NoneType, not a dict {op: [args]}"),
-        ("rules.py", "x = 1\ny = x / 0", " cannot be imported: line 2: ZeroDivisionError: division by zero"),
-        ("rules.py", "raise ValueError", " cannot be imported: line 1: ValueError: without a word"),
-        ("rules.py", "x = (", " cannot be imported: SyntaxError: '(' was never closed (rules.py, line 1)"),
-        (
-            "rules.py",
-            "SAMPLES = {'mm': [()]}",
-            ": a sample of mm cannot be called: TypeError: 'str' object is not callable",
-        ),
-        (
-            "rules.py",
-            "import torch; SAMPLES = {torch.ops.aten.mm.default: [torch.ones(3)]}",
-            ": a sample of aten.mm.default cannot be called: TypeError: a sample is a tuple of arguments, not a Tensor",
-        ),
-        (
-            "rules.py",
-            "import torch; SAMPLES = {torch.ops.aten.mm.default: [(torch.ones(3), torch.ones(3))]}",
-            ": a sample of aten.mm.default cannot be called: RuntimeError: self must be a matrix",
-        ),
-    ],
-)
-def test_a_module_that_is_none(
-    name: str, content: str | None, why: str, tmp_path: Path, nothing_runs: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / name
-    if content is not None:
-        file.write_text(content)
-    assert refused(capsys, "verify", "mm", "--module", str(file)) == f"--module {file}{why}"
-    if "cannot be imported" in why:
-        assert module.module_name(str(file)) not in sys.modules
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Writes a module of a user's; what it registers is forgotten afterwards."""
-    files = []
-
-    def write(name: str, rule: str, file: str = "rules.py") -> str:
-        files.append(str(tmp_path / file))
-        Path(files[-1]).write_text(OWN.format(name=name, rule=rule))
-        return files[-1]
-
-    with registry.restored():
-        yield write
-    for file in files:
-        sys.modules.pop(module.module_name(file), None)
-
-
-def test_a_module_may_be_called_as_one_of_python_s(own: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("verify", "commandtest::twice", "--module", own("twice", "i j -> i j", file="random.py")) == 0
-    assert "1 of 1 ops" in capsys.readouterr().out
-    assert sys.modules["random"] is random
-
-
-def test_results_of_another_text_of_a_module_are_not_kept(
-    own: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rules, judge_saved = own("edited", "i j -> i j"), COMMANDS["verify"].judge_saved
-    arguments = ("--json", str(tmp_path / "results.json"), "--resume", "--module", rules)
-    for text, tried_now in (("", ["commandtest::edited"]), ("", []), ("# edited", ["commandtest::edited"])):
-        Path(rules).write_text(Path(rules).read_text() + text)
-        tried: list[str] = []
-        monkeypatch.setattr(COMMANDS["verify"], "judge_saved", _noting(judge_saved, tried))
-        assert run("verify", "commandtest::edited", *arguments) == 0
-        assert tried == tried_now
 
 
 # Going on

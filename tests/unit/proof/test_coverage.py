@@ -15,11 +15,9 @@ from shardwise.proof.coverage.command import (
     calls,
     measure,
     parse_assignment,
-    result_of,
     show_assignment,
 )
-from shardwise.proof.kit.pool import Outcome
-from shardwise.proof.kit.report import plain, problem_rows, stride_rows, summary
+from shardwise.proof.coverage.results import Result, problem_rows, summary, tables
 from shardwise.proof.kit.samples import operator, operators
 
 FEW = Settings(samples=2, assignments=6, spread=1)
@@ -65,29 +63,30 @@ def test_assignments_can_be_written_down() -> None:
     assert show_assignment(parse_assignment("S0,R P,S12 =")) == "S0,R P,S12 ="
 
 
-def part(**problem: str) -> dict:
+def part(**problem: str) -> Result:
     filed = {"form": "function", "sample": 3, "call": "(f64[2])", "mesh": [2], "placements": "S0", **problem}
-    kind = {"right": 5, problem["kind"]: 1}
-    found = {"verdicts": kind, "ways": {"sharded": 6}, "forms": {"function": 5}, "gradients": {"compared": 5}}
-    return {**found, "rounding": {}, "avoidable": 0, "strides": [], "random": False, "problems": [filed]}
+    return Result("mm", samples=1, counts={"right": 5, problem["kind"]: 1}, problems=[filed])
 
 
 def test_problems_that_differ_in_numbers_only_are_one() -> None:
-    parts = [part(kind="wrong", detail=f"value: off by {off} as [2] R") for off in ("1.5", "2e-3", "7")]
-    result = result_of(Outcome("mm", [*parts, part(kind="raised", detail="ValueError: no")]), FEW)
-    assert [(problem["kind"], problem["count"]) for problem in result.problems] == [("wrong", 3), ("raised", 1)]
+    result = Result("mm")
+    result.add(part(kind="raised", detail="ValueError: no"))
+    for off in ("1.5", "2e-3", "7"):
+        result.add(part(kind="wrong", detail=f"value: off by {off} as [2] R"))
+    assert [problem["kind"] for problem in result.problems] == ["wrong", "raised"]
     assert result.counts == {"right": 20, "wrong": 3, "raised": 1} and result.samples == 4
     assert problem_rows([result]) == [("mm", "24", "3", "1", "(f64[2]) S0: value: off by 1.5 as [2] R")]
 
 
 def test_a_task_that_failed_counts_as_raised() -> None:
-    result = result_of(Outcome("mm", [], failure="timed out: nothing heard for 5 s"), FEW)
+    result = Result("mm")
+    result.ended("timed out: nothing heard for 5 s", 0)
     assert result.counts == {"raised": 1} and result.problems[0]["detail"].startswith("timed out")
     assert dict(summary([result]))["sometimes raised"] == "1 (100.0%)"
 
 
 def test_an_operator_without_samples_is_not_right() -> None:
-    result = result_of(Outcome("mm", []), FEW)
+    result = Result("mm")
     assert result.note == "torch has no samples of it"
     assert dict(summary([result]))["right throughout"] == "0 (0.0%)"
 
@@ -95,23 +94,17 @@ def test_an_operator_without_samples_is_not_right() -> None:
 def test_what_was_compared_is_counted() -> None:
     """Every form, and gradients but those that torch does not have."""
     add, acosh = measure(["add", "acosh"], FEW)
-    assert set(add.forms) == {"function", "method", "in-place", "out="}
-    assert set(add.gradients) == {"compared", "none"}
-    assert add.gradients["none"] == add.forms["out="]
-    assert acosh.gradients["refused by torch"] == acosh.forms["in-place"]
+    assert all(add.counts[f"as {form}"] for form in ("function", "method", "in-place", "out="))
+    assert add.counts["gradients compared"] and add.counts["gradients none"] == add.counts["as out="]
+    assert acosh.counts["gradients refused by torch"] == acosh.counts["as in-place"]
 
 
-def test_results_that_lie_otherwise_are_listed() -> None:
-    select, add, odd = [
-        *measure(["as_strided", "add"], FEW),
-        result_of(Outcome("mm", [part(kind="right", detail="")]), FEW),
-    ]
-    odd.strides = {"first": "function (f64[2]) S0: [1, 2], not [2, 1], as [2,2] S(0)", "count": 2}
-    assert stride_rows([odd, select, add]) == [
-        ("as_strided", str(select.strides["count"]), "a view of data of other ranks is a copy, and lies as one"),
-        ("mm", "2", "function (f64[2]) S0: [1, 2], not [2, 1], as [2,2] S(0)"),
-    ]
-    assert dict(summary([select, add]))["lie otherwise in memory"] == "1 (50.0%)"
+def test_other_strides_are_listed() -> None:
+    strided, add = measure(["as_strided", "add"], FEW)
+    rows = {title: rows for title, _, rows in tables([strided, add])}["other strides than torch's"]
+    assert rows == [("as_strided", str(strided.counts["other strides"]), strided.strides)]
+    assert ", as [" in strided.strides
+    assert dict(summary([strided, add]))["other strides than torch's"] == "1 (50.0%)"
 
 
 def test_what_cannot_be_tried_is_listed_with_a_reason() -> None:
@@ -126,11 +119,6 @@ def test_what_cannot_be_tried_is_listed_with_a_reason() -> None:
     assert results[3].random == results[3].samples
 
 
-def test_plain_tables_fold_long_cells() -> None:
-    text = plain("title", ("a", "b"), [("x" * 40, "y" * 150)])
-    assert max(map(len, text.splitlines())) == 100 and text.count("y") == 150
-
-
 def test_a_sample_counts_if_any_form_of_it_does() -> None:
     """torch refuses to write to leaves that need gradients, but not to copies of them."""
     (result,) = measure(["_foreach_zero"], FEW)
@@ -138,9 +126,9 @@ def test_a_sample_counts_if_any_form_of_it_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stratum", "dtype"), [(0, "float32"), (13, "float64"), (26, "float32")])
-def test_a_part_of_all_operators_is_right(stratum: int, dtype: str) -> None:
+@pytest.mark.parametrize(("part", "dtype"), [(0, "float32"), (13, "float64"), (26, "float32")])
+def test_a_part_of_all_operators_is_right(part: int, dtype: str) -> None:
     """The whole is `make coverage`; these are 1/40 of the operators each, in a few layouts."""
-    results = measure([op.name for op in operators(stratum=(stratum, PARTS))], replace(FEW, dtype=dtype))
+    results = measure([op.name for op in operators()[part::PARTS]], replace(FEW, dtype=dtype))
     assert problem_rows(results) == []
     assert sum(result.calls for result in results) > 100

@@ -14,15 +14,14 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.proof.fuzz.calls.writes import is_recorded, refuse_overlap
-from shardwise.proof.fuzz.command import Settings, classes_of, result_of, run_programs, smallest
-from shardwise.proof.fuzz.draw import MESHES, Do, Draw, Refused, Var, mesh_of
+from shardwise.proof.fuzz.command import Result, classes_of, smallest
+from shardwise.proof.fuzz.draw import MESHES, Draw, Refused, Var, mesh_of
 from shardwise.proof.fuzz.families import FAMILIES, draw
 from shardwise.proof.fuzz.judge import APART, HUNG, INVALID, RAISED, RIGHT, WRONG, Verdict, judge, together
 from shardwise.proof.fuzz.leaves import Device
 from shardwise.proof.fuzz.program import Leaf, Line, Program
 from shardwise.proof.fuzz.shrink import shrunk
-from shardwise.proof.kit.command import How
-from shardwise.proof.kit.pool import Outcome
+from shardwise.proof.kit.command import How, run_tasks
 from shardwise.tensor import DTensor
 
 X = Leaf("x1", (3, 4), torch.float64, (sw.Shard(0),), 1, grad=True)
@@ -132,8 +131,8 @@ def test_gradients_that_share_memory_are_not_drawn() -> None:
 def test_hidden_views_whose_gradient_is_watched_are_not_written_to(watch: str) -> None:
     for given, fits in (("v1 = (x1 * 2).view(-1)", False), ("v1 = x1 * 2", True)):
         made = drawn(X, given, "v2 = v1.view(2, 6)")
-        assert made.add(lambda d: Do(watch))
-        assert made.add(lambda d: Do("v2.mul_(3)")) is fits
+        assert made.add(lambda d: Line(watch))
+        assert made.add(lambda d: Line("v2.mul_(3)")) is fits
 
 
 # Leaves
@@ -279,37 +278,19 @@ def test_shrinking_ends() -> None:
 
 
 def test_problems_are_sorted_into_classes() -> None:
-    def part(kind: str, number: int, detail: str) -> dict[str, object]:
-        head = Verdict(kind, detail).head
-        return {"kind": kind, "calls": 9, "program": f"0:{number}", "line": "", "detail": detail, "class": head}
-
-    parts = [
-        part(RAISED, 1, "E: v3"),
-        part(RAISED, 2, "E: v4"),
-        part(WRONG, 3, "v5: off by 2.5e-3"),
-        {"kind": RIGHT, "calls": 9},
+    results = [
+        Result("0:1", RAISED, 9, detail="E: v3"),
+        Result("0:2", RAISED, 9, detail="E: v4"),
+        Result("0:3", WRONG, 9, detail="v5: off by 2.5e-3"),
+        Result("0:4", RIGHT, 9),
     ]
-    result = result_of(Outcome("0-24", parts), 0)
-    assert result.status == "2 raised, 1 wrong" and result.calls == 36
-    assert [(p["program"], n) for p, n in classes_of([result])] == [("0:3", 1), ("0:1", 2)]
-
-
-def test_a_program_that_ends_its_process_is_told_apart_from_one_that_torch_dies_of_and_the_rest_runs() -> None:
-    right, drawn = {"kind": RIGHT, "calls": 9}, {"kind": "drawn"}
-    ours = result_of(Outcome("25-49", [drawn, right, drawn], "timed out"), 7)
-    assert (ours.counts, ours.problems[0]["program"], ours.rest) == ({RIGHT: 1, "hung": 1}, "7:26", "27-49")
-    torchs = result_of(Outcome("25-26", [drawn, right], "died"), 7)
-    assert (torchs.counts, torchs.problems[0]["program"], torchs.rest) == ({RIGHT: 1, INVALID: 1}, "7:26", "")
-    _, second, third, *_ = (n for n in range(25, 50) if torch.Size(mesh_of(7, n)).numel() == 2)
-    ranks = result_of(Outcome("2 ranks 25-49", [drawn, right, drawn], "died"), 7)
-    assert ranks.problems[0]["program"] == f"7:{second}" and ranks.rest.startswith(f"2 ranks {third}-")
+    assert [(first.name, number) for first, number in classes_of(results)] == [("0:3", 1), ("0:1", 2)]
 
 
 @pytest.mark.slow
 def test_programs_that_end_their_process_cost_no_others() -> None:
-    results = run_programs("", count_down, ["0-3", "4-9"], Settings(), How(jobs=1, timeout=20.0))
-    assert {result.name: result.counts for result in results} == {
-        "0-3": {RIGHT: 3, INVALID: 1},
-        "4-9": {RIGHT: 1, HUNG: 1},
-        "6-9": {RIGHT: 4},
-    }
+    """One that dies before it was drawn is torch's affair."""
+    names = [f"0:{number}" for number in range(2, 8)]
+    results = run_tasks("", count_down, names, None, Result, How(jobs=1, timeout=20.0))
+    assert [result.name for result in results] == names
+    assert [result.kind for result in results] == [RIGHT, INVALID, RIGHT, HUNG, RIGHT, RIGHT]

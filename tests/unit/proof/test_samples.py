@@ -83,11 +83,6 @@ def test_operators_on_lists_are_there() -> None:
     assert {"_foreach_add", "_foreach_sqrt", "_foreach_addcdiv", "_foreach_norm", "_foreach_lerp"} <= names
 
 
-def test_strata_are_disjoint_and_complete() -> None:
-    parts = [{op.name for op in operators(stratum=(k, 5))} for k in range(5)]
-    assert sum(map(len, parts)) == len(set.union(*parts)) == len(all_operators())
-
-
 def test_a_pattern_matches_whole_names() -> None:
     assert [op.name for op in operators("mm|bmm")] == ["bmm", "mm"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,19 +11,19 @@ import torch
 from sweep import normal
 
 from shardwise.cli import main
+from shardwise.experimental import register_sharding
 from shardwise.layout import Partial
 from shardwise.proof.kit.command import How
-from shardwise.proof.kit.pool import Outcome
+from shardwise.proof.kit.report import page
 from shardwise.proof.kit.results import Store
+from shardwise.proof.kit.samples import spread
 from shardwise.proof.verify import command
-from shardwise.proof.verify.calls import Recorded
 from shardwise.proof.verify.case import Case
 from shardwise.proof.verify.command import Settings, _chosen, collect, is_claimed, judge_all, verify
 from shardwise.proof.verify.extra import EXTRA, exists, extra_calls
 from shardwise.proof.verify.forced import Impossible, Trial
-from shardwise.proof.verify.module import module_name
 from shardwise.proof.verify.oracle import Truth
-from shardwise.proof.verify.verdicts import OpReport, page, summary, tables
+from shardwise.proof.verify.verdicts import OpReport, summary, tables
 from shardwise.rules import Rule, Strategy, register
 from shardwise.rules.kit import registry
 from shardwise.rules.kit.registry import homes
@@ -33,7 +32,7 @@ SUM, MAX = Partial("sum"), Partial("max")
 
 
 @pytest.fixture(scope="module")
-def calls() -> dict[str, list[Recorded]]:
+def calls() -> dict[str, list[Case]]:
     """Two calls of every op that torch's first samples, and ours, make. The whole run is `make verify`.
 
     For every sample torch looks through the stack, which under pytest is deep; that of a thread is not.
@@ -43,7 +42,7 @@ def calls() -> dict[str, list[Recorded]]:
 
 
 @pytest.mark.slow
-def test_every_rule_is_sound(calls: dict[str, list[Recorded]]) -> None:
+def test_every_rule_is_sound(calls: dict[str, list[Case]]) -> None:
     """Nothing that a rule lists is wrong, and of what is true nothing is missing without a reason."""
     reports = judge_all(calls, How(jobs=1))  # apart: torch may crash
     assert [report.name for report in reports] == sorted(calls)
@@ -51,12 +50,12 @@ def test_every_rule_is_sound(calls: dict[str, list[Recorded]]) -> None:
     assert [gap for report in reports for gap in report.gaps if not gap["reason"]] == []
 
 
-def test_every_rule_is_called(calls: dict[str, list[Recorded]]) -> None:
+def test_every_rule_is_called(calls: dict[str, list[Case]]) -> None:
     ours = {name for name, module in homes().items() if module.startswith("shardwise.rules.") and exists(name)}
     assert ours - set(calls) == set()
 
 
-def test_extra_calls_are_of_ops_with_a_rule(calls: dict[str, list[Recorded]]) -> None:
+def test_extra_calls_are_of_ops_with_a_rule(calls: dict[str, list[Case]]) -> None:
     assert set(EXTRA) <= set(homes())
     assert [name for name, functions in EXTRA.items() if len(extra_calls(name)) < len(functions)] == []
 
@@ -69,7 +68,7 @@ def test_calls_are_chosen_by_a_seed() -> None:
     assert len({tuple(chosen(seed)) for seed in (None, 1, 2, 3)}) > 1
 
 
-def test_what_a_seed_chooses_does_not_depend_on_other_calls(calls: dict[str, list[Recorded]]) -> None:
+def test_what_a_seed_chooses_does_not_depend_on_other_calls(calls: dict[str, list[Case]]) -> None:
     some = [recorded for name in ("aten::mm", "aten::add", "aten::sum") for recorded in calls[name]]
     first, second = _chosen(some, Settings(calls=2, seed=0))
     assert _chosen([x for x in some if x is not first], Settings(calls=1, seed=0)) == [second]
@@ -110,7 +109,7 @@ def test_calls_are_collected_once_and_spread() -> None:
     for found in calls.values():
         assert 1 <= len(found) <= 3
         assert len({str(recorded) for recorded in found}) == len(found)
-    assert command.spread(list(range(9)), 3) == [0, 4, 8]
+    assert spread(9, 3) == [0, 4, 8]
 
 
 @pytest.mark.parametrize(("name", "op"), [("softmax", "aten::_softmax"), ("aten::mm", "aten::mm")])
@@ -151,7 +150,8 @@ def test_there_is_no_largest_complex_number() -> None:
 
 
 def test_a_process_that_died_is_not_sound() -> None:
-    report = command.report_of(Outcome("aten::mm", [], failure="its process died"))
+    report = OpReport("aten::mm")
+    report.ended("its process died", 0)
     assert not report.sound
     assert ("aten::mm", "0", "0", "its process died") in {t[0]: t[2] for t in tables([report])}["unsound"]
 
@@ -167,13 +167,13 @@ def test_reports_as_a_page() -> None:
     gap = {"call": "", "true": "S(0) -> S(0)", "reason": "it is hidden"}
     good = OpReport("aten::mm", True, 1, 10, 4, 3, gaps=[gap])
     drawn = OpReport("aten::poisson", True, shapes=1, excluded={"draws random numbers": 1})
-    text = page([good, drawn], "Title")
+    text = page(tables([good, drawn]), "Title", "")
     assert text.startswith("# Title\n")
-    assert "## Unsound\n\nNone.\n" in text
-    assert "| `aten::mm` | 4 | 3 | it is hidden |" in text
-    assert "| only in shape: draws random numbers | `poisson` |" in text
+    assert "| sound | 1 of 1 ops; 10 of 10 trials |" in text and "## Unsound" not in text
+    assert "| aten::mm | 4 | 3 | it is hidden |" in text
+    assert "| only in shape: draws random numbers | poisson |" in text
     good.unsound.append({"call": "mm()", "strategy": "2: R -> R", "problem": "wrong"})
-    assert "- `aten::mm`: mm() 2: R -> R: wrong" in page([good], "Title")
+    assert "| aten::mm | 10 | 1 | mm() 2: R -> R: wrong |" in page(tables([good]), "Title", "")
 
 
 # The command
@@ -192,33 +192,30 @@ def test_the_command_resumes(tmp_path: Path, capsys: pytest.CaptureFixture, monk
     assert capsys.readouterr().out == first
 
 
-MODULE = """
-import torch
-from shardwise.experimental import register_sharding
-
-@torch.library.custom_op("verifytest::{name}", mutates_args=())
-def op(x: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("verifytest::mean_rows", mutates_args=())
+def mean_rows(x: torch.Tensor) -> torch.Tensor:
     return x.mean(0)
 
-op.register_fake(lambda x: x.new_empty(x.shape[1:]))
-register_sharding(op, rule="{rule}", reduce="avg")
-SAMPLES = {{op: [(torch.randn(5, 4),), (torch.randn(4, 6),)]}}
-"""
+
+mean_rows.register_fake(lambda x: x.new_empty(x.shape[1:]))
 
 
-@pytest.mark.parametrize(("name", "rule", "status"), [("right", "Ij -> j", 0), ("wrong", "ij -> j", 1)])
-def test_a_rule_of_one_s_own(name: str, rule: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    file = tmp_path / f"rules_{name}.py"
-    file.write_text(MODULE.format(name=name, rule=rule))
+@pytest.mark.parametrize(("rule", "sound"), [("Ij -> j", True), ("ij -> j", False)])
+def test_a_rule_of_one_s_own(rule: str, sound: bool) -> None:
     with registry.restored():
-        assert main(["verify", f"verifytest::{name}", "--module", str(file), "--jobs", "0", "--quiet"]) == status
-    del sys.modules[module_name(str(file))]
-    out = capsys.readouterr().out
-    assert "by 2 calls" in out
-    assert ("unsound" in out) == bool(status)
+        register_sharding(mean_rows, rule=rule, reduce="avg")
+        report = verify(mean_rows, [(normal(5, 4),), ((normal(4, 6),), {})])
+    assert (report.calls, report.sound) == (2, sound)
+
+
+def test_a_sample_is_a_tuple() -> None:
+    with pytest.raises(TypeError, match="a sample is a tuple of arguments, not a Tensor"):
+        verify(torch.relu, [normal(3)])
 
 
 def test_results_are_kept_by_kind(tmp_path: Path) -> None:
     file = tmp_path / "kept.json"
-    Store(file, {}, kind=OpReport).add(OpReport("aten::mm", calls=3))
-    assert Store(file, {}, resume=True, kind=OpReport).results == {"aten::mm": OpReport("aten::mm", calls=3)}
+    Store(file, {}, kind=OpReport).add(OpReport("aten::mm", calls=3, ways=["a"]))
+    assert Store(file, {}, resume=True, kind=OpReport).results == {
+        "aten::mm": OpReport("aten::mm", calls=3, ways=["a"])
+    }

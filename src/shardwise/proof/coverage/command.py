@@ -13,9 +13,7 @@ import argparse
 import itertools
 import math
 import random
-import re
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,54 +25,16 @@ from shardwise.comm import simulate
 from shardwise.dispatch import clear_cache
 from shardwise.layout import Mesh, Partial, Placement, Replicate, Shard
 from shardwise.proof.coverage.forms import OUT, Form, Unusable, forms
-from shardwise.proof.coverage.judge import Verdict, judge
-from shardwise.proof.coverage.plain import Case
-from shardwise.proof.kit.command import (
-    HERE,
-    How,
-    add_run_arguments,
-    count,
-    finish,
-    how_to_run,
-    may_not_begin,
-    pattern,
-    run_tasks,
-    some,
-    versions,
-)
-from shardwise.proof.kit.distance import TOLERANCE
-from shardwise.proof.kit.pool import Outcome
-from shardwise.proof.kit.report import page, tables
-from shardwise.proof.kit.results import Result
-from shardwise.proof.kit.rounding import FACTOR
-from shardwise.proof.kit.samples import (
-    NO_DTYPE,
-    NO_SAMPLES,
-    NO_TENSOR,
-    VALUELESS,
-    Operator,
-    Sample,
-    operator,
-    operators,
-    seeded,
-)
+from shardwise.proof.coverage.judge import ROUNDED, ROUNDING, Verdict, judge
+from shardwise.proof.coverage.reference import Reference
+from shardwise.proof.coverage.results import Result, tables
+from shardwise.proof.kit.command import How, add_run_arguments, count, finish, how_to_run, pattern, run_tasks
+from shardwise.proof.kit.compare import TOLERANCE
+from shardwise.proof.kit.samples import NO_TENSOR, VALUELESS, Operator, Sample, operator, operators, seeded
 
 ONE_AXIS, TWO_AXES = (2,), (2, 2)
 LARGE = 100_000
 """Samples with more elements are tried in a few layouts only."""
-
-JUDGED = {
-    "float64": f"Answers are right within {TOLERANCE[torch.float64]:g} of their size.",
-    "float32": (
-        f"Answers are right within {TOLERANCE[torch.float32]:g} of their size; or if they, and torch's, are as near to "
-        f"the answer in double precision as rounding brings this call: at most {FACTOR:g} times as far as its results "
-        f"move there when every number in it is off by up to 2⁻²⁴. What that moves by a jump is not excused."
-    ),
-}
-"""How answers in a dtype are judged, in words."""
-
-EXAMPLES = 3
-"""Examples kept of each problem."""
 
 Assignment = tuple[tuple[Placement, ...], ...]
 """For each tensor of a call, its placements."""
@@ -153,7 +113,7 @@ def ways(form: Form, sample: Sample, num_axes: int, most: int, chance: random.Ra
     return list(dict.fromkeys(found))
 
 
-def cover(name: str, settings: Settings) -> Iterator[dict[str, Any]]:
+def cover(name: str, settings: Settings) -> Iterator[Result]:
     """Try one operator; yields, for each sample, what became of it."""
     op = operator(name, settings.dtype)
     clear_cache()
@@ -161,58 +121,55 @@ def cover(name: str, settings: Settings) -> Iterator[dict[str, Any]]:
         yield cover_sample(op, sample, settings)
 
 
-def cover_sample(op: Operator, sample: Sample, settings: Settings) -> dict[str, Any]:
+def cover_sample(op: Operator, sample: Sample, settings: Settings) -> Result:
     if not sample.tensors:
-        return {"note": NO_TENSOR}
-    cases: dict[str, Case | str] = {}
-    found: dict[str, Any] = {"verdicts": Counter(), "ways": Counter(), "forms": Counter(), "gradients": Counter()}
-    found.update(rounding=Counter(), avoidable=0, strides=[], problems=[])
+        return Result(op.name, unusable={NO_TENSOR: 1})
+    cases: dict[str, Reference | str] = {}
+    result = Result(op.name, samples=1)
     for form, shape, way in calls(op, sample, settings):
         if form.name not in cases:
             cases[form.name] = _case(op, form, sample, settings)
         case = cases[form.name]
-        if isinstance(case, str):
-            continue
-        verdict = judge(case, mesh_of(shape), way)
-        found["verdicts"][verdict.kind] += 1
-        found["ways"][verdict.way] += 1
-        if verdict.kind == "right":
-            found["forms"][form.name] += 1
-            found["gradients"][case.has_gradients] += 1
-            found["rounding"].update([verdict.detail] if verdict.detail else [])
-        found["avoidable"] += verdict.avoidable
-        if verdict.strides:
-            found["strides"].append(f"{form.name} {sample} {show_assignment(way)}: {verdict.strides}")
-        if verdict.kind in ("raised", "wrong"):
-            found["problems"].append(_problem(form, sample, shape, way, verdict))
+        if not isinstance(case, str):
+            result.add(_called(case, sample, shape, way))
     usable = [case for case in cases.values() if not isinstance(case, str)]
     if not usable:
-        return {"note": cases["function"]}
-    return {**found, "random": usable[0].random}
+        return Result(op.name, unusable={str(cases["function"]): 1})
+    result.random = int(usable[0].random)
+    return result
 
 
-def _case(op: Operator, form: Form, sample: Sample, settings: Settings) -> Case | str:
+def _called(case: Reference, sample: Sample, shape: Sequence[int], way: Way) -> Result:
+    """What became of one call."""
+    verdict = judge(case, mesh_of(shape), way)
+    notes = [verdict.kind, f"ran {verdict.way}"]
+    strides, problems = "", []
+    if verdict.kind == "right":
+        notes += [f"as {case.form.name}", f"gradients {case.has_gradients}", *filter(None, [verdict.detail])]
+    if verdict.strides:
+        notes.append("other strides")
+        strides = f"{case.form.name} {sample} {show_assignment(way)}: {verdict.strides}"
+    if verdict.kind in ("raised", "wrong"):
+        problems.append(_problem(case.form, sample, shape, way, verdict))
+    return Result("", counts=dict.fromkeys(notes, 1), strides=strides, problems=problems)
+
+
+def _case(op: Operator, form: Form, sample: Sample, settings: Settings) -> Reference | str:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             return make_case(op, form, sample, settings.seed)
     except Unusable as reason:
         return str(reason)
 
 
-def make_case(op: Operator, form: Form, sample: Sample, seed: int) -> Case:
-    return Case(form, sample, valueless=op.name in VALUELESS, may_write=op.may_write(sample), seed=seed)
+def make_case(op: Operator, form: Form, sample: Sample, seed: int) -> Reference:
+    return Reference(form, sample, valueless=op.name in VALUELESS, seed=seed)
 
 
 def _problem(form: Form, sample: Sample, shape: Sequence[int], way: Way, verdict: Verdict) -> dict[str, Any]:
     return {
-        "kind": verdict.kind,
-        "detail": verdict.detail,
-        "form": form.name,
-        "sample": sample.index,
-        "call": str(sample),
-        "mesh": list(shape),
-        "placements": show_assignment(way),
+        **{"kind": verdict.kind, "detail": verdict.detail, "form": form.name, "sample": sample.index},
+        **{"call": str(sample), "mesh": list(shape), "placements": show_assignment(way)},
     }
 
 
@@ -252,95 +209,40 @@ def replay(
     return judge(make_case(op, written, chosen, seed), mesh, way, let_out=True)
 
 
-# The results
-
-
-def result_of(outcome: Outcome, settings: Settings) -> Result:
-    """One operator's parts, summed up."""
-    op = operator(outcome.name, settings.dtype)
-    result = Result(op.name, str(op.dtype).removeprefix("torch."), seconds=round(outcome.seconds, 2))
-    if op.dtype is None:
-        result.note = NO_DTYPE
-    counts: Counter[str] = Counter()
-    ways: Counter[str] = Counter()
-    forms: Counter[str] = Counter()
-    gradients: Counter[str] = Counter()
-    rounding: Counter[str] = Counter()
-    notes: Counter[str] = Counter()
-    kinds: dict[tuple, dict[str, Any]] = {}
-    for part in outcome.parts:
-        if "note" in part:
-            notes[part["note"]] += 1
-            continue
-        result.samples += 1
-        result.random += part["random"]
-        result.avoidable += part["avoidable"]
-        if part["strides"]:
-            result.strides.setdefault("first", part["strides"][0])
-            result.strides["count"] = result.strides.get("count", 0) + len(part["strides"])
-        counts.update(part["verdicts"])
-        ways.update(part["ways"])
-        forms.update(part["forms"])
-        gradients.update(part["gradients"])
-        rounding.update(part["rounding"])
-        for problem in part["problems"]:
-            _file(kinds, problem)
-    if outcome.failure is not None:
-        counts["raised"] += 1
-        _file(kinds, {"kind": "raised", "form": "function", "detail": outcome.failure, "sample": len(outcome.parts)})
-    if not result.samples and not counts and not result.note:
-        result.note = notes.most_common(1)[0][0] if notes else NO_SAMPLES
-    result.refused_by_torch = sum(notes.values())
-    result.counts, result.ways = dict(counts), dict(ways)
-    result.forms, result.gradients = dict(forms), dict(gradients)
-    result.rounding = dict(rounding)
-    result.problems = sorted(kinds.values(), key=lambda kind: (kind["kind"] != "wrong", -kind["count"]))
-    return result
-
-
-def _file(kinds: dict[tuple, dict[str, Any]], problem: dict[str, Any]) -> None:
-    """Problems that differ in numbers only are one."""
-    key = (problem["kind"], problem["form"], re.sub(r"[\d.]+(e[-+]\d+)?", "#", problem["detail"].split(" as [")[0]))
-    kind = kinds.setdefault(
-        key, {**{name: problem[name] for name in ("kind", "form", "detail")}, "count": 0, "examples": []}
-    )
-    kind["count"] += 1
-    if len(kind["examples"]) < EXAMPLES:
-        kind["examples"].append({name: problem[name] for name in problem if name not in ("kind", "form")})
-
-
 # The command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ops", type=pattern, metavar="PATTERN", help="only operators whose whole name matches this expression"
-    )
-    parser.add_argument("--samples", type=count, metavar="N", help="at most N samples of each operator (all)")
-    parser.add_argument("--assignments", type=count, default=24, metavar="N", help="layouts per sample, one axis (24)")
-    parser.add_argument("--spread", type=count, default=4, metavar="N", help="layouts per sample on a 2×2 mesh (4)")
-    parser.add_argument("--seed", type=int, default=0, help="another choice of data and layouts (0)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "float64"), help="of operators that take it")
+    add = parser.add_argument
+    add("--ops", type=pattern, metavar="PATTERN", help="only operators whose whole name matches this expression")
+    add("--samples", type=count, metavar="N", help="at most N samples of each operator (all)")
+    add("--assignments", type=count, default=24, metavar="N", help="layouts per sample, one axis (24)")
+    add("--spread", type=count, default=4, metavar="N", help="layouts per sample on a 2×2 mesh (4)")
+    add("--seed", type=int, default=0, help="another choice of data and layouts (0)")
+    add("--dtype", default="float32", choices=("float32", "float64"), help="of operators that take it")
     add_run_arguments(parser, timed="a sample")
 
 
-@may_not_begin
 def run(given: argparse.Namespace) -> int:
     """Run the command; 0 if nothing was wrong and nothing raised."""
     settings = Settings(given.samples, given.assignments, given.spread, given.seed, given.dtype)
-    names = some([op.name for op in operators(given.ops, given.stratum)], given)
+    names = [op.name for op in operators(given.ops)]
     results = measure(names, settings, how_to_run(given, asdict(settings), Result))
+    rounding = f", or up to {ROUNDING:g} of the largest number {ROUNDED}" if settings.dtype == "float32" else ""
     about = (
-        f"{versions()} Every operator of op_db, and those on lists, {settings.samples or 'all'} samples of each, in "
+        f"Every operator of op_db, and those on lists, {settings.samples or 'all'} samples of each, in "
         f"{settings.dtype} where it is taken, forward and backward, as function, method, in place and with out=; of "
         f"each, up to {settings.assignments} layouts on two ranks and {settings.spread} on 2×2. "
-        f"{JUDGED[settings.dtype]}"
+        f"Answers are right within {TOLERANCE[getattr(torch, settings.dtype)]:g} of their size{rounding}."
     )
-    made = tables(results)
-    finish(given, made, "Every operator against plain torch", lambda title: page(made, title, about))
+    finish(given, tables(results), "Every operator against plain torch", about)
     return 1 if any(result.problems for result in results) else 0
 
 
-def measure(names: Sequence[str], settings: Settings, how: How = HERE) -> list[Result]:
+def measure(names: Sequence[str], settings: Settings, how: How | None = None) -> list[Result]:
     """Try the named operators; the results are in their order."""
-    return run_tasks("coverage", cover, names, settings, lambda outcome: result_of(outcome, settings), how)
+
+    def untried(name: str) -> Result:
+        return Result(name, str(operator(name, settings.dtype).dtype).removeprefix("torch."))
+
+    return run_tasks("coverage", cover, names, settings, untried, how or How())

@@ -12,12 +12,8 @@ from shardwise.proof.kit.samples import Operator, Sample, flatten, replaced
 
 OUT = "out="
 
-RESHAPING = {
-    **dict.fromkeys(
-        ("as_strided", "as_strided.partial_views", "resize_"), "it writes another shape in place, which DTensors refuse"
-    ),
-}
-"""Operators that may refuse to write wherever their arguments lie, with the reason."""
+RESHAPING = ("as_strided", "as_strided.partial_views", "resize_")
+"""Operators that write another shape in place, which DTensors refuse."""
 
 
 class Unusable(Exception):
@@ -31,9 +27,7 @@ class Form:
     name: str
     function: Callable
     in_place: bool = False
-    base: Callable | None = None  # what an in-place form writes, as a function
-    reshapes: bool = False  # and may therefore be refused wherever its arguments lie
-    checks_sizes: bool = True  # it can be tried on arguments whose sizes may not fit
+    reshapes: bool = False  # what it writes to, and may therefore be refused
 
     @property
     def has_out(self) -> bool:
@@ -46,14 +40,13 @@ class Form:
 
 def forms(op: Operator) -> Iterator[tuple[Form, int]]:
     """The ways to write an operator, and by how much fewer layouts suffice for each."""
-    checks, reshapes = op.checks_sizes, op.name in RESHAPING
-    yield Form("function", op.function, reshapes=reshapes, checks_sizes=checks), 1
+    yield Form("function", op.function, reshapes=op.name == "resize_"), 1
     if op.method is not None and op.method is not op.function:
-        yield Form("method", op.method, reshapes=reshapes), 6
+        yield Form("method", op.method, reshapes=op.name == "resize_"), 6
     if op.in_place is not None:
-        yield Form("in-place", op.in_place, in_place=True, base=op.function, reshapes=reshapes), 3
+        yield Form("in-place", op.in_place, in_place=True, reshapes=op.name in RESHAPING), 3
     if op.takes_out:
-        yield Form(OUT, op.function, reshapes=reshapes, checks_sizes=checks), 3
+        yield Form(OUT, op.function), 3
 
 
 def _with_out(form: Form, given: Sample) -> Sample:

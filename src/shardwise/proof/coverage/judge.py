@@ -2,36 +2,38 @@
 
 Compared are what it returns (nesting, shapes, dtypes, values, whether gradients flow, and which arguments it is), what
 it writes to, that it writes to nothing else, gradients, and that replicas agree. Strides of what it returns are
-compared too, but other strides do not make an answer wrong: they are counted.
+compared too, but other strides do not make an answer wrong: they are counted. An answer in single precision that is a
+little off is right if it is right in double precision: it was rounding.
 """
 
 from __future__ import annotations
 
+import math
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.comm import shards_of
 from shardwise.debug import CommDebugMode
 from shardwise.dispatch.planning import fallback
 from shardwise.errors import FallbackWarning, InPlaceError
-from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate
-from shardwise.proof.coverage.plain import Case, Wrong, structure, whole
-from shardwise.proof.kit.distance import allowed, distance, equal, largest, same
+from shardwise.layout import Mesh, Partial, Placement, Replicate
+from shardwise.proof.coverage.reference import Reference, structure
+from shardwise.proof.kit.compare import Wrong, check_kind, check_shards, check_value, same, whole
 from shardwise.proof.kit.placing import place
-from shardwise.proof.kit.rounding import DOUBLE, DROWNED, EXCUSED, FACTOR, factor_needed
-from shardwise.proof.kit.samples import flatten, replaced, seeded, tensors_in
+from shardwise.proof.kit.samples import flatten, replaced, seeded
 from shardwise.tensor import DTensor, distribute_tensor
 
-Placements = Sequence[Placement]
+ROUNDED = "off by rounding: right in double precision"
+ROUNDING = 1e-3
+"""Of the largest number of a call: how far rounding may bring its answers in single precision."""
 
-_disabled = torch._C.DisableTorchFunctionSubclass
+Placements = Sequence[Placement]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +43,25 @@ class Verdict:
     kind: str  # "right", "refused", "raised" or "wrong"
     way: str = "whole"
     detail: str = ""
-    avoidable: bool = False  # it gathered, though the shards as they lie would have given shards of the answer
-    strides: str = ""  # of a right answer that would lie otherwise in memory than torch's, in words
+    strides: str = ""  # of a right answer whose strides are not torch's, in words
+    off: float = math.inf  # how far the numbers of a wrong answer are off, if nothing else is wrong with it
 
 
 def judge(
-    case: Case, mesh: Mesh | Sequence[Mesh], placements: Sequence[Placements | None], *, let_out: bool = False
+    case: Reference, mesh: Mesh | Sequence[Mesh], placements: Sequence[Placements | None], *, let_out: bool = False
 ) -> Verdict:
     """Run a case with its inputs laid out so, on one mesh or each on its own, and compare. Tensors for `out=` without
     placements lie as the results without it do. `let_out`: an error is raised, not described."""
+    verdict = _judged(case, mesh, placements, let_out)
+    if verdict.kind == "wrong" and verdict.off <= ROUNDING * case.scale and case.in_double is not None:
+        again = _judged(case.in_double, mesh, placements, let_out)
+        return replace(again, detail=ROUNDED) if again.kind == "right" else verdict
+    return verdict
+
+
+def _judged(
+    case: Reference, mesh: Mesh | Sequence[Mesh], placements: Sequence[Placements | None], let_out: bool
+) -> Verdict:
     tensors = case.sample.tensors
     meshes = [mesh] * len(tensors) if isinstance(mesh, Mesh) else mesh
     placements = _with_those_of_results(case, meshes, placements)
@@ -58,7 +70,7 @@ def judge(
     with warnings.catch_warnings(record=True) as told, CommDebugMode() as comms:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", category=FallbackWarning)
-        way, stage, case.excused = "whole", "", ""
+        way, stage = "whole", ""
         try:
             with seeded("call", case.seed):
                 returned = case.run(inputs)
@@ -66,24 +78,22 @@ def judge(
             way = _way(told, comms, inputs, outputs)
             _compare_structure(case, returned)
             _compare_outputs(case, inputs, outputs)
-            _compare_arguments(case, inputs, len(outputs))
+            _compare_arguments(case, inputs)
             stage = "backward: "
             _compare_gradients(case, inputs, outputs)
         except Wrong as wrong:
-            return Verdict("wrong", way, str(wrong))
+            return Verdict("wrong", way, str(wrong), off=wrong.off)
         except Exception as error:
             if isinstance(error, InPlaceError) and not stage:
                 return _refused(case, inputs, error)
             if let_out:
                 raise
             return Verdict("raised", way, f"{stage}{_describe(error)}")
-        asked = case.form.has_out  # where `out=` lies is the user's wish
-        avoidable = way == "gathered" and not asked and shards_give_shards(case, inputs)
-        return Verdict("right", way, case.excused, avoidable, strides=_other_strides(case, outputs))
+        return Verdict("right", way, strides=_other_strides(case, outputs))
 
 
 def _with_those_of_results(
-    case: Case, meshes: Sequence[Mesh], placements: Sequence[Placements | None]
+    case: Reference, meshes: Sequence[Mesh], placements: Sequence[Placements | None]
 ) -> Sequence[Placements]:
     """Placements for all tensors of a call with `out=`."""
     known = [where for where in placements if where is not None]
@@ -109,9 +119,9 @@ def _without_pending(placements: Placements) -> Placements:
     return [Replicate() if isinstance(p, Partial) else p for p in placements]
 
 
-def _refused(case: Case, inputs: Sequence[DTensor], error: InPlaceError) -> Verdict:
+def _refused(case: Reference, inputs: Sequence[DTensor], error: InPlaceError) -> Verdict:
     """A write of another shape, for which there may be no layout, may be refused, if nothing was written before."""
-    if not case.may_refuse or not (case.form.reshapes or (case.form.in_place and case.reshapes)):
+    if not (case.form.reshapes or (case.form.in_place and case.reshapes)):
         return Verdict("raised", detail=_describe(error))
     for x, d in zip(case.sample.tensors, inputs, strict=True):
         if not same(whole(d), x.detach()):
@@ -127,7 +137,7 @@ def _way(told: Sequence[Any], comms: CommDebugMode, inputs: Sequence[DTensor], o
         return "gathered"
     if any(any(x._layout.splits) or x._layout.has_pending for x in outputs if isinstance(x, DTensor)):
         return "sharded"
-    with _disabled():
+    with torch._C.DisableTorchFunctionSubclass():
         shards = [x.numel() * x.element_size() for x in inputs if any(x._layout.splits)]
     largest = max((comm.bytes for comm in comms.comms if comm.kind == "all_gather"), default=0)
     return "gathered" if largest > 0 and largest >= min(shards) else "sharded"
@@ -136,38 +146,38 @@ def _way(told: Sequence[Any], comms: CommDebugMode, inputs: Sequence[DTensor], o
 # Comparing
 
 
-def _compare_structure(case: Case, returned: Any) -> None:
+def _compare_structure(case: Reference, returned: Any) -> None:
     if structure(returned) != case.structure:
         raise Wrong(f"returns {structure(returned)}, not {case.structure}"[:200])
 
 
-def _compare_outputs(case: Case, inputs: Sequence[DTensor], outputs: Sequence[Any]) -> None:
+def _compare_outputs(case: Reference, inputs: Sequence[DTensor], outputs: Sequence[Any]) -> None:
     for i, (mine, expected) in enumerate(zip(outputs, case.outputs, strict=True)):
         name = "value" if len(outputs) == 1 else f"value of output {i}"
         if not isinstance(expected, Tensor):
-            if type(mine) is not type(expected) or not (case.random or equal(mine, expected)):
+            if type(mine) is not type(expected) or not (case.random or same(mine, expected)):
                 raise Wrong(f"{name}: {mine!r}, not {expected!r}"[:120])
             continue
         for j in case.written:
             if expected is case.leaves[j] and mine is not inputs[j]:
                 raise Wrong(f"{name}: is not argument {j}, which it writes to")
-        _compare(case, name, mine, expected, i)
+        _compare(case, name, mine, expected)
         if mine.requires_grad != expected.requires_grad:
             raise Wrong(f"requires_grad of output {i} is {mine.requires_grad}")
 
 
-def _compare_arguments(case: Case, inputs: Sequence[DTensor], num_outputs: int) -> None:
+def _compare_arguments(case: Reference, inputs: Sequence[DTensor]) -> None:
     """What torch writes to has the same new value, and nothing else was written to."""
     for i, (mine, expected) in enumerate(zip(inputs, case.leaves, strict=True)):
         if i in case.written:
-            _compare(case, f"argument {i}, which it writes to", mine, expected, num_outputs + i)
+            _compare(case, f"argument {i}, which it writes to", mine, expected)
         elif not same(whole(mine), expected.detach()):
             raise Wrong(f"argument {i}: was written to, which torch does not do")
         if mine.requires_grad != expected.requires_grad:
             raise Wrong(f"requires_grad of argument {i} is {mine.requires_grad}")
 
 
-def _compare_gradients(case: Case, inputs: Sequence[DTensor], outputs: Sequence[Any]) -> None:
+def _compare_gradients(case: Reference, inputs: Sequence[DTensor], outputs: Sequence[Any]) -> None:
     if case.gradients is None:
         return
     pairs = [(x, w) for x, w in zip(outputs, case.weights, strict=True) if w is not None]
@@ -179,28 +189,17 @@ def _compare_gradients(case: Case, inputs: Sequence[DTensor], outputs: Sequence[
         elif x.grad is None:
             raise Wrong(f"gradient of input {i}: none")
         else:
-            _compare(case, f"gradient of input {i}", x.grad, expected, len(outputs) + len(inputs) + i)
+            _compare(case, f"gradient of input {i}", x.grad, expected)
 
 
-def _compare(case: Case, name: str, mine: Any, expected: Tensor, position: int) -> None:
-    """Compare one tensor, which stands at `position` in the whole answer of the case."""
-    if not isinstance(mine, DTensor):
-        raise Wrong(f"{name}: a {type(mine).__name__}, not a DTensor")
-    if mine.shape != expected.shape:
-        raise Wrong(f"{name}: shape {list(mine.shape)}, not {list(expected.shape)}")
-    if mine.dtype != expected.dtype:
-        raise Wrong(f"{name}: dtype {mine.dtype}, not {expected.dtype}")
-    _check_shards(name, mine, with_values=not case.valueless)
-    if case.random:
-        return
-    value, expected = whole(mine), expected.detach()
-    if same(value, expected) or (off := distance(value, expected)) is None:
-        return
-    if not _is_rounding(case, position, value, expected):
-        raise Wrong(f"{name}: off by {off:.2g} (largest: {largest(expected):.2g}) as {mine._layout}")
+def _compare(case: Reference, name: str, mine: Any, expected: Tensor) -> None:
+    check_kind(name, mine, expected)
+    check_shards(name, mine, replicas=not case.valueless)
+    if not case.random:
+        check_value(name, mine, expected)
 
 
-def _other_strides(case: Case, outputs: Sequence[Any]) -> str:
+def _other_strides(case: Reference, outputs: Sequence[Any]) -> str:
     """How the first result that lies otherwise in memory than torch's does, if there is one."""
     for mine, expected in zip(outputs, case.outputs, strict=True):
         if isinstance(mine, DTensor) and not same_strides(expected.shape, mine.stride(), expected.stride()):
@@ -213,36 +212,6 @@ def same_strides(shape: Sequence[int], mine: Sequence[int], expected: Sequence[i
     return 0 in shape or all(a == b for size, a, b in zip(shape, mine, expected, strict=True) if size > 1)
 
 
-def _check_shards(name: str, x: DTensor, *, with_values: bool) -> None:
-    """Every shard has the shape its layout says, and ranks that must agree do."""
-    layout, shards = x._layout, shards_of(x)
-    with _disabled():
-        shapes = [tuple(torch._C.TensorBase.size(shard)) for shard in shards]
-        if shapes != list(layout.held_shapes):
-            raise Wrong(f"{name}: shards of shapes {shapes} do not fit {layout}")
-        if not with_values:
-            return
-        seen: dict[Any, Tensor] = {}
-        for coordinate, shard in zip(layout.mesh.held, shards, strict=True):
-            shard = shard.detach().as_subclass(Tensor)
-            key = (layout.box(coordinate), tuple(c for c, p in zip(coordinate, layout.pending, strict=True) if p))
-            other = seen.setdefault(key, shard)
-            if not same(other, shard) and distance(other, shard) is not None:
-                raise Wrong(f"{name}: replicas differ as {layout}")
-
-
-def _is_rounding(case: Case, position: int, mine: Tensor, expected: Tensor) -> bool:
-    """Whether two answers that differ, of a call with single precision in it, are both as near to the one in double
-    precision as rounding brings this call."""
-    if not any(x.dtype in DOUBLE for x in (expected, *case.sample.tensors)) or case.spread is None:
-        return False
-    needed = [factor_needed(x, position, case.spread, allowed(expected)) for x in (mine, expected)]
-    if max(needed) > FACTOR:
-        return False
-    case.excused = DROWNED if DROWNED in (case.excused, case.spread.says(position)) else EXCUSED
-    return True
-
-
 def _describe(error: BaseException) -> str:
     """An error in one line, with the place in this package that it came through last."""
     package = Path(__file__).resolve().parents[2]
@@ -253,41 +222,3 @@ def _describe(error: BaseException) -> str:
     ]
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:160]}" + (f" [{places[-1]}]" if places else "")
-
-
-# Would the shards do?
-
-
-def shards_give_shards(case: Case, inputs: Sequence[DTensor]) -> bool:
-    """Whether the call on each rank's shards, as they lie, gives shards of the whole answer: the sharded dims are of
-    the nature of a batch, and gathering them was not needed. Known for one axis without pending sums only."""
-    layouts: list[Layout] = [x._layout for x in inputs]
-    if not case.form.checks_sizes or layouts[0].mesh.ndim > 1 or any(layout.has_pending for layout in layouts):
-        return False
-    if not all(all(shape) for layout in layouts for shape in layout.held_shapes):
-        return False  # a rank without elements proves nothing
-    try:
-        parts = []
-        for rank in range(len(layouts[0].mesh.held)):
-            with _disabled():
-                shards = [shards_of(x)[rank].detach().as_subclass(Tensor).clone() for x in inputs]
-            with seeded("call", case.seed), torch.no_grad():
-                parts.append(flatten(case.run(shards)))
-    except Exception:  # it takes sizes, or cannot run on such shards
-        return False
-    return all(_joins(expected, list(column)) for expected, *column in zip(case.outputs, *parts, strict=True))
-
-
-def _joins(expected: Any, parts: Sequence[Any]) -> bool:
-    """Whether parts make up the whole along some dim."""
-    if not isinstance(expected, Tensor) or not tensors_in(list(parts)):
-        return False
-    for dim in range(expected.dim()):
-        try:
-            joined = torch.cat(list(parts), dim)
-        except (RuntimeError, IndexError):
-            continue
-        if joined.shape == expected.shape and joined.dtype == expected.dtype:
-            if distance(joined, expected.detach()) is None:
-                return True
-    return False

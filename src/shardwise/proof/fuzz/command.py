@@ -11,7 +11,8 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,195 +22,93 @@ import torch
 from shardwise.comm import simulate
 from shardwise.proof.fuzz.draw import mesh_of
 from shardwise.proof.fuzz.families import draw
-from shardwise.proof.fuzz.judge import FAILURES, HUNG, INVALID, KINDS, RAISED, RIGHT, Verdict, judge
+from shardwise.proof.fuzz.judge import FAILURES, HUNG, INVALID, KINDS, RAISED, RIGHT, Verdict, head, judge
 from shardwise.proof.fuzz.program import HEADER, Program
 from shardwise.proof.fuzz.ranks import START, Worlds
 from shardwise.proof.fuzz.shrink import shrunk
-from shardwise.proof.kit.command import (
-    How,
-    add_run_arguments,
-    count,
-    finish,
-    how_to_run,
-    may_not_begin,
-    run_tasks,
-    versions,
-)
-from shardwise.proof.kit.pool import Outcome, Task, run_all
-from shardwise.proof.kit.report import Table, page
+from shardwise.proof.kit import results
+from shardwise.proof.kit.command import How, add_run_arguments, count, finish, how_to_run, run_tasks
+from shardwise.proof.kit.pool import run_all
+from shardwise.proof.kit.report import Table
 
-CHUNK = 25
-"""Programs of one task."""
 RANKS = (2, 4)
 """How many real ranks programs run on."""
 TOLD = 300
 """Letters of a failure that are kept."""
+PATIENCE, TRIES = 10.0, 100
+"""Seconds that a program has that is made small on real ranks, and how many are tried: each that hangs takes all."""
+SHRINKING = 1800.0
+"""Seconds that making a program small may take."""
 
-
-@dataclass(frozen=True)
-class Settings:
-    """What is run. The same settings run the same programs."""
-
-    seed: int = 0
-    timeout: float = 60.0
-
+Judge = Callable[[Program], Verdict]
 
 # Running
 
 
-def try_simulated(name: str, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Run the programs of a task in the simulator."""
-    return _tried(name, settings, in_simulator)
+@dataclass
+class Result(results.Result):
+    """What became of a program, "S:N" or "S:N on 2 ranks"."""
+
+    kind: str = ""
+    calls: int = 0
+    line: str = ""
+    detail: str = ""
+    seconds: float = 0.0
+
+    @property
+    def status(self) -> str:
+        return "" if self.kind == RIGHT else self.kind
+
+    def ended(self, why: str, num_parts: int) -> None:
+        """A process that dies before the program was drawn was running torch alone."""
+        self.kind, self.detail = (HUNG, why) if num_parts else (INVALID, f"while torch alone ran it: {why}")
+
+
+def drawn(name: str) -> Program:
+    seed, number = map(int, name.split()[0].split(":"))
+    return draw(seed, number)
+
+
+def try_program(name: str, judged: Judge) -> Iterator[Result]:
+    """Draw a program and judge it, as a task: first it says that it was drawn, then what became of it."""
+    program = drawn(name)
+    yield Result(name, calls=len(program.parts))
+    verdict = judged(program)
+    yield Result(name, verdict.kind, 0, line_of(program, verdict), verdict.detail[:TOLD])
+
+
+def line_of(program: Program, verdict: Verdict) -> str:
+    if verdict.kind == RIGHT:
+        return ""
+    return program.parts[verdict.at].text if 0 <= verdict.at < len(program.parts) else "the end"
 
 
 def in_simulator(program: Program) -> Verdict:
     return judge(program, simulate(program.mesh))
 
 
-class OnRanks:
-    """Runs the programs of tasks on real ranks. They are started by the process that is given the task."""
-
-    def __init__(self, place: str) -> None:
-        self.worlds = Worlds(place)
-
-    def __call__(self, name: str, settings: Settings) -> Iterator[dict[str, Any]]:
-        return _tried(name, settings, lambda program: self.worlds.judge(program, settings.timeout))
-
-
-def _tried(name: str, settings: Settings, judged: Callable[[Program], Verdict]) -> Iterator[dict[str, Any]]:
-    for number in programs_of(name, settings.seed):
-        program = draw(settings.seed, number)
-        yield {"kind": DRAWN}
-        yield described(settings.seed, number, program, judged(program))
-
-
-DRAWN = "drawn"
-"""Told before a program is judged: a process that dies sooner was running torch alone."""
-
-
-def programs_of(name: str, seed: int) -> list[int]:
-    """The programs of a task: "0-24" all of them, "2 ranks 0-24" those on two ranks."""
-    *where, ends = name.split()
-    first, last = map(int, ends.split("-"))
-    numbers = range(first, last + 1)
-    return [n for n in numbers if not where or torch.Size(mesh_of(seed, n)).numel() == int(where[0])]
-
-
-def described(seed: int, number: int, program: Program, verdict: Verdict) -> dict[str, Any]:
-    """What became of a program, in a form that is kept."""
-    if verdict.kind == RIGHT:
-        return {"kind": RIGHT, "calls": len(program.parts)}
-    line = program.parts[verdict.at].text if 0 <= verdict.at < len(program.parts) else "the end"
-    return {
-        **{"kind": verdict.kind, "calls": len(program.parts), "program": f"{seed}:{number}", "line": line},
-        **{"detail": verdict.detail[:TOLD], "class": verdict.head},
-    }
-
-
-@dataclass
-class Result:
-    """What became of a chunk of programs."""
-
-    name: str
-    counts: dict[str, int] = field(default_factory=dict)
-    calls: int = 0
-    problems: list[dict[str, Any]] = field(default_factory=list)
-    rest: str = ""  # the task of those that were not run
-    seconds: float = 0.0
-
-    @property
-    def status(self) -> str:
-        """What happened, if anything bad did."""
-        return ", ".join(f"{self.counts[kind]} {kind}" for kind in KINDS if kind != RIGHT and self.counts.get(kind))
-
-
-def result_of(outcome: Outcome, seed: int) -> Result:
-    parts = [part for part in outcome.parts if part["kind"] != DRAWN]
-    problems = [part for part in parts if part["kind"] != RIGHT]
-    rest = ""
-    if outcome.failure is not None:
-        numbers = programs_of(outcome.name, seed)
-        number, *left = numbers[len(parts) :] or numbers[-1:]
-        problems.append(_ended(f"{seed}:{number}", outcome))
-        rest = " ".join([*outcome.name.split()[:-1], f"{left[0]}-{left[-1]}"]) if left else ""
-    for problem in problems:
-        problem["real"] = "ranks" in outcome.name
-    counts = Counter(part["kind"] for part in parts if part["kind"] == RIGHT)
-    counts.update(problem["kind"] for problem in problems)
-    calls = sum(part["calls"] for part in parts)
-    return Result(outcome.name, dict(counts), calls, problems, rest, round(outcome.seconds, 2))
-
-
-def _ended(program: str, outcome: Outcome) -> dict[str, Any]:
-    """What became of the program that ended a process, or kept it too long."""
-    is_ours = bool(outcome.parts) and outcome.parts[-1]["kind"] == DRAWN
-    why = f"{outcome.failure}" if is_ours else f"while torch alone ran it: {outcome.failure}"
-    return {"kind": HUNG if is_ours else INVALID, "program": program, "line": "", "detail": why, "class": why}
-
-
-def run_programs(title: str, task: Task, names: Sequence[str], settings: Settings, how: How) -> list[Result]:
-    """The results of tasks. Where a program ended one, those that come after it are a task of their own."""
-    results = run_tasks(title, task, names, settings, partial(result_of, seed=settings.seed), how)
-    rest = [result.rest for result in results if result.rest]
-    return results + (run_programs(title, task, rest, settings, how) if rest else [])
-
-
-def on_ranks(parts: Sequence[str], settings: Settings, how: How) -> list[Result]:
+def on_ranks(names: Sequence[str], how: How) -> list[Result]:
     """Run programs on real ranks: as many at a time as there may be processes for."""
     found: list[Result] = []
-    with TemporaryDirectory(prefix="fuzz-", ignore_cleanup_errors=True) as place:
-        for size in RANKS if parts else ():
-            task, names = OnRanks(place), [f"{size} ranks {part}" for part in parts]
-            worlds = replace(how, jobs=-(-how.jobs // size), timeout=START + settings.timeout)
-            try:
-                found += run_programs(f"fuzz on {size} ranks", task, names, settings, worlds)
-            finally:
-                task.worlds.close()
+    for size in RANKS if names else ():
+        mine = [f"{name} on {size} ranks" for name in names if _num_ranks(name) == size]
+        more = replace(how, jobs=-(-how.jobs // size), timeout=START + how.timeout)
+        with TemporaryDirectory(prefix="fuzz-", ignore_cleanup_errors=True) as place, closing(Worlds(place)) as worlds:
+            judged = partial(worlds.judge, timeout=how.timeout)
+            found += run_tasks(f"fuzz on {size} ranks", try_program, mine, judged, Result, more)
     return found
 
 
-# The results
+def _num_ranks(name: str) -> int:
+    seed, number = map(int, name.split(":"))
+    return torch.Size(mesh_of(seed, number)).numel()
 
 
-def tables(simulated: Sequence[Result], real: Sequence[Result], classes: Sequence[Sequence[str]]) -> list[Table]:
-    """Title, column names and rows of every table that has rows."""
-    summary: list[Sequence[str]] = []
-    for where, results in (("simulator", simulated), ("Gloo ranks", real)):
-        counts: Counter[str] = sum((Counter(result.counts) for result in results), Counter())
-        if results:
-            seconds = sum(result.seconds for result in results)
-            calls = sum(result.calls for result in results)
-            summary.append((where, f"{counts.total()} programs, {calls} lines"))
-            summary += [(f"{counts[kind]} {kind}", text) for kind, text in KINDS.items() if counts[kind]]
-            summary.append(
-                ("time", f"{seconds:.0f} s of processes, {counts.total() / max(seconds, 0.01):.1f} a second")
-            )
-    made: list[Table] = [
-        ("problems", ("kind", "programs", "the first", "what"), classes),
-        ("random programs", ("", ""), summary),
-    ]
-    return [table for table in made if table[2]]
-
-
-def classes_of(results: Sequence[Result]) -> list[tuple[dict[str, Any], int]]:
-    """Problems of one kind: the first of them, and how many there are; the worst first."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for result in results:
-        for problem in result.problems:
-            found.setdefault((problem["kind"], problem["class"]), []).append(problem)
-    order = [*FAILURES, RAISED, INVALID]
-    return sorted(((same[0], len(same)) for same in found.values()), key=lambda c: (order.index(c[0]["kind"]), -c[1]))
-
-
-def row(problem: dict[str, Any], number: int) -> tuple[str, ...]:
-    return problem["kind"], str(number), problem["program"], f"{problem['line']}: {problem['detail']}"
-
-
-# One program
+# Making small
 
 
 def smallest(
-    program: Program, verdict: Verdict, judged: Callable[[Program], Verdict] = in_simulator, *, most: int = 2000
+    program: Program, verdict: Verdict, judged: Judge = in_simulator, *, most: int = 2000
 ) -> tuple[Program, Verdict]:
     """The smallest program that fails as this one does, and how it does."""
 
@@ -224,69 +123,48 @@ def smallest(
 def _cause(verdict: Verdict) -> str:
     """What shrinking must not change: the error; of wrong values, whether they are wrong or should not be."""
     if verdict.kind == RAISED:
-        return verdict.head[:60]
+        return head(verdict.detail)[:60]
     return " ".join(re.findall("None|replicas|after|requires_grad", verdict.detail))
 
 
-def minimal_text(name: str, *, real: bool = False) -> str:
+def minimal_text(name: str) -> str:
     """A program that fails, made small, with what is wrong with it: in the simulator, if it shows there."""
-    seed, number = map(int, name.split(":"))
-    program = draw(seed, number)
-    verdict = in_simulator(program)
-    if verdict.kind not in (RIGHT, INVALID):
-        return _told(name, *smallest(program, verdict))
-    worlds = Worlds()
-    try:
-        if real and (verdict := worlds.judge(program, PATIENCE)).kind not in (RIGHT, INVALID):
-            judged = partial(worlds.judge, timeout=PATIENCE)
-            return _told(f"{name} on real ranks", *smallest(program, verdict, judged, most=TRIES))
-    finally:
-        worlds.close()
+    program = drawn(name)
+    with closing(Worlds()) as worlds:
+        ways: list[tuple[Judge, int]] = [(in_simulator, 2000)]
+        if "ranks" in name:
+            ways.append((partial(worlds.judge, timeout=PATIENCE), TRIES))
+        for judged, most in ways:
+            verdict = judged(program)
+            if verdict.kind not in (RIGHT, INVALID):
+                small, verdict = smallest(program, verdict, judged, most=most)
+                return f"# {name}: {verdict.kind}: {verdict.detail}\n{small.body}"
     return f"# {name}: {verdict.kind}, run by itself\n{program.body}"
 
 
-def _told(name: str, small: Program, how: Verdict) -> str:
-    return f"# {name}: {how.kind}: {how.detail}\n{small.body}"
+def make_small(name: str, settings: None) -> Iterator[str]:
+    """As a task: it may end its process."""
+    yield minimal_text(name)
 
 
-PATIENCE = 10.0
-"""Seconds that a program has that is made small on real ranks, where each try that hangs takes all of them."""
-TRIES = 100
-SHRINKING = 1800.0
-"""Seconds that making a program small may take."""
-
-
-def make_small(name: str, settings: Settings) -> Iterator[str]:
-    """Make a program small, as a task: it may end its process."""
-    yield minimal_text(name.removesuffix(REAL), real=name.endswith(REAL))
-
-
-REAL = " on ranks"
-
-
-def texts_of(problems: Sequence[dict[str, Any]], settings: Settings, jobs: int) -> list[str]:
+def texts_of(names: Sequence[str], jobs: int) -> list[str]:
     """Programs with problems, made small."""
-    names = [problem["program"] + (REAL if problem["real"] else "") for problem in problems]
     texts = {}
-    for outcome in run_all(make_small, names, settings, jobs=jobs, timeout=SHRINKING):
+    for outcome in run_all(make_small, names, None, jobs=jobs, timeout=SHRINKING):
         texts[outcome.name] = (outcome.parts or [f"# {outcome.name}: not made small: {outcome.failure}"])[0]
     return [texts[name] for name in names]
 
 
 def show(name: str, *, real: bool, timeout: float) -> int:
     """Print one program, run it, and print what is wrong with it, if anything is."""
-    seed, number = map(int, name.split(":"))
-    program = draw(seed, number)
+    program = drawn(name)
     print(program.text)
-    worlds = Worlds()
-    try:
+    with closing(Worlds()) as worlds:
         verdict = worlds.judge(program, timeout) if real else in_simulator(program)
-    finally:
-        worlds.close()
-    at = f" at: {program.parts[verdict.at].text}" if 0 <= verdict.at < len(program.parts) else ""
+    at = f" at: {line_of(program, verdict)}" if verdict.kind != RIGHT else ""
     print(f"\n# {verdict.kind}{at}\n# {verdict.detail}", flush=True)
     if verdict.kind != RIGHT:
-        print(f"\n{minimal_text(name, real=real)}")
+        print(f"\n{minimal_text(f'{name} on ranks' if real else name)}")
     return 1 if verdict.kind in FAILURES else 0
 
 
@@ -294,14 +172,14 @@ def show(name: str, *, real: bool, timeout: float) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    some = partial(count, least=0)
-    parser.add_argument("--programs", type=some, default=2000, metavar="N", help="programs on the simulator (2000)")
-    parser.add_argument("--gloo", type=some, default=0, metavar="N", help="of these, how many also on real ranks (0)")
-    parser.add_argument("--seed", type=int, default=0, help="other programs (0)")
-    parser.add_argument("--first", type=some, default=0, metavar="N", help="the number of the first program (0)")
-    parser.add_argument("--program", type=_program, metavar="S:N", help="print and run only program N of seed S")
-    parser.add_argument("--real", action="store_true", help="with --program: on real ranks")
-    parser.add_argument("--shrink", type=some, default=20, metavar="N", help="kinds of problem to make small (20)")
+    add, number = parser.add_argument, partial(count, least=0)
+    add("--programs", type=number, default=2000, metavar="N", help="programs on the simulator (2000)")
+    add("--gloo", type=number, default=0, metavar="N", help="of these, how many also on real ranks (0)")
+    add("--seed", type=int, default=0, help="other programs (0)")
+    add("--first", type=number, default=0, metavar="N", help="the number of the first program (0)")
+    add("--program", type=_program, metavar="S:N", help="print and run only program N of seed S")
+    add("--real", action="store_true", help="with --program: on real ranks")
+    add("--shrink", type=number, default=20, metavar="N", help="kinds of problem to make small (20)")
     add_run_arguments(parser, timed="a program")
 
 
@@ -311,33 +189,48 @@ def _program(text: str) -> str:
     return text
 
 
-def chunks(first: int, number: int) -> list[str]:
-    """Names of the tasks that together run so many programs."""
-    ends = range(first, first + number, CHUNK)
-    return [f"{start}-{min(start + CHUNK, first + number) - 1}" for start in ends]
-
-
-@may_not_begin
 def run(given: argparse.Namespace) -> int:
     """Run the command; 0 if no program is wrong or hangs."""
     if given.program is not None:
         return show(given.program, real=given.real, timeout=given.timeout)
-    settings = Settings(given.seed, given.timeout)
-    how = how_to_run(given, asdict(settings), Result)
+    how = how_to_run(given, {"seed": given.seed, "timeout": given.timeout}, Result)
     began = time.monotonic()
-    names = chunks(given.first, given.programs)[given.stratum[0] :: given.stratum[1]]
-    simulated = run_programs("fuzz", try_simulated, names, settings, how)
-    real = on_ranks(chunks(given.first, given.gloo)[given.stratum[0] :: given.stratum[1]], settings, how)
+    most = max(given.programs, given.gloo)
+    names = [f"{given.seed}:{given.first + number}" for number in range(most)]
+    simulated = run_tasks("fuzz", try_program, names[: given.programs], in_simulator, Result, how)
+    real = on_ranks(names[: given.gloo], how)
     found = classes_of([*simulated, *real])
-    made = tables(simulated, real, [row(problem, number) for problem, number in found])
-    known = [problem for problem, _ in found[: given.shrink] if problem["kind"] != INVALID]
-    small = texts_of(known, settings, given.jobs)
+    small = texts_of([first.name for first, _ in found[: given.shrink] if first.kind != INVALID], given.jobs)
     print("\n\n".join(small))
-    last = given.first + max(given.programs, given.gloo) - 1
     about = (
-        f"{versions()} Programs {given.first} to {last} of seed {given.seed}, in "
+        f"Programs {given.first} to {given.first + most - 1} of seed {given.seed}, in "
         f"{time.monotonic() - began:.0f} s; each value, gradient and replica compared with one device."
     )
     listing = "".join(f"\n```python\n{text}\n```\n" for text in ([HEADER, *small] if small else []))
-    finish(given, made, "Random programs against one device", lambda title: page(made, title, about) + listing)
-    return 1 if any(result.counts.get(kind) for result in (*simulated, *real) for kind in FAILURES) else 0
+    finish(given, tables(simulated, real, found), "Random programs against one device", about, listing)
+    return 1 if any(result.kind in FAILURES for result in (*simulated, *real)) else 0
+
+
+def classes_of(found: Sequence[Result]) -> list[tuple[Result, int]]:
+    """Problems of one kind: the first of them, and how many there are; the worst first."""
+    classes: dict[Any, list[Result]] = {}
+    for result in found:
+        if result.kind != RIGHT:
+            classes.setdefault((result.kind, head(result.detail)), []).append(result)
+    order = [*FAILURES, RAISED, INVALID]
+    return sorted(((same[0], len(same)) for same in classes.values()), key=lambda c: (order.index(c[0].kind), -c[1]))
+
+
+def tables(
+    simulated: Sequence[Result], real: Sequence[Result], problems: Sequence[tuple[Result, int]]
+) -> Sequence[Table]:
+    summary: list[Sequence[str]] = []
+    for where, found in (("simulator", simulated), ("Gloo ranks", real)):
+        if found:
+            counts = Counter(result.kind for result in found)
+            seconds = sum(result.seconds for result in found)
+            summary.append((where, f"{len(found)} programs, {sum(result.calls for result in found)} lines"))
+            summary += [(f"{counts[kind]} {kind}", text) for kind, text in KINDS.items() if counts[kind]]
+            summary.append(("time", f"{seconds:.0f} s of processes, {len(found) / max(seconds, 0.01):.1f} a second"))
+    rows = [(first.kind, str(number), first.name, f"{first.line}: {first.detail}") for first, number in problems]
+    return [("problems", ("kind", "programs", "the first", "what"), rows), ("random programs", ("", ""), summary)]

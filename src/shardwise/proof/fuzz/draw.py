@@ -6,7 +6,6 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,15 +60,8 @@ class Var(str):
         return self.value.dtype
 
 
-@dataclass(frozen=True)
-class Do:
-    """A statement, and the name that it gives, if it does."""
-
-    text: str
-    gives: str | None = None
-
-
-Maker = Callable[["Draw"], "str | Do"]
+Maker = Callable[["Draw"], "str | Line"]
+"""Draws a call: an expression whose results get names, or a statement."""
 
 
 def mesh_of(seed: int, number: int) -> tuple[int, ...]:
@@ -210,6 +202,13 @@ class Draw:
     def pick(self, *things: Any) -> Any:
         return self.chance.choice(things)
 
+    def way(self, ways: str) -> str:
+        """One of several ways to write a call, set apart by bars and lines."""
+        return self.chance.choice(re.split(r" \| |\n", ways.strip()))
+
+    def maybe_unrecorded(self, text: str) -> Line:
+        return Line(f"with torch.no_grad(): {text}" if self.likely(0.5) else text)
+
     def likely(self, share: float) -> bool:
         return self.chance.random() < share
 
@@ -233,9 +232,8 @@ class Draw:
 
     def _add(self, make: Maker) -> None:
         made = make(self)
-        if isinstance(made, Do):
-            gives = () if made.gives is None else (made.gives,)
-            self.parts.append(Line(made.text, gives))
+        if isinstance(made, Line):
+            self.parts.append(made)
             self.changed = True
             self.run.do(self.parts[-1])
             self._check(list(self.tensors))

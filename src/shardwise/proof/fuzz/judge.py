@@ -14,17 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shardwise.comm import as_mesh, shards_of
+from shardwise.comm import as_mesh
 from shardwise.dispatch import clear_cache
 from shardwise.dispatch.aliasing.copied_views import StaleView
 from shardwise.dispatch.aliasing.global_strides import inferred_strides
 from shardwise.layout import Mesh
 from shardwise.proof.fuzz.draw import quiet
 from shardwise.proof.fuzz.program import Part, Program, Run
-from shardwise.proof.kit.distance import distance, largest, same
+from shardwise.proof.kit.compare import Wrong, check_kind, check_value, pieces, whole
 from shardwise.proof.kit.together import RanksApart, ranks_compared
 from shardwise.tensor import DTensor
 
@@ -39,8 +38,6 @@ KINDS: dict[str, str] = {
 """What may become of a program."""
 FAILURES = (WRONG, APART, HUNG)
 
-_disabled = torch._C.DisableTorchFunctionSubclass
-
 Print = tuple[str, Any, int]
 """Of a piece of a value: what it is, which piece, and a number for its bits. Equal pieces have equal numbers."""
 
@@ -54,14 +51,10 @@ class Verdict:
     at: int = -1
     prints: list[Print] = field(default_factory=list, compare=False, repr=False)
 
-    @property
-    def head(self) -> str:
-        """What is the same for failures of one class: the detail without names and numbers."""
-        return re.sub(r"\b[xvo]?\d+(\.\d+)?(e[-+]?\d+)?\b", "#", self.detail)[:100]
 
-
-class Wrong(Exception):
-    """A difference, in words."""
+def head(detail: str) -> str:
+    """What is the same for failures of one class: the detail without names and numbers."""
+    return re.sub(r"\b[xvo]?\d+(\.\d+)?(e[-+]?\d+)?\b", "#", detail)[:100]
 
 
 def judge(program: Program, mesh: Any, tell: Callable[[int], None] = lambda at: None) -> Verdict:
@@ -176,30 +169,24 @@ class _Judged:
             return
         if isinstance(mine, StaleView) and not when:
             return  # looked at, it would be taken again: at the end
-        if not isinstance(mine, DTensor):
-            raise Wrong(f"{name}{when}: a {type(mine).__name__}, not a DTensor")
-        if mine.shape != expected.shape or mine.dtype != expected.dtype:
-            found, wanted = (f"{x.dtype}{list(x.shape)}" for x in (mine, expected))
-            raise Wrong(f"{name}{when}: {found}, not {wanted}")
+        check_kind(f"{name}{when}", mine, expected)
         if mine.requires_grad != expected.requires_grad and not (mine.requires_grad and self.second_order):
             raise Wrong(f"{name}{when}: requires_grad is {mine.requires_grad}")
-        self._compare_pieces(name, mine, when)
-        value, expected = whole(mine), expected.detach()
-        if not same(value, expected) and (far := distance(value, expected)) is not None:
-            raise Wrong(f"{name}{when}: off by {far:.2g} (largest: {largest(expected):.2g}) as {mine._layout}")
+        self._compare_pieces(f"{name}{when}", mine)
+        check_value(f"{name}{when}", mine, expected)
 
     def _excused(self, mine: Tensor) -> bool:
         """On all ranks, a pass through gradients of gradients goes through all of the graph: zeros instead of None."""
         return self.second_order and not whole(mine).any()
 
-    def _compare_pieces(self, name: str, mine: DTensor, when: str) -> None:
+    def _compare_pieces(self, name: str, mine: DTensor) -> None:
         """Shards have the shape that their layout says, and the same bits as others of the same piece."""
         self.compared += 1
-        pieces = list(prints(f"{name}{when}", mine))
-        problem = unequal(pieces)
+        found = list(prints(name, mine))
+        problem = unequal(found)
         if problem is not None:
             raise Wrong(f"{problem} as {mine._layout}")
-        self.prints += [(what, (self.compared, piece), bits) for what, piece, bits in pieces]
+        self.prints += [(what, (self.compared, piece), bits) for what, piece, bits in found]
 
 
 class _Raised(Exception):
@@ -211,24 +198,13 @@ class _Invalid(Exception):
     """Torch itself refuses a part."""
 
 
-def whole(x: Any) -> Tensor:
-    """What one device would have."""
-    with torch.no_grad():
-        return x.full_tensor().detach()
-
-
 def prints(what: str, x: DTensor) -> Iterator[Print]:
     """The bits of the pieces that are held here."""
-    layout = x._layout
-    with _disabled():
-        for coordinate, shard in zip(layout.mesh.held, shards_of(x), strict=True):
-            shard = shard.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
-            if tuple(shard.shape) != layout.local_shape(coordinate):
-                raise Wrong(f"{what}: the shard at {coordinate} has shape {list(shard.shape)}, which is not {layout}")
-            terms = tuple(at for at, p in zip(coordinate, layout.pending, strict=True) if p is not None)
-            if shard.numel() and "_strides" not in x.__dict__ and not what.endswith(".grad"):  # which no line uses
-                yield f"{what}, its strides", None, zlib.crc32(repr(_strides(layout.shape, shard)).encode())
-            yield what, (layout.box(coordinate), terms), zlib.crc32(shard.contiguous().numpy().tobytes())
+    for piece, shard in pieces(what, x):
+        if shard.numel() and "_strides" not in x.__dict__ and not what.endswith(".grad"):  # which no line uses
+            yield f"{what}, its strides", None, zlib.crc32(repr(_strides(x._layout.shape, shard)).encode())
+        bits = shard.resolve_conj().resolve_neg().contiguous().numpy().tobytes()
+        yield what, piece, zlib.crc32(bits)
 
 
 def _strides(shape: Sequence[int], shard: Tensor) -> list[int]:

@@ -67,10 +67,11 @@ class Leaf:
 
     @property
     def text(self) -> str:
-        options = {"high": self.high, "sizes": self.sizes, "local": self.local, "grad": self.grad}
+        made = f"leaf({self.shape}, {self.dtype}" if self.high is None else f"index({self.shape}, {self.high}"
+        options = {"sizes": self.sizes, "local": self.local}
         said = "".join(f", {name}={value}" for name, value in options.items() if value not in (None, False))
         where = ", ".join(map(show, self.placements))
-        return f"{self.name} = on.leaf({self.shape}, {self.dtype}, [{where}], seed={self.seed}{said})"
+        return f"{self.name} = on.{made}, [{where}], seed={self.seed}{said}){'.requires_grad_()' if self.grad else ''}"
 
 
 Part = Line | Leaf

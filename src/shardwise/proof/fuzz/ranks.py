@@ -43,17 +43,10 @@ class World:
 
     def judge(self, program: Program, timeout: float) -> Verdict:
         """What became of a program on all ranks."""
-        self.send(program)
-        return self.verdict(timeout)
-
-    def send(self, program: Program) -> None:
         if not self.processes:
             self._start()
         for pipe in self.pipes:
             pipe.send(program)
-
-    def verdict(self, timeout: float) -> Verdict:
-        """What became of the program that was sent last."""
         heard: dict[int, Verdict] = {}
         end = time.monotonic() + timeout
         while len(heard) < self.size:
@@ -103,9 +96,6 @@ class World:
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
-        self._await_start()
-
-    def _await_start(self) -> None:
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(START):
                 self.close()
@@ -122,9 +112,7 @@ class Worlds:
 
     def judge(self, program: Program, timeout: float) -> Verdict:
         size = torch.Size(program.mesh).numel()
-        if size not in self.worlds:
-            self.worlds[size] = World(size, self.place)
-        return self.worlds[size].judge(program, timeout)
+        return self.worlds.setdefault(size, World(size, self.place)).judge(program, timeout)
 
     def close(self) -> None:
         for world in self.worlds.values():

@@ -4,63 +4,44 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 INTERVAL = 10.0
 """Seconds between two lines of plain text."""
 
 
-class Progress:
-    """Counts what is done of a number of tasks, on stderr."""
+@contextmanager
+def progress(title: str, total: int, *, done: int = 0, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """Inside, what it gives is called with what was done each time that one more is."""
+    bar = None if quiet or not sys.stderr.isatty() else _rich_bar(title, total, done)
+    if bar is not None:
+        with bar:
+            yield lambda what: bar.update(bar.task_ids[0], advance=1, what=what)
+        return
+    fresh, began = 0, time.monotonic()
+    told = began
 
-    def __init__(self, title: str, total: int, *, done: int = 0, quiet: bool = False) -> None:
-        self.title, self.total, self.done, self.quiet = title, total, done, quiet
-        self.began, self.already = time.monotonic(), done
-        self.told = self.began
-        self.bar: Any = None
+    def advance(what: str) -> None:
+        nonlocal fresh, told
+        fresh += 1
+        now, left = time.monotonic(), total - done - fresh
+        if not quiet and (now - told > INTERVAL or not left):
+            told, seconds = now, int((now - began) / fresh * left)
+            print(f"{title}: {total - left}/{total}, {seconds // 60}:{seconds % 60:02} left: {what}", file=sys.stderr)
 
-    def __enter__(self) -> Progress:
-        if not self.quiet:
-            self.bar = _rich_bar(self.title, self.total, self.done)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-    def advance(self, what: str) -> None:
-        """One more is done: `what`."""
-        self.done += 1
-        if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], advance=1, what=what)
-        elif not self.quiet and (time.monotonic() - self.told > INTERVAL or self.done == self.total):
-            self.told = time.monotonic()
-            print(f"{self.title}: {self.done}/{self.total}, {_duration(self.left)} left: {what}", file=sys.stderr)
-
-    @property
-    def left(self) -> float:
-        """Seconds left, if the rest takes as long as what was done."""
-        fresh = self.done - self.already
-        return (time.monotonic() - self.began) / fresh * (self.total - self.done) if fresh else 0.0
-
-
-def _duration(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+    yield advance
 
 
 def _rich_bar(title: str, total: int, done: int) -> Any:
-    """Rich's bar, where there is a terminal to draw it on."""
-    if not sys.stderr.isatty():
-        return None
     try:
+        from rich import progress as rich
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
     except ImportError:
         return None
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    bar = Bar(*columns, TextColumn("{task.fields[what]}"), console=Console(stderr=True))
+    columns = (rich.TextColumn(title), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
+    what = rich.TextColumn("{task.fields[what]}")
+    bar = rich.Progress(*columns, rich.TimeRemainingColumn(), what, console=Console(stderr=True))
     bar.add_task(title, total=total, completed=done, what="")
-    bar.start()
     return bar

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,43 +20,36 @@ PRESENTATION = ("cli.py", "proof/kit/progress.py", "proof/kit/report.py")
 """Files that do not change any result."""
 
 
-class NotResults(Exception):
-    """Why a run cannot go on with a file."""
+class CannotRun(Exception):
+    """Why a command does not begin, in words for who asked for it."""
 
 
 @dataclass
 class Result:
-    """What became of the calls of one operator."""
+    """What became of a task: the sum of its parts."""
 
     name: str
-    dtype: str = ""
-    note: str = ""  # why it was not tried
-    samples: int = 0
-    refused_by_torch: int = 0
-    random: int = 0  # samples whose values cannot be compared
-    counts: dict[str, int] = field(default_factory=dict)
-    ways: dict[str, int] = field(default_factory=dict)
-    forms: dict[str, int] = field(default_factory=dict)  # right calls, by how they are written
-    gradients: dict[str, int] = field(default_factory=dict)  # right calls, by whether gradients were compared
-    rounding: dict[str, int] = field(default_factory=dict)  # right calls that are off by rounding
-    avoidable: int = 0
-    strides: dict[str, Any] = field(default_factory=dict)  # right calls whose results lie otherwise: count, the first
-    problems: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def valueless(self) -> bool:
-        """Whether no sample has a value to compare."""
-        return 0 < self.samples == self.random
 
     @property
     def status(self) -> str:
-        """The worst that happened, if anything bad did."""
-        return self.problems[0]["kind"] if self.problems else ""
+        """What happened, in a word or two, if anything bad did."""
+        return ""
 
-    @property
-    def calls(self) -> int:
-        return sum(self.counts.values())
+    def add(self, part: Any) -> None:
+        """Take in a part: numbers, counts and lists add up, and of the rest the first that is there stays."""
+        for field in fields(self):
+            mine, other = getattr(self, field.name), getattr(part, field.name)
+            if isinstance(mine, dict):
+                total: Any = dict(Counter(mine) + Counter(other))
+            elif isinstance(mine, (int, float, list)) and not isinstance(mine, bool):
+                total = mine + other
+            else:
+                total = mine or other
+            setattr(self, field.name, total)
+
+    def ended(self, why: str, num_parts: int) -> None:
+        """Take in what ended the task early, after so many parts."""
+        raise NotImplementedError
 
 
 @lru_cache(maxsize=1)
@@ -69,7 +64,7 @@ def source_digest() -> str:
 
 
 class Store:
-    """Results by operator, of some `kind` of dataclass with a name, in a JSON file that is whole at any time.
+    """Results of some `kind`, by name, in a JSON file that is whole at any time.
 
     With `resume` it begins with what the file holds, if that came from the same torch, code and settings.
     """
@@ -77,32 +72,31 @@ class Store:
     def __init__(
         self, file: Path | None, settings: dict[str, Any], *, resume: bool = False, kind: Callable[..., Any] = Result
     ) -> None:
-        self.file = file
+        self.file, self.due = file, 0.0
         self.header = {"torch": torch.__version__, "source": source_digest(), "settings": settings}
         self.results: dict[str, Any] = {}
         if resume and file is not None and file.exists():
             try:
-                self.results = self._kept(json.loads(file.read_text()), kind)
-            except OSError as error:
-                raise NotResults(f"--resume cannot go on with {file}: {error.strerror}") from error
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise NotResults(
+                known = json.loads(file.read_text())
+                results = known["results"]
+                if {name: known[name] for name in self.header} == self.header:
+                    self.results = {name: kind(**kept) for name, kept in results.items()}
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                raise CannotRun(
                     f"--resume cannot go on with {file}: it does not hold the results of a run; "
                     f"leave out --resume to write over it"
                 ) from error
 
-    def _kept(self, known: Any, kind: Callable[..., Any]) -> dict[str, Any]:
-        """What a file holds of the same torch, code and settings."""
-        results = known["results"]
-        if {name: known[name] for name in self.header} != self.header:
-            return {}
-        return {name: kind(**kept) for name, kept in results.items()}
-
     def add(self, result: Any) -> None:
         self.results[result.name] = result
-        if self.file is None:
-            return
-        content = {**self.header, "results": {name: asdict(kept) for name, kept in self.results.items()}}
-        draft = self.file.with_name(f"{self.file.name}.part")
-        draft.write_text(json.dumps(content, indent=1))
-        os.replace(draft, self.file)
+        began = time.monotonic()
+        if began >= self.due:
+            self.save()
+            self.due = time.monotonic() + 20 * (time.monotonic() - began)  # so that little of the time goes into it
+
+    def save(self) -> None:
+        if self.file is not None:
+            content = {**self.header, "results": {name: asdict(kept) for name, kept in self.results.items()}}
+            draft = self.file.with_name(f"{self.file.name}.part")
+            draft.write_text(json.dumps(content, indent=1))
+            os.replace(draft, self.file)

@@ -10,7 +10,7 @@ import re
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -21,35 +21,26 @@ from torch import Tensor
 
 from shardwise.dispatch.modes import implicit_replication
 from shardwise.errors import ShardwiseError
+from shardwise.proof.kit.results import CannotRun
 
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
 """The dtypes to try an operator in, first choice first: in double precision a wrong answer is no rounding error."""
 
-NO_DTYPE = "takes no dtype that the CPU can compute with"
-NO_SAMPLES = "torch has no samples of it"
 NO_TENSOR = "takes no tensor: there is nothing to shard"
 SPARSE = "takes or returns sparse or nested tensors, which have no shards"
-UNINITIALISED = "its result is memory that nobody has written"
 
-VALUELESS: dict[str, str] = dict.fromkeys(("empty_like", "new_empty", "new_empty_strided"), UNINITIALISED)
-"""Operators whose results have a shape but no value to compare, with the reason."""
-
-WRITERS = ("nn.functional.batch_norm", "nn.functional.instance_norm", "native_batch_norm", "_native_batch_norm_legit")
-"""Functions that write to running statistics, although neither their names nor versions of the tensors say so."""
+VALUELESS = ("empty_like", "new_empty", "new_empty_strided")
+"""Operators whose results are memory that nobody has written: there is no value to compare."""
 
 MIXING = ("masked.std", "masked.var")
 """Functions in Python that count elements in plain tensors of their own: a program says that these are the same on all
 ranks."""
 
-UNCHECKED = ("_segment_reduce.lengths", "_segment_reduce.offsets")
-"""Functions that do not check whether sizes fit, and crash where they do not."""
-
-
 LISTS = ("unary", "binary", "pointwise", "reduce", "other")
 """Kinds of operators on lists of tensors: each has samples of its own."""
 
 
-class NoSamplesError(ShardwiseError, ImportError):
+class NoSamplesError(CannotRun, ShardwiseError, ImportError):
     """Torch's samples cannot be imported here."""
 
 
@@ -65,7 +56,7 @@ class Sample:
     @cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, each once, in the order of the call."""
-        return unique(tensors_in((self.args, self.kwargs)))
+        return list({id(x): x for x in tensors_in((self.args, self.kwargs))}.values())
 
     def __str__(self) -> str:
         parts = [show(arg) for arg in self.args] + [f"{name}={show(arg)}" for name, arg in self.kwargs.items()]
@@ -92,13 +83,6 @@ class Operator:
     def in_place(self) -> Callable | None:
         return self.info.get_inplace()
 
-    def may_write(self, sample: Sample) -> bool:
-        """Whether a call may write to its arguments, even if it does not change them (with a momentum of zero)."""
-        if self.name in WRITERS:
-            numbers = [arg for arg in (*sample.args, *sample.kwargs.values()) if isinstance(arg, (bool, float))]
-            return True in numbers and 0.0 in [number for number in numbers if isinstance(number, float)]
-        return self.name.endswith("_") or self.name == "_batch_norm_with_update"
-
     @property
     def takes_out(self) -> bool:
         return self.info.supports_out and not self.is_list
@@ -109,10 +93,6 @@ class Operator:
         return self.name.startswith("_foreach_")
 
     @property
-    def checks_sizes(self) -> bool:
-        return self.name not in UNCHECKED
-
-    @property
     def differentiable(self) -> bool:
         return self.info.supports_autograd and self.dtype in self.info.supported_backward_dtypes("cpu")
 
@@ -120,18 +100,16 @@ class Operator:
         """All samples, or `limit` of them spread over all. The same arguments give the same samples."""
         if self.dtype is None:
             return []
-        with seeded(self.name, seed), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with seeded(self.name, seed), warnings.catch_warnings(action="ignore"):
             given = list(self.info.sample_inputs("cpu", self.dtype, self.differentiable, set_seed=False))
         count = len(given) if limit is None else min(limit, len(given))
-        return [_sample(index, given[index]) for index in _spread(len(given), count)]
+        return [
+            Sample(i, (given[i].input, *given[i].args), dict(given[i].kwargs), given[i].broadcasts_input)
+            for i in spread(len(given), count)
+        ]
 
 
-def _sample(index: int, given: Any) -> Sample:
-    return Sample(index, (given.input, *given.args), dict(given.kwargs), given.broadcasts_input)
-
-
-def _spread(total: int, count: int) -> list[int]:
+def spread(total: int, count: int) -> list[int]:
     """`count` of the numbers below `total`, evenly spread, the first and the last among them."""
     if count >= total:
         return list(range(total))
@@ -160,8 +138,7 @@ def _nothing_changed() -> Iterator[None]:
     hypothesis = sys.modules.get("hypothesis")
     profile = hypothesis.settings.get_current_profile_name() if hypothesis is not None else ""
     try:
-        with warnings.catch_warnings(), torch.backends.__allow_nonbracketed_mutation():  # restores the flag as it was
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), torch.backends.__allow_nonbracketed_mutation():
             yield
     finally:
         if hypothesis is not None:
@@ -173,14 +150,12 @@ def _dtype(info: Any) -> torch.dtype | None:
     return next((dtype for dtype in DTYPES if dtype in supported), None)
 
 
-def operators(pattern: str | None = None, stratum: tuple[int, int] = (0, 1)) -> list[Operator]:
-    """The operators whose whole name matches a regular expression; of those, the k-th of every n.
-
-    Operators of one family stand together in `op_db`, so each such part holds some of every family.
-    """
-    wanted = [op for op in all_operators() if pattern is None or re.fullmatch(pattern, op.name)]
-    part, parts = stratum
-    return wanted[part::parts]
+def operators(pattern: str | None = None) -> list[Operator]:
+    """The operators whose whole name matches a regular expression."""
+    found = [op for op in all_operators() if pattern is None or re.fullmatch(pattern, op.name)]
+    if not found:
+        raise CannotRun(f"no operator is called {pattern}")
+    return found
 
 
 def operator(name: str, dtype: str = "float64") -> Operator:
@@ -248,10 +223,6 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in flatten(tree) if isinstance(leaf, Tensor)]
 
 
-def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
 def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     """A tree with everything in it changed that is no list, tuple or dict."""
     if isinstance(tree, list):
@@ -271,10 +242,10 @@ def replaced(tree: Any, images: dict[int, Any]) -> Any:
 
 def show(value: Any) -> str:
     """An argument in a few letters: `f64[5,3]`, `[i64[2], 3]`, `dim=1`."""
-    if isinstance(value, Tensor):
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
         name = str(value.dtype).removeprefix("torch.")
         short = name.replace("float", "f").replace("complex", "c").replace("int", "i")
         return f"{short}[{','.join(map(str, value.shape))}]"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(show, value))}]"
-    return getattr(value, "__name__", None) or repr(value)
+    return getattr(value, "__name__", None) or (repr(value) if isinstance(value, str) else str(value))

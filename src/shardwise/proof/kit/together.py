@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import _StopRecomputationError
 
 from shardwise.comm import Ranked, shards_of
@@ -103,9 +102,3 @@ def together(function: Callable[..., Any], num_ranks: int, args: Any, kwargs: di
 def line(error: Exception) -> str:
     """An error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"
-
-
-def shards(x: Tensor) -> list[Tensor]:
-    """The shards of a DTensor as plain tensors."""
-    with _disabled():
-        return [shard.as_subclass(Tensor) for shard in shards_of(x)]

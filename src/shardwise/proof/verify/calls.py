@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.dispatch.planning.randomness import is_random
 from shardwise.dispatch.planning.trace import Trace, flat_tensors, map_tensors, trace_call
+from shardwise.proof.verify.case import Case, filled, runs
 from shardwise.rules import Call, Value, flat_values
 from shardwise.rules.kit.treatments import traced_form, treatment_of
 
@@ -22,46 +22,12 @@ LARGEST = 20_000
 """Elements in one tensor beyond which a call is left out: smaller ones show the same."""
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """One aten call: `tensors[i]` is what its i-th input was. `trace` is the call alone, as dispatch would see it."""
-
-    call: Call
-    tensors: tuple[Tensor, ...]
-    trace: Trace
-    origin: str
-
-    @property
-    def op(self) -> str:
-        return self.call.op._schema.name
-
-    def __str__(self) -> str:
-        parts = [_show(arg) for arg in self.call.args]
-        parts += [f"{name}={_show(arg)}" for name, arg in self.call.kwargs.items()]
-        return f"{self.call.op}({', '.join(parts)})"
-
-    def portable(self) -> tuple[str, tuple, dict[str, Any], str]:
-        """The call as `pickle` can write it; `made_again` makes it again."""
-        held = {value.index: tensor for value, tensor in zip(self.call.inputs, self.tensors, strict=True)}
-        kwargs = {name: filled(arg, held) for name, arg in self.call.kwargs.items()}
-        return str(self.call.op), tuple(filled(arg, held) for arg in self.call.args), kwargs, self.origin
-
-
-def _show(arg: Any) -> str:
-    if isinstance(arg, Value):
-        short = str(arg.dtype).removeprefix("torch.").replace("float", "f").replace("int", "i").replace("complex", "c")
-        return f"{short}[{','.join(map(str, arg.shape))}]"
-    if isinstance(arg, (list, tuple)):
-        return f"[{', '.join(map(_show, arg))}]"
-    return repr(arg) if isinstance(arg, str) else str(arg)
-
-
-def made_again(portable: tuple[str, tuple, dict[str, Any], str]) -> Recorded:
+def made_again(portable: tuple[str, tuple, dict[str, Any], str]) -> Case:
     """A call that was saved."""
     name, args, kwargs, origin = portable
     op = op_named(name)
     tensors = [tensor.detach().clone() for tensor in flat_tensors((args, kwargs))]
-    with _quiet(), torch.no_grad():
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():
         return recorded_call(op, args, kwargs, runs(op)(*args, **kwargs), tensors, origin)
 
 
@@ -71,28 +37,15 @@ def op_named(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
-def filled(template: Any, held: dict[int, Any]) -> Any:
-    """An argument of a call with tensors in place of its values."""
-    if isinstance(template, Value):
-        return held[template.index]
-    if isinstance(template, (list, tuple)):
-        return [filled(item, held) for item in template]
-    return template
-
-
-def key_of(recorded: Recorded) -> tuple:
-    """What makes two calls the same to a rule: op, shapes, dtypes, static arguments."""
-    return str(recorded.call.op), str(recorded)
-
-
 # Recording
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, origin: str) -> None:
+    """Writes aten calls down."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.origin = origin
-        self.found: list[Recorded] = []
+        self.found: list[Case] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -100,7 +53,7 @@ class _Recorder(TorchDispatchMode):
         before = [tensor.detach().clone() for tensor in given if _is_plain(tensor)]
         out = func(*args, **kwargs)
         if len(before) == len(given) and all(map(_is_plain, flat_tensors(out))):
-            self.found.append(recorded_call(func, args, kwargs, out, before, self.origin))
+            self.found.append(recorded_call(func, args, kwargs, out, before))
         return out
 
 
@@ -108,7 +61,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type == "cpu"
 
 
-def recorded_call(op: Any, args: Any, kwargs: Any, out: Any, tensors: Sequence[Tensor], origin: str = "") -> Recorded:
+def recorded_call(op: Any, args: Any, kwargs: Any, out: Any, tensors: Sequence[Tensor], origin: str = "") -> Case:
     """A call that was made, with copies of its tensors as they were before. Every occurrence of a tensor is a value of
     its own, so that placements can be given to each."""
     trace = Trace()
@@ -132,16 +85,15 @@ def recorded_call(op: Any, args: Any, kwargs: Any, out: Any, tensors: Sequence[T
     call = Call(op, bound_args, bound_kwargs, tuple(trace.inputs), outputs)
     trace.calls.append(call)
     trace.dtypes = tuple(value.dtype for value in trace.inputs)
-    return Recorded(call, tuple(tensors), trace, origin)
+    return Case(call, tuple(tensors), trace, origin)
 
 
 class _Composites(TorchFunctionMode):
     """Functions that have a rule as a whole, written down as one op; what they are made of is written down as well."""
 
-    def __init__(self, origin: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.origin = origin
-        self.found: list[Recorded] = []
+        self.found: list[Case] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -155,7 +107,7 @@ class _Composites(TorchFunctionMode):
 
     def note(self, op: Any, args: Any, kwargs: Any) -> None:
         tensors = [tensor.detach().clone() for tensor in flat_tensors((args, kwargs))]
-        self.found.append(recorded_call(op, args, kwargs, runs(op)(*args, **kwargs), tensors, self.origin))
+        self.found.append(recorded_call(op, args, kwargs, runs(op)(*args, **kwargs), tensors))
 
 
 def _traced_as(function: Callable, args: Any, kwargs: Any) -> Iterator[tuple[Any, tuple, dict[str, Any]]]:
@@ -170,23 +122,11 @@ def _traced_as(function: Callable, args: Any, kwargs: Any) -> Iterator[tuple[Any
             yield call.op, filled(call.args, real), {name: filled(arg, real) for name, arg in call.kwargs.items()}
 
 
-def runs(op: Any) -> Callable:
-    """What runs an op on real tensors: itself, or the Python function that it stands for."""
-    return treatment_of(op).function or op
-
-
-def record(function: Callable, args: Sequence[Any], kwargs: dict[str, Any], origin: str = "") -> list[Recorded]:
+def record(function: Callable, args: Sequence[Any], kwargs: dict[str, Any], origin: str = "") -> list[Case]:
     """The aten calls that `function(*args, **kwargs)` makes, and the composites with a rule of their own among them."""
-    with _quiet(), _Recorder(origin) as recorder, _Composites(origin) as composites:
+    with warnings.catch_warnings(action="ignore"), _Recorder() as recorder, _Composites() as composites:
         function(*args, **kwargs)
-    return [*composites.found, *recorder.found]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    return [replace(case, origin=origin) for case in (*composites.found, *recorder.found)]
 
 
 # What is not judged, and why

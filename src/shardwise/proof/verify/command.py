@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import pickle
 import random
 import re
@@ -24,32 +23,25 @@ from typing import Any
 import torch
 
 from shardwise.proof.kit.command import (
-    HERE,
-    CannotRun,
     How,
     add_run_arguments,
     count,
     finish,
     how_to_run,
-    in_part,
-    may_not_begin,
     pattern,
     run_tasks,
-    some,
-    versions,
 )
-from shardwise.proof.kit.pool import Outcome
-from shardwise.proof.kit.progress import Progress
-from shardwise.proof.kit.samples import Operator, operators
+from shardwise.proof.kit.progress import progress
+from shardwise.proof.kit.results import CannotRun
+from shardwise.proof.kit.samples import Operator, operators, spread
 from shardwise.proof.verify import catalogue
-from shardwise.proof.verify.calls import DRAWN, UNWRITTEN, Recorded, excluded, key_of, made_again, record
+from shardwise.proof.verify.calls import DRAWN, UNWRITTEN, excluded, made_again, record
 from shardwise.proof.verify.case import Case
 from shardwise.proof.verify.extra import EXTRA, extra_calls
 from shardwise.proof.verify.forced import Impossible, Trial, concrete, failure, has_terms, misfit, show_ins, trials
 from shardwise.proof.verify.gaps import reason_for
-from shardwise.proof.verify.module import arguments_of, load_module, source_of, user_calls
 from shardwise.proof.verify.oracle import Truth, truths, worth
-from shardwise.proof.verify.verdicts import OpReport, page, tables
+from shardwise.proof.verify.verdicts import OpReport, tables
 from shardwise.rules import AxisPlacement, Strategy, rule_for
 
 # Judging
@@ -65,29 +57,37 @@ def verify(op: Any, samples: Iterable[Any]) -> OpReport:
     """
     report = OpReport("")
     for args, kwargs in map(arguments_of, samples):
-        for recorded in record(op, args, kwargs):
-            report.name = report.name or recorded.op
-            if recorded.op == report.name:
-                report.add(judge_call(recorded))
+        for case in record(op, args, kwargs):
+            report.name = report.name or case.op
+            if case.op == report.name:
+                report.add(judge_call(case))
     return report
 
 
-def judge_call(recorded: Recorded) -> OpReport:
+def arguments_of(sample: Any) -> tuple[tuple, dict[str, Any]]:
+    """Positional and keyword arguments of a sample."""
+    if not isinstance(sample, (tuple, list)):
+        raise TypeError(f"a sample is a tuple of arguments, not a {type(sample).__name__}")
+    if len(sample) == 2 and isinstance(sample[0], tuple) and isinstance(sample[1], dict):
+        return sample[0], sample[1]
+    return tuple(sample), {}
+
+
+def judge_call(case: Case) -> OpReport:
     """Judge a rule by one call."""
-    report = OpReport(recorded.op, has_rule=rule_for(recorded.call.op) is not None)
-    case = Case(recorded)
-    reason = excluded(recorded.call) or _unrepeatable(case)
-    if reason is not None:
+    report = OpReport(case.op, has_rule=rule_for(case.call.op) is not None)
+    reason = excluded(case.call) or _unrepeatable(case)
+    if reason is None:
+        report.calls = 1
+        _judge(case, report, failure)
+        _judge_completeness(case, report)
+    else:
         report.excluded[reason] = 1
-        if reason in (DRAWN, UNWRITTEN) and report.has_rule:
-            report.shapes = 1
-            _judge(case, report, partial(misfit, replicas=reason == DRAWN))
-            report.ways = catalogue.ways(recorded.call, concrete(case))
-        return report
-    report.calls = 1
-    _judge(case, report, failure)
-    _judge_completeness(case, report)
-    report.ways = catalogue.ways(recorded.call, concrete(case))
+        if reason not in (DRAWN, UNWRITTEN) or not report.has_rule:
+            return report
+        report.shapes = 1
+        _judge(case, report, partial(misfit, replicas=reason == DRAWN))
+    report.ways = catalogue.ways(case.call, concrete(case))
     return report
 
 
@@ -107,8 +107,8 @@ def _judge(case: Case, report: OpReport, failing: Callable[[Case, Trial], str | 
     tried: set[Strategy] = set()
 
     def note(strategy: str, problem: str) -> None:
-        found = {"call": str(case.recorded), "strategy": strategy, "problem": problem}
-        report.unsound.append({**found, "from": case.recorded.origin})
+        found = {"call": str(case), "strategy": strategy, "problem": problem}
+        report.unsound.append({**found, "from": case.origin})
 
     for trial in trials(case):
         try:
@@ -134,8 +134,8 @@ def _judge_completeness(case: Case, report: OpReport) -> None:
             report.claimed += 1
         else:
             true = f"{show_ins(truth.ins)} -> {show_ins(truth.outs)}"
-            found = {"call": str(case.recorded), "true": true, "reason": reason_for(case.call, truth)}
-            report.gaps.append({**found, "from": case.recorded.origin})
+            found = {"call": str(case), "true": true, "reason": reason_for(case.call, truth)}
+            report.gaps.append({**found, "from": case.origin})
 
 
 def is_claimed(truth: Truth, claims: Sequence[Strategy]) -> bool:
@@ -161,14 +161,12 @@ class Settings:
     names: tuple[str, ...] = ()
     samples: int | None = 12
     calls: int = 16
-    stratum: tuple[int, int] = (0, 1)
-    module: str | None = None
     seed: int | None = None
 
 
-def calls_of(operator: Operator, limit: int | None) -> list[Recorded]:
+def calls_of(operator: Operator, limit: int | None) -> list[Case]:
     """The aten calls that an operator's samples make."""
-    found: list[Recorded] = []
+    found: list[Case] = []
     for sample in operator.samples(limit):
         for enabled in (True, False):  # functions may do otherwise where no gradient is wanted
             try:
@@ -179,48 +177,46 @@ def calls_of(operator: Operator, limit: int | None) -> list[Recorded]:
     return found
 
 
-def collect(settings: Settings, *, quiet: bool = True) -> dict[str, list[Recorded]]:
+def collect(settings: Settings, *, quiet: bool = True) -> dict[str, list[Case]]:
     """The distinct aten calls to judge, by op name: some of every op that the settings name."""
-    found: dict[str, dict[tuple, Recorded]] = {}
+    found: dict[str, dict[tuple, Case]] = {}
 
-    def keep(calls: Iterable[Recorded]) -> None:
-        for recorded in calls:
-            if not settings.names or any(_is_called(recorded.op, name) for name in settings.names):
-                found.setdefault(recorded.op, {}).setdefault(key_of(recorded), recorded)
+    def keep(calls: Iterable[Case]) -> None:
+        for case in calls:
+            if not settings.names or any(_is_called(case.op, name) for name in settings.names):
+                found.setdefault(case.op, {}).setdefault(case.key, case)
 
-    if settings.module is not None:
-        keep(user_calls(settings.module))
     unknown = _missing(settings.names, {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()})
     if unknown:
         raise CannotRun(f"no op is called {', '.join(unknown)}")
     if settings.ops is None:
-        for name in sorted(EXTRA)[settings.stratum[0] :: settings.stratum[1]]:
+        for name in sorted(EXTRA):
             if not settings.names or any(_is_called(name, wanted) for wanted in settings.names):
                 keep(extra_calls(name))
     if not settings.names or _missing(settings.names, found):
         sources = _sources(settings)
-        with Progress("recording", len(sources), quiet=quiet) as progress:
+        with progress("recording", len(sources), quiet=quiet) as advance:
             for operator in sources:
                 keep(calls_of(operator, settings.samples))
-                progress.advance(operator.name)
+                advance(operator.name)
     uncalled = _missing(settings.names, found)
     if uncalled or not found:
         ops = ", ".join(uncalled) or "any op that has rules"
-        raise CannotRun(f"no sample{in_part(settings.stratum)} makes a call of {ops}")
+        raise CannotRun(f"no sample makes a call of {ops}")
     return {op: _chosen(list(calls.values()), settings) for op, calls in found.items()}
 
 
-def _chosen(calls: list[Recorded], settings: Settings) -> list[Recorded]:
+def _chosen(calls: list[Case], settings: Settings) -> list[Case]:
     """The calls by which an op is judged: evenly spread over all, or drawn, each by itself, whatever the rest is."""
     if settings.seed is None:
-        return spread(calls, settings.calls)
-    drawn = sorted(calls, key=lambda call: random.Random(f"{settings.seed} {key_of(call)}").random())
+        return [calls[i] for i in spread(len(calls), settings.calls)]
+    drawn = sorted(calls, key=lambda call: random.Random(f"{settings.seed} {call.key}").random())
     return drawn[: settings.calls]
 
 
 def _sources(settings: Settings) -> list[Operator]:
     """The operators to record: for named ops those of the same name, if torch has samples of all of them."""
-    chosen = [op for op in operators(settings.ops, settings.stratum) if not op.is_list]  # those have no rules
+    chosen = [op for op in operators(settings.ops) if not op.is_list]  # those have no rules
     bare = [name.split("::")[-1].strip("_") for name in settings.names]
     like = [op for op in chosen if any(_plain_name(op.name).endswith(name) for name in bare)]
     known = {_plain_name(op.name) for op in like}
@@ -241,97 +237,71 @@ def _plain_name(name: str) -> str:
     return re.sub(r"^(nn\.functional|linalg|special|fft)\.", "", name).strip("_")
 
 
-def spread(items: list[Any], count: int) -> list[Any]:
-    """`count` items, evenly spread over all."""
-    if len(items) <= count:
-        return items
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)] if count > 1 else items[:1]
-
-
 # The command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="OP", help="only these ops: add, aten::add, mylib::op (all)")
-    parser.add_argument(
-        "--ops", type=pattern, metavar="PATTERN", help="only calls by operators of op_db whose name matches"
-    )
-    parser.add_argument("--samples", type=count, default=12, metavar="N", help="samples per operator of op_db (12)")
-    parser.add_argument("--calls", type=count, default=16, metavar="N", help="calls judged per op (16)")
-    parser.add_argument("--seed", type=int, metavar="N", help="choose these calls at random (evenly spread over all)")
-    parser.add_argument("--module", metavar="FILE", help="a Python file with ops and rules, and SAMPLES = {op: [args]}")
-    parser.add_argument("--write-docs", type=Path, metavar="FILE", help="write the catalogue of rules to FILE")
+    add = parser.add_argument
+    add("names", nargs="*", metavar="OP", help="only these ops: add, aten::add, mylib::op (all)")
+    add("--ops", type=pattern, metavar="PATTERN", help="only calls by operators of op_db whose name matches")
+    add("--samples", type=count, default=12, metavar="N", help="samples per operator of op_db (12)")
+    add("--calls", type=count, default=16, metavar="N", help="calls judged per op (16)")
+    add("--seed", type=int, metavar="N", help="choose these calls at random (evenly spread over all)")
+    add("--write-docs", type=Path, metavar="FILE", help="write the catalogue of rules to FILE")
     add_run_arguments(parser, timed="a call")
 
 
-@may_not_begin
 def run(given: argparse.Namespace) -> int:
     """Run the command; 0 if every rule is sound."""
     began = time.monotonic()
-    settings = Settings(
-        given.ops, tuple(given.names), given.samples, given.calls, given.stratum, given.module, given.seed
-    )
-    judged = {**json.loads(json.dumps(asdict(settings))), "source of module": source_of(settings.module)}
-    how = how_to_run(given, judged, OpReport)
-    if given.ops is not None and given.module is None:
-        some([op.name for op in operators(given.ops, given.stratum)], given)
+    settings = Settings(given.ops, tuple(given.names), given.samples, given.calls, given.seed)
+    how = how_to_run(given, {**asdict(settings), "names": given.names}, OpReport)
     reports = measure(settings, how)
     if given.write_docs is not None:
         given.write_docs.write_text(catalogue.render({report.name: report for report in reports}))
     about = (
-        f"{versions()} Calls from up to {settings.samples} samples of each operator of op_db, and of ops that these do "
-        f"not call, but at most {settings.calls} calls of each op. "
+        f"Calls from up to {settings.samples} samples of each operator of op_db, and of ops that these do not call, "
+        f"but at most {settings.calls} calls of each op. "
         f"{time.monotonic() - began:.0f} s with {given.jobs} processes."
     )
-    finish(given, tables(reports), "Sharding rules, judged by brute force", lambda title: page(reports, title, about))
+    finish(given, tables(reports), "Sharding rules, judged by brute force", about)
     return 0 if all(report.sound for report in reports) else 1
 
 
-def measure(settings: Settings, how: How = HERE) -> list[OpReport]:
+def measure(settings: Settings, how: How) -> list[OpReport]:
     """Judge the ops that the settings name, in the order of their names."""
-    return judge_all(collect(settings, quiet=how.quiet), how, module=settings.module)
+    return judge_all(collect(settings, quiet=how.quiet), how)
 
 
-def judge_all(calls: Mapping[str, Sequence[Recorded]], how: How, *, module: str | None = None) -> list[OpReport]:
+def judge_all(calls: Mapping[str, Sequence[Case]], how: How) -> list[OpReport]:
     """Judge ops by some calls of each, in the order of their names."""
     names = sorted(calls)
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             _save(calls[name], _file(folder, name))
-        return run_tasks("verify", judge_saved, names, (folder, module), report_of, how)
+        return run_tasks("verify", judge_saved, names, folder, OpReport, how)
 
 
-def _save(calls: Sequence[Recorded], file: Path) -> None:
+def _save(calls: Sequence[Case], file: Path) -> None:
     """Save what can be saved of some calls: a few take objects that live in one process only."""
     saved = []
-    for recorded in calls:
+    for case in calls:
         with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):
-            saved.append(pickle.dumps(recorded.portable()))
+            saved.append(pickle.dumps(case.portable()))
     file.write_bytes(pickle.dumps(saved))
 
 
-def judge_saved(name: str, where: tuple[str, str | None]) -> Iterator[dict[str, Any]]:
+def judge_saved(name: str, folder: str) -> Iterator[OpReport]:
     """Judge one op by its saved calls; yields what each of them gave."""
-    folder, module = where
-    if module is not None:
-        load_module(module)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         for portable in pickle.loads(_file(folder, name).read_bytes()):
             try:
-                recorded = made_again(pickle.loads(portable))
+                case = made_again(pickle.loads(portable))
             except Exception as error:  # it looks at strides that a copy does not have, or lives in one process only
-                yield asdict(OpReport(name, excluded={_not_again(error): 1}))
+                yield OpReport(name, excluded={_not_again(error): 1})
             else:
-                yield asdict(judge_call(recorded))
+                yield judge_call(case)
 
 
 def _file(folder: str, name: str) -> Path:
     return Path(folder) / f"{name.replace('::', '.')}.pickle"
-
-
-def report_of(outcome: Outcome) -> OpReport:
-    report = OpReport(outcome.name, failure=(outcome.failure or "").split("\n")[0][:200])
-    for part in outcome.parts:
-        report.add(OpReport(**part))
-    return report

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from shardwise.layout import SUM, Partial
 from shardwise.layout.sizes import chunk_sizes
+from shardwise.proof.kit.compare import near
 from shardwise.proof.verify.case import Case, Run
-from shardwise.proof.verify.parts import close, is_whole, pieces
-from shardwise.rules import AxisPlacement, Call, Value, flat_values
+from shardwise.rules import AxisPlacement, Call, flat_values
 
 KINDS = tuple(map(Partial, ("sum", "avg", "max", "min")))
-Fits = Callable[[Call, Sequence[AxisPlacement]], bool]
+Ins = tuple[int | None, ...]
+"""For each input the dim that is sharded, if one is."""
+Fits = Callable[[Call, Ins], bool]
 MOST = 400
 """Assignments tried per call; beyond that, only those in which at most two inputs are not replicated."""
 
@@ -32,7 +34,7 @@ class Truth:
     """One assignment of placements to the inputs, and the placements of the outputs that are right for it: for each
     output the best one. `gradient` tells whether gradients were compared as well."""
 
-    ins: tuple[AxisPlacement, ...]
+    ins: Ins
     outs: tuple[AxisPlacement, ...]
     gradient: bool
 
@@ -40,16 +42,9 @@ class Truth:
 # What is tried
 
 
-def placements_of(value: Value, *, partial: bool, num_ranks: int) -> list[AxisPlacement]:
-    """What may be tried for an input: dims that every rank gets a part of."""
-    dims = [d for d, size in enumerate(value.shape) if size >= num_ranks]
-    kinds = KINDS if partial else ()
-    return [None, *dims, *kinds]
-
-
-def assignments(case: Case, *, partial: bool, num_ranks: int) -> Iterator[tuple[AxisPlacement, ...]]:
-    """Every assignment of placements to the inputs in which something is not replicated."""
-    each = [placements_of(value, partial=partial, num_ranks=num_ranks) for value in case.call.inputs]
+def assignments(case: Case) -> Iterator[Ins]:
+    """Every way to shard some inputs in dims of which both ranks get a part."""
+    each = [[None, *(dim for dim, size in enumerate(value.shape) if size > 1)] for value in case.call.inputs]
     # Of many inputs (a list of tensors) all alike, or two of them: the rest follows.
     many = math.prod(map(len, each)) > MOST
     fits = UNCHECKED.get(case.call.name, lambda call, ins: True)
@@ -58,7 +53,7 @@ def assignments(case: Case, *, partial: bool, num_ranks: int) -> Iterator[tuple[
             yield ins
 
 
-def _per_channel(call: Call, ins: Sequence[AxisPlacement]) -> bool:
+def _per_channel(call: Call, ins: Ins) -> bool:
     """Parameters go with the channels of the input."""
     return all((placement == 0) == (ins[0] == 1) for placement in ins[1:])
 
@@ -66,14 +61,14 @@ def _per_channel(call: Call, ins: Sequence[AxisPlacement]) -> bool:
 def _alike(num_whole: int) -> Fits:
     """All are cut alike, in a dim before the last ones."""
 
-    def fits(call: Call, ins: Sequence[AxisPlacement]) -> bool:
+    def fits(call: Call, ins: Ins) -> bool:
         dims = range(call.inputs[0].ndim - num_whole)
-        return len(set(ins)) == 1 and (ins[0] is None or (isinstance(ins[0], int) and ins[0] in dims))
+        return len(set(ins)) == 1 and (ins[0] is None or ins[0] in dims)
 
     return fits
 
 
-def _attention(call: Call, ins: Sequence[AxisPlacement]) -> bool:
+def _attention(call: Call, ins: Ins) -> bool:
     """Queries, keys and values are cut alike, by batch or heads; or queries alone, by rows, and the mask with them."""
     query, key, value, *masks = ins
     if query == 2:
@@ -82,7 +77,7 @@ def _attention(call: Call, ins: Sequence[AxisPlacement]) -> bool:
     return query in (None, 0, 1) and query == key == value and not any(p is not None for p in masks)
 
 
-def _layer(call: Call, ins: Sequence[AxisPlacement]) -> bool:
+def _layer(call: Call, ins: Ins) -> bool:
     """Input and states are cut by batch; weights are whole."""
     states = len(flat_values(call["hx"]))
     batch = (0 if call["batch_first"] else 1, *[1] * states)
@@ -104,9 +99,9 @@ UNCHECKED: dict[str, Fits] = {
 """Ops whose kernels reach beyond a tensor when its size does not go with the others': only what fits is tried."""
 
 
-def _few(each: Sequence[Sequence[AxisPlacement]]) -> Iterator[tuple[AxisPlacement, ...]]:
-    whole: tuple[AxisPlacement, ...] = (None,) * len(each)
-    found: dict[tuple[AxisPlacement, ...], None] = {}
+def _few(each: Sequence[Sequence[int | None]]) -> Iterator[Ins]:
+    whole: Ins = (None,) * len(each)
+    found: dict[Ins, None] = {}
     for placement in dict.fromkeys(p for options in each for p in options if p is not None):
         found[tuple(placement if placement in options else None for options in each)] = None
     for i, j in itertools.combinations(range(len(each)), 2):
@@ -122,25 +117,20 @@ def _few(each: Sequence[Sequence[AxisPlacement]]) -> Iterator[tuple[AxisPlacemen
 # The truth table
 
 
-def truths(case: Case, *, num_ranks: int = 2, partial: bool = False) -> list[Truth]:
-    """Every assignment for which the op itself, on the shards, gives the truth."""
-    found = []
-    for ins in assignments(case, partial=partial, num_ranks=num_ranks):
-        truth = judge(case, ins, num_ranks)
-        truth = truth and _not_by_accident(case, truth)
-        if truth is not None:
-            found.append(truth)
-    return found
+def truths(case: Case) -> list[Truth]:
+    """Every assignment for which the op itself, on the shards of two ranks, gives the truth."""
+    found = filter(None, (truth_of(case, ins, 2) for ins in assignments(case)))
+    return list(filter(None, (_not_by_accident(case, truth) for truth in found)))
 
 
 def _not_by_accident(case: Case, truth: Truth) -> Truth | None:
     """What is left of a truth on other data, and on three ranks where all of them get a part. None if nothing is, or if
     it owes itself to a piece of one row, which torch broadcasts."""
     dims = [v.shape[p] for v, p in zip(case.call.inputs, truth.ins, strict=True) if isinstance(p, int)]
-    if all(chunk_sizes(size, (3,))[-1] for size in dims) and judge(case, truth.ins, 3) is None:
+    if all(chunk_sizes(size, (3,))[-1] for size in dims) and truth_of(case, truth.ins, 3) is None:
         return None
     outs = truth.outs
-    for other in (judge(other, truth.ins, 2) for other in case.on_other_data):
+    for other in (truth_of(other, truth.ins, 2) for other in case.on_other_data):
         if other is None or any(a != b and worth(a) == worth(b) for a, b in zip(outs, other.outs, strict=True)):
             return None
         outs = tuple(min(pair, key=worth) for pair in zip(outs, other.outs, strict=True))
@@ -155,20 +145,18 @@ def worth(placement: AxisPlacement) -> int:
     return 2 if placement is None else 1 if isinstance(placement, int) else 0
 
 
-def judge(case: Case, ins: Sequence[AxisPlacement], num_ranks: int) -> Truth | None:
+def truth_of(case: Case, ins: Ins, num_ranks: int) -> Truth | None:
     """Whether the op on the shards gives the truth for one assignment, and how its outputs then lie."""
-    parts = [pieces(x, placement, num_ranks) for x, placement in zip(case.recorded.tensors, ins, strict=True)]
-    if any(part is None for part in parts):
-        return None
-    shards = [[part[rank] for part in parts] for rank in range(num_ranks)]  # type: ignore[index]
+    parts = [pieces(x, dim, num_ranks) for x, dim in zip(case.tensors, ins, strict=True)]
+    shards = [[part[rank] for part in parts] for rank in range(num_ranks)]
     for sizes in _localised(case, ins, num_ranks):
-        truth = _judged(case, tuple(ins), shards, sizes)
+        truth = _judged(case, ins, shards, sizes)
         if truth is not None:
             return truth
     return None
 
 
-def _judged(case: Case, ins: tuple, shards: list[list[Tensor]], sizes: Sequence[Any]) -> Truth | None:
+def _judged(case: Case, ins: Ins, shards: list[list[Tensor]], sizes: Sequence[Any]) -> Truth | None:
     expected = case.expected
     try:
         runs = [case.run(mine, None, local) for mine, local in zip(shards, sizes, strict=True)]
@@ -195,10 +183,10 @@ def _judged(case: Case, ins: tuple, shards: list[list[Tensor]], sizes: Sequence[
     return None
 
 
-def _gradient_holds(case: Case, ins: tuple, outs: tuple, shards: Any, sizes: Any, runs: list[Run]) -> bool:
+def _gradient_holds(case: Case, ins: Ins, outs: tuple, shards: Any, sizes: Any, runs: list[Run]) -> bool:
     """Whether the ranks' gradients recombine under the dual placements."""
     num_ranks = len(shards)
-    if any(isinstance(p, Partial) and p.reduce_op in ("max", "min") for p in (*ins, *outs)):
+    if any(isinstance(p, Partial) and p.reduce_op in ("max", "min") for p in outs):
         return True  # which rank the gradient goes to is decided where the reduction is done
     weights = []
     for rank in range(num_ranks):
@@ -215,7 +203,6 @@ def _gradient_holds(case: Case, ins: tuple, outs: tuple, shards: Any, sizes: Any
         back = [case.run(mine, w, local) for mine, w, local in zip(shards, weights, sizes, strict=True)]
     except Exception:
         return False
-    varies = any(placement is not None for placement in outs)
     wanted = case.expected.gradients
     assert wanted is not None
     for i, expected in enumerate(wanted):
@@ -225,26 +212,52 @@ def _gradient_holds(case: Case, ins: tuple, outs: tuple, shards: Any, sizes: Any
                 return False
             continue
         grads = [torch.zeros_like(shards[r][i]) if g is None else g for r, g in enumerate(given)]
-        if not _gradient_is(grads, ins[i], varies, expected, num_ranks):
+        dual = SUM if ins[i] is None and any(placement is not None for placement in outs) else ins[i]
+        if not is_whole(grads, dual, expected):
             return False
     return True
 
 
-def _gradient_is(grads: list[Tensor], placement: AxisPlacement, varies: bool, expected: Tensor, num_ranks: int) -> bool:
-    match placement:
-        case int():
-            return is_whole(grads, placement, expected)
-        case None:
-            return is_whole(grads, SUM if varies else None, expected)
-        case Partial(reduce_op="avg"):
-            return all(close(grad * num_ranks, expected) for grad in grads)
-    return all(close(grad, expected) for grad in grads)
+# Taking a tensor apart along one axis, and putting it together again
+
+
+def pieces(x: Tensor, dim: int | None, num_ranks: int) -> list[Tensor]:
+    """Every rank's part of a tensor."""
+    return [x] * num_ranks if dim is None else list(x.split(chunk_sizes(x.shape[dim], (num_ranks,)), dim))
+
+
+def recombined(parts: Sequence[Tensor], placement: AxisPlacement) -> Tensor | None:
+    """The whole of which the ranks have these parts; None if they do not fit together."""
+    try:
+        match placement:
+            case None:
+                return parts[0] if all(near(part, parts[0]) for part in parts[1:]) else None
+            case int():
+                return torch.cat(list(parts), placement)
+            case Partial(reduce_op="sum" | "avg") if parts[0].dtype == torch.bool:
+                return None
+            case Partial(reduce_op="sum"):
+                return sum(parts[1:], parts[0])
+            case Partial(reduce_op="avg"):
+                return sum(parts[1:], parts[0]) / len(parts)
+            case Partial(reduce_op="max"):
+                return torch.stack(list(parts)).amax(0)
+            case Partial(reduce_op="min"):
+                return torch.stack(list(parts)).amin(0)
+    except RuntimeError:
+        return None
+    return None
+
+
+def is_whole(parts: Sequence[Tensor], placement: AxisPlacement, expected: Tensor) -> bool:
+    whole = recombined(parts, placement)
+    return whole is not None and near(whole, expected)
 
 
 # Sizes among the arguments
 
 
-def _localised(case: Case, ins: Sequence[AxisPlacement], num_ranks: int) -> Iterator[list[dict[Any, Any]]]:
+def _localised(case: Case, ins: Ins, num_ranks: int) -> Iterator[list[dict[Any, Any]]]:
     """Per rank, arguments to replace: first none; then, where a list of sizes speaks of the output, each of its
     entries scaled as the sharded dims are."""
     yield [{}] * num_ranks

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.proof.coverage.command import assignments, mesh_of
 from shardwise.proof.coverage.forms import Unusable, forms
-from shardwise.proof.coverage.judge import Case, judge
+from shardwise.proof.coverage.judge import Reference, judge
 from shardwise.proof.kit.samples import Operator, Sample, all_operators, operator
 
 NAMES = [op.name for op in all_operators() if op.is_list]
@@ -62,7 +62,7 @@ def verdicts(op: Operator, dtypes: tuple[torch.dtype, ...], *, several_meshes: b
         meshes = [mesh_of(MESHES[at % 2 if several_meshes else 0]) for at in places(sample)]
         for form, _ in forms(op):
             try:
-                case = Case(form, sample)
+                case = Reference(form, sample)
             except Unusable:
                 continue
             for way in assignments(sample.tensors, 1, 4, random.Random(sample.index)):

@@ -6,20 +6,30 @@ import math
 
 from shardwise.proof.fuzz.draw import Draw, Refused, Var, apart, off
 
+NORMS = """
+F.layer_norm({x}, {s}, {w}, {b}, eps=0.1) | F.layer_norm({x}, {s}, eps=0.1) | F.layer_norm({x}, {s}, {w})
+F.rms_norm({x}, {s}, {w}, eps=0.1) | F.rms_norm({x}, {s}, eps=0.1)
+"""
+BATCH_NORMS = """
+F.batch_norm({x}, None, None, {w}, {b}, training=True, eps=0.1)
+F.batch_norm({x}, {m}, {v} ** 2 + 1, {w}, {b}, eps=0.1) | F.instance_norm({x}, eps=0.1)
+"""
+LOSSES = """
+F.mse_loss({x}, {y}, reduction='{h}') | F.l1_loss({x}, {y}, reduction='{h}') | F.huber_loss({x}, {y})
+F.smooth_l1_loss({x}, {y}, reduction='{h}') | F.binary_cross_entropy_with_logits({x}, {y}.sigmoid())
+F.kl_div({x}.log_softmax(-1), {y}.softmax(-1), reduction='sum') | F.soft_margin_loss({x}, {y}.sign())
+"""
+ENTROPIES = """
+F.cross_entropy({x}, {t}{o}) | F.cross_entropy({x}, {t}{o}) | F.nll_loss({x}.log_softmax(1), {t})
+F.cross_entropy({x}, {t}, {w} ** 2) | F.cross_entropy({x}, {x}.softmax(1))
+"""
+
 
 def normalised(d: Draw) -> str:
     x = d.tensor(2, 3)
     shape = x.shape[-d.pick(1, 1, 2) :]
     weight, bias = d.fit(shape, x.dtype), d.fit(shape, x.dtype)
-    ways = (
-        *(
-            "F.layer_norm({x}, {s}, {w}, {b}, eps=0.1)",
-            "F.layer_norm({x}, {s}, eps=0.1)",
-            "F.layer_norm({x}, {s}, {w})",
-        ),
-        *("F.rms_norm({x}, {s}, {w}, eps=0.1)", "F.rms_norm({x}, {s}, eps=0.1)"),
-    )
-    return d.pick(*ways).format(x=x, s=shape, w=weight, b=bias)
+    return d.way(NORMS).format(x=x, s=shape, w=weight, b=bias)
 
 
 def group_norm(d: Draw) -> str:
@@ -39,11 +49,7 @@ def batch_norm(d: Draw) -> str:
     channels = (x.shape[1],)
     mean, scale = d.leaf(channels, x.dtype, grad=False), d.leaf(channels, x.dtype, grad=False)
     weight, bias = d.fit(channels, x.dtype), d.fit(channels, x.dtype)
-    ways = (
-        *("F.batch_norm({x}, None, None, {w}, {b}, training=True, eps=0.1)",),
-        *("F.batch_norm({x}, {m}, {v} ** 2 + 1, {w}, {b}, eps=0.1)", "F.instance_norm({x}, eps=0.1)"),
-    )
-    return d.pick(*ways).format(x=x, m=mean, v=scale, w=weight, b=bias)
+    return d.way(BATCH_NORMS).format(x=x, m=mean, v=scale, w=weight, b=bias)
 
 
 def updating(d: Draw) -> str:
@@ -71,8 +77,7 @@ def transposed(d: Draw) -> str:
 def pooling(d: Draw) -> str:
     x = apart(d.tensor(3, 4))
     n = x.ndim - 2
-    ways = (f"F.avg_pool{n}d({x}, 2)", f"F.max_pool{n}d({x}, 2, stride=1)", f"F.adaptive_avg_pool{n}d({x}, 2)")
-    return d.pick(*ways)
+    return d.way(f"F.avg_pool{n}d({x}, 2) | F.max_pool{n}d({x}, 2, stride=1) | F.adaptive_avg_pool{n}d({x}, 2)")
 
 
 def interpolate(d: Draw) -> str:
@@ -86,12 +91,7 @@ def loss(d: Draw) -> str:
     y = d.fit(x.shape, x.dtype)
     off(Var.of("", x.value - y.value), 0.0, 1.0, -1.0)
     how = d.pick("mean", "sum", "none")
-    ways = (
-        *("F.mse_loss({x}, {y}, reduction='{h}')", "F.l1_loss({x}, {y}, reduction='{h}')", "F.huber_loss({x}, {y})"),
-        *("F.smooth_l1_loss({x}, {y}, reduction='{h}')", "F.binary_cross_entropy_with_logits({x}, {y}.sigmoid())"),
-        *("F.kl_div({x}.log_softmax(-1), {y}.softmax(-1), reduction='sum')", "F.soft_margin_loss({x}, {y}.sign())"),
-    )
-    return d.pick(*ways).format(x=x, y=y, h=how)
+    return d.way(LOSSES).format(x=x, y=y, h=how)
 
 
 def entropy(d: Draw) -> str:
@@ -101,11 +101,7 @@ def entropy(d: Draw) -> str:
         raise Refused("no rows")
     option = d.pick("", ", label_smoothing=0.1", ", reduction='sum'", ", ignore_index=0, reduction='none'")
     weight = d.leaf((x.shape[1],), x.dtype, grad=False)
-    ways = (
-        *("F.cross_entropy({x}, {t}{o})", "F.cross_entropy({x}, {t}{o})", "F.nll_loss({x}.log_softmax(1), {t})"),
-        *("F.cross_entropy({x}, {t}, {w} ** 2)", "F.cross_entropy({x}, {x}.softmax(1))"),
-    )
-    return d.pick(*ways).format(x=x, t=target, o=option, w=weight)
+    return d.way(ENTROPIES).format(x=x, t=target, o=option, w=weight)
 
 
 CALLS = (

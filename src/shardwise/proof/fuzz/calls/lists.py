@@ -7,7 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.proof.fuzz.draw import Do, Draw, Refused, Var
+from shardwise.proof.fuzz.draw import Draw, Refused, Var
+from shardwise.proof.fuzz.program import Line
+
+NEW = """
+torch._foreach_add({l}, {c}) | torch._foreach_mul({l}, {c}) | torch._foreach_norm({l}) | torch._foreach_mul({l}, {l})
+torch._foreach_tanh({l}) | torch._foreach_neg({l}) | torch._foreach_norm({l}, 1) | torch._foreach_sub({l}, {l})
+torch._foreach_addcmul({l}, {l}, {l}, {c}) | torch._foreach_lerp({l}, {l}, {c}) | torch._foreach_div({l}, {c})
+"""
+WRITTEN = """
+torch._foreach_mul_({l}, {c}) | torch._foreach_add_({l}, {c}) | torch._foreach_add_({l}, {l}, alpha={c})
+torch._foreach_tanh_({l}) | torch._foreach_zero_({l}) | torch._foreach_neg_({l}) | torch._foreach_mul_({l}, {l})
+"""
+OF_COMPLEX = """
+torch.view_as_real({z}) | {z}.real | {z}.imag | {z}.abs() | {z} * {z}.conj() | {z} * (1 - 2j) | {z}.conj()
+{z}.sum() | {z}.angle() | torch.view_as_real({z}.conj().resolve_conj()) | {z} @ {z}.mH | {z} * {z}
+"""
 
 
 def _list(d: Draw, *, repeats: bool = True, written: bool = False) -> str:
@@ -19,44 +34,16 @@ def _list(d: Draw, *, repeats: bool = True, written: bool = False) -> str:
 
 
 def foreach(d: Draw) -> str:
-    ways = (
-        *(
-            "torch._foreach_add({l}, {c})",
-            "torch._foreach_mul({l}, {c})",
-            "torch._foreach_norm({l})",
-            "torch._foreach_mul({l}, {l})",
-        ),
-        *(
-            "torch._foreach_tanh({l})",
-            "torch._foreach_neg({l})",
-            "torch._foreach_norm({l}, 1)",
-            "torch._foreach_sub({l}, {l})",
-        ),
-        *(
-            "torch._foreach_addcmul({l}, {l}, {l}, {c})",
-            "torch._foreach_lerp({l}, {l}, {c})",
-            "torch._foreach_div({l}, {c})",
-        ),
-    )
-    return d.pick(*ways).format(l=_list(d), c=d.number())
+    return d.way(NEW).format(l=_list(d), c=d.number())
 
 
-def foreach_written(d: Draw) -> Do:
-    ways = (
-        *("torch._foreach_mul_({l}, {c})", "torch._foreach_add_({l}, {c})", "torch._foreach_add_({l}, {l}, alpha={c})"),
-        *(
-            "torch._foreach_tanh_({l})",
-            "torch._foreach_zero_({l})",
-            "torch._foreach_neg_({l})",
-            "torch._foreach_mul_({l}, {l})",
-        ),
-    )
+def foreach_written(d: Draw) -> Line:
     names = _list(d, written=True)
-    text = d.pick(*ways).format(l=names, c=d.number())
+    text = d.way(WRITTEN).format(l=names, c=d.number())
     recorded = not d.likely(0.5)
     if recorded and "tanh_" in text and _share_memory(eval(names, d.run.names)):
         raise Refused("torch saves what is there after the last of them was written to")
-    return Do(text if recorded else f"with torch.no_grad(): {text}")
+    return Line(text if recorded else f"with torch.no_grad(): {text}")
 
 
 def _share_memory(tensors: Sequence[Tensor]) -> bool:
@@ -70,33 +57,19 @@ def clip(d: Draw) -> str:
 def complex_of(d: Draw) -> str:
     x = d.tensor(1, 2, 3)
     pair = d.fit((*x.shape, 2), x.dtype)
-    return d.pick("torch.complex({x}, {x})", "torch.complex({x}, -{x} * 2)", "torch.view_as_complex({p})").format(
-        x=x, p=pair
-    )
+    way = d.way("torch.complex({x}, {x}) | torch.complex({x}, -{x} * 2) | torch.view_as_complex({p})")
+    return way.format(x=x, p=pair)
 
 
 def of_complex(d: Draw) -> str:
     z = _complex(d)
-    ways = (
-        *(
-            "torch.view_as_real({z})",
-            "{z}.real",
-            "{z}.imag",
-            "{z}.abs()",
-            "{z} * {z}.conj()",
-            "{z} * (1 - 2j)",
-            "{z}.conj()",
-        ),
-        *("{z}.sum()", "{z}.angle()", "torch.view_as_real({z}.conj().resolve_conj())", "{z} @ {z}.mH", "{z} * {z}"),
-    )
-    return d.pick(*ways).format(z=z)
+    return d.way(OF_COMPLEX).format(z=z)
 
 
-def complex_written(d: Draw) -> Do:
+def complex_written(d: Draw) -> Line:
     z = _complex(d)
-    ways = ("torch.view_as_real({z}).mul_(3)", "{z}.mul_(0.5j)", "{z}.real.add_(1)", "{z}.imag.zero_()")
-    text = d.pick(*ways).format(z=z)
-    return Do(f"with torch.no_grad(): {text}" if d.likely(0.5) else text)
+    text = d.way("torch.view_as_real({z}).mul_(3) | {z}.mul_(0.5j) | {z}.real.add_(1) | {z}.imag.zero_()").format(z=z)
+    return d.maybe_unrecorded(text)
 
 
 def _complex(d: Draw) -> Var:
@@ -105,7 +78,7 @@ def _complex(d: Draw) -> Var:
 
 def fourier(d: Draw) -> str:
     x = d.tensor(1, 2)
-    return d.pick("torch.fft.fft({x}, dim={d})", "torch.fft.rfft({x}, dim={d}).abs()").format(x=x, d=d.dim(x))
+    return d.way("torch.fft.fft({x}, dim={d}) | torch.fft.rfft({x}, dim={d}).abs()").format(x=x, d=d.dim(x))
 
 
 FOREACH = (foreach, foreach, foreach_written, clip)

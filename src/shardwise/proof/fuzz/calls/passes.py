@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.proof.fuzz.calls.inside import INSIDE
-from shardwise.proof.fuzz.draw import Do, Draw, Refused, Var
+from shardwise.proof.fuzz.calls import elementwise, layers, products, reductions, shapes
+from shardwise.proof.fuzz.draw import Draw, Maker, Refused, Var
+from shardwise.proof.fuzz.program import Line
 
-LOSSES = ("{x}.sum()", "{x}.sin().sum()", "({x} * {x}).sum()", "{x}.mean()", "{x}.tanh().sum()")
-
+LOSSES = "{x}.sum() | {x}.sin().sum() | ({x} * {x}).sum() | {x}.mean() | {x}.tanh().sum()"
+OPTIMIZERS = """
+SGD({p}, lr=0.1, weight_decay=0.1{o}) | AdamW({p}, lr=0.1, weight_decay=0.1, eps=0.1{o})
+SGD({p}, lr=0.1, momentum=0.9{o})
+"""
+INSIDE: tuple[Maker, ...] = (
+    *(elementwise.unary, elementwise.unary, elementwise.binary, elementwise.kinked, products.matmul, products.linear),
+    *(reductions.reduction, reductions.extremum, shapes.view, shapes.slices, layers.normalised, products.gram),
+)
+"""Calls that may stand inside others, where nothing but their result is seen."""
 
 SHIFT, SECOND = "g + 0.5", "create_graph=True"
 """Not in one program: a pass through gradients of gradients gives zeros to hooks that torch would not come to."""
@@ -19,7 +28,7 @@ def _is_in(d: Draw, text: str) -> bool:
 
 
 def _loss(d: Draw, x: Var) -> str:
-    return d.pick(*LOSSES).format(x=x)
+    return d.way(LOSSES).format(x=x)
 
 
 def _recorded(d: Draw, *dims: int) -> Var:
@@ -30,26 +39,26 @@ def _recorded(d: Draw, *dims: int) -> Var:
     return found
 
 
-def hook(d: Draw) -> Do:
+def hook(d: Draw) -> Line:
     """On a tensor that is not used yet: in the simulator a hook must come first."""
     used = {name for part in d.parts for name in part.takes}
     x = d.tensor(0, 1, 2, 3, fits=lambda v: v.value.requires_grad and str(v) not in used)
     keep_zeros = ("g * 2", "None", "g.tanh()")
-    return Do(f"{x}.register_hook(lambda g: {d.pick(*keep_zeros, *([] if _is_in(d, SECOND) else [SHIFT]))})")
+    return Line(f"{x}.register_hook(lambda g: {d.pick(*keep_zeros, *([] if _is_in(d, SECOND) else [SHIFT]))})")
 
 
-def retain(d: Draw) -> Do:
-    return Do(f"{_recorded(d)}.retain_grad()")
+def retain(d: Draw) -> Line:
+    return Line(f"{_recorded(d)}.retain_grad()")
 
 
-def backward(d: Draw) -> Do:
-    return Do(f"{_loss(d, _recorded(d))}.backward(retain_graph=True)")
+def backward(d: Draw) -> Line:
+    return Line(f"{_loss(d, _recorded(d))}.backward(retain_graph=True)")
 
 
-def two_backwards(d: Draw) -> Do:
+def two_backwards(d: Draw) -> Line:
     """Two losses of one result."""
     x = _recorded(d)
-    return Do(f"{_loss(d, x)}.backward(retain_graph=True); {_loss(d, x)}.backward(retain_graph=True)")
+    return Line(f"{_loss(d, x)}.backward(retain_graph=True); {_loss(d, x)}.backward(retain_graph=True)")
 
 
 def gradient(d: Draw) -> str:
@@ -85,59 +94,39 @@ def nested(d: Draw, arguments: list[Var]) -> Var:
     return made
 
 
-def unrecorded(d: Draw) -> Do:
+def unrecorded(d: Draw) -> Line:
     """A result that is not recorded. (Of a view torch says that it requires a gradient, and then loses it.)"""
     name, text = d.name(), d.pick(*INSIDE)(d)
     with torch.no_grad():
         if eval(text, d.run.names).requires_grad:
             raise Refused("a view")
-    return Do(f"with torch.no_grad(): {name} = {text}", name)
+    return Line(f"with torch.no_grad(): {name} = {text}", (name,))
 
 
-def optimize(d: Draw) -> Do:
+def optimize(d: Draw) -> Line:
     """A step of an optimizer, with parameters that the loss may not have used."""
     leaves = [x for x in d.pool if x.value.is_leaf and x.value.requires_grad]
     if not leaves:
         raise Refused("nothing to optimize")
-    kind = d.pick(
-        "SGD({p}, lr=0.1, weight_decay=0.1)",
-        "AdamW({p}, lr=0.1, weight_decay=0.1, eps=0.1)",
-        "SGD({p}, lr=0.1, momentum=0.9)",
-    )
-    option = d.pick("", ", foreach=True", ", foreach=False")
-    made = kind.format(p=f"[{', '.join(leaves)}]")[:-1] + option + ")"
+    made = d.way(OPTIMIZERS)
+    made = made.format(p=f"[{', '.join(leaves)}]", o=d.pick("", ", foreach=True", ", foreach=False"))
     name = d.name("o")
-    return Do(
-        f"{name} = torch.optim.{made}; {name}.step()" + d.pick("", f"; {name}.step()", f"; {name}.zero_grad()"), name
-    )
+    after = d.pick("", f"; {name}.step()", f"; {name}.zero_grad()")
+    return Line(f"{name} = torch.optim.{made}; {name}.step(){after}", (name,))
 
 
-def clipping(d: Draw) -> Do:
+def clipping(d: Draw) -> Line:
     leaves = [x for x in d.pool if x.value.is_leaf and x.value.grad is not None]
-    return Do(f"torch.nn.utils.clip_grad_norm_([{', '.join(leaves)}], 0.5)")
+    return Line(f"torch.nn.utils.clip_grad_norm_([{', '.join(leaves)}], 0.5)")
 
 
-def final(d: Draw) -> Do:
+def final(d: Draw) -> Line:
     """One loss of several results."""
     found = [x for x in d.pool if x.dtype.is_floating_point and x.value.requires_grad and not x.value.is_leaf]
     if not found:
         raise Refused("nothing needs a gradient")
     losses = [_loss(d, x) for x in d.chance.sample(found, min(len(found), d.pick(1, 2, 3)))]
-    return Do(f"({' + '.join(losses)}).backward()")
+    return Line(f"({' + '.join(losses)}).backward()")
 
 
-CALLS = (
-    hook,
-    hook,
-    retain,
-    retain,
-    retain,
-    backward,
-    two_backwards,
-    gradient,
-    gradient,
-    checkpointed,
-    checkpointed,
-    checkpointed,
-    unrecorded,
-)
+CALLS = (hook, hook, *[retain] * 3, backward, two_backwards, gradient, gradient, *[checkpointed] * 3, unrecorded)

@@ -11,27 +11,27 @@ def matmul(d: Draw) -> str:
     x = d.tensor(1, 2, 3)
     inner = x.shape[-1]
     shape = d.pick((inner,), (inner, d.size()), (inner, d.size()), (*x.shape[:-2], inner, d.size()))
-    return d.pick("{x} @ {y}", "torch.matmul({x}, {y})", "({x} @ {y}) * 0.5").format(x=x, y=d.fit(shape, x.dtype))
+    return d.way("{x} @ {y} | torch.matmul({x}, {y}) | ({x} @ {y}) * 0.5").format(x=x, y=d.fit(shape, x.dtype))
 
 
 def mm(d: Draw) -> str:
     x = d.tensor(2)
     y = d.fit((x.shape[1], d.size()), x.dtype)
     added = d.fit(d.pick((y.shape[1],), (x.shape[0], y.shape[1])), x.dtype)
-    ways = ("torch.mm({x}, {y})", "torch.addmm({b}, {x}, {y})", "torch.addmm({b}, {x}, {y}, beta=0.5, alpha=2)")
-    return d.pick(*ways).format(x=x, y=y, b=added)
+    way = d.way("torch.mm({x}, {y}) | torch.addmm({b}, {x}, {y}) | torch.addmm({b}, {x}, {y}, beta=0.5, alpha=2)")
+    return way.format(x=x, y=y, b=added)
 
 
 def gram(d: Draw) -> str:
-    ways = ("{x} @ {x}.t() * 0.3", "{x}.t() @ {x}", "torch.outer({x}[0], {x}[:, 0])", "torch.mv({x}, {x}[0])")
-    return d.pick(*ways).format(x=d.tensor(2))
+    way = d.way("{x} @ {x}.t() * 0.3 | {x}.t() @ {x} | torch.outer({x}[0], {x}[:, 0]) | torch.mv({x}, {x}[0])")
+    return way.format(x=d.tensor(2))
 
 
 def bmm(d: Draw) -> str:
     x = d.tensor(3)
     y = d.fit((x.shape[0], x.shape[2], d.size()), x.dtype)
     added = d.fit((x.shape[0], x.shape[1], y.shape[2]), x.dtype)
-    return d.pick("torch.bmm({x}, {y})", "torch.baddbmm({b}, {x}, {y})", "{x} @ {y}").format(x=x, y=y, b=added)
+    return d.way("torch.bmm({x}, {y}) | torch.baddbmm({b}, {x}, {y}) | {x} @ {y}").format(x=x, y=y, b=added)
 
 
 def linear(d: Draw) -> str:

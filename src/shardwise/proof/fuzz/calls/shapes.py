@@ -7,26 +7,21 @@ import math
 from shardwise.proof.fuzz.draw import Draw, Refused, Var
 from shardwise.proof.fuzz.program import show
 
-ANY = (
-    *("{x}.transpose({d}, {e})", "{x}.select({d}, {i})", "{x}.narrow({d}, {i}, 1)", "{x}.unbind({d})", "{x}.flatten()"),
-    *("{x}.chunk(2, {d})", "{x}.split(1, {d})", "torch.tensor_split({x}, 2, {d})", "{x}.movedim({d}, {e})", "{x}.mT"),
-    *("{x}.unsqueeze({d})", "{x}.squeeze({d})", "{x}.squeeze()", "{x}.reshape(-1)", "{x}.view(-1)", "{x}.ravel()"),
-    *("{x}.flip({d})", "{x}.roll(1, {d})", "{x}.contiguous()", "{x}.clone()", "{x}.view_as({x})", "{x}.expand_as({x})"),
-    *(
-        "{x}.repeat_interleave(2, {d})",
-        "F.pad({x}, (1, 0))",
-        "{x}.expand(2, *{x}.shape)",
-        "{x}.diagonal(dim1={d}, dim2={e})",
-    ),
-    *("{x}.unfold({d}, 1, 1)", "{x}.swapaxes({d}, {e}).contiguous()", "{x}.T", "{x}.tril()", "{x}[..., None]"),
-)
+ANY = """
+{x}.transpose({d}, {e}) | {x}.select({d}, {i}) | {x}.narrow({d}, {i}, 1) | {x}.unbind({d}) | {x}.flatten()
+{x}.chunk(2, {d}) | {x}.split(1, {d}) | torch.tensor_split({x}, 2, {d}) | {x}.movedim({d}, {e}) | {x}.mT
+{x}.unsqueeze({d}) | {x}.squeeze({d}) | {x}.squeeze() | {x}.reshape(-1) | {x}.view(-1) | {x}.ravel()
+{x}.flip({d}) | {x}.roll(1, {d}) | {x}.contiguous() | {x}.clone() | {x}.view_as({x}) | {x}.expand_as({x})
+{x}.repeat_interleave(2, {d}) | F.pad({x}, (1, 0)) | {x}.expand(2, *{x}.shape) | {x}.diagonal(dim1={d}, dim2={e})
+{x}.unfold({d}, 1, 1) | {x}.swapaxes({d}, {e}).contiguous() | {x}.T | {x}.tril() | {x}[..., None]
+"""
 
 
 def view(d: Draw) -> str:
     x = d.tensor(1, 2, 3, 4)
     dim = d.dim(x)
     index = d.chance.randrange(max(x.shape[dim], 1))
-    return d.pick(*ANY).format(x=x, d=dim, e=d.dim(x), i=index)
+    return d.way(ANY).format(x=x, d=dim, e=d.dim(x), i=index)
 
 
 def reshape(d: Draw) -> str:
@@ -84,23 +79,22 @@ def cat(d: Draw) -> str:
     shape = list(x.shape)
     shape[dim] = d.size()
     y = d.fit(shape, x.dtype)
-    return d.pick(
-        "torch.cat([{x}, {y}], {d})", "torch.cat([{y}, {x}, {x}], {d})", "torch.concat(({x}, {y}), {d})"
-    ).format(x=x, y=y, d=dim)
+    way = d.way("torch.cat([{x}, {y}], {d}) | torch.cat([{y}, {x}, {x}], {d}) | torch.concat(({x}, {y}), {d})")
+    return way.format(x=x, y=y, d=dim)
 
 
 def stack(d: Draw) -> str:
     x = d.tensor(0, 1, 2)
     y = d.fit(x.shape, x.dtype)
-    return d.pick("torch.stack([{x}, {y}])", "torch.stack([{x}, {y}, {x}], -1)", "torch.vstack([{x}, {y}])").format(
+    return d.way("torch.stack([{x}, {y}]) | torch.stack([{x}, {y}, {x}], -1) | torch.vstack([{x}, {y}])").format(
         x=x, y=y
     )
 
 
 def fresh(d: Draw) -> str:
     x = d.tensor(0, 1, 2, 3)
-    ways = ("torch.zeros_like({x})", "torch.ones_like({x}) * {x}", "torch.full_like({x}, {c})", "{x}.new_zeros(2, 3)")
-    return d.pick(*ways).format(x=x, c=d.number())
+    way = d.way("torch.zeros_like({x}) | torch.ones_like({x}) * {x} | torch.full_like({x}, {c}) | {x}.new_zeros(2, 3)")
+    return way.format(x=x, c=d.number())
 
 
 def redistribute(d: Draw) -> str:

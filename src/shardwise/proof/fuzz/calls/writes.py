@@ -6,80 +6,38 @@ import torch
 from torch import Tensor
 
 from shardwise.proof.fuzz.calls.shapes import cut
-from shardwise.proof.fuzz.draw import Do, Draw, Maker, Refused, Var
+from shardwise.proof.fuzz.draw import Draw, Maker, Refused, Var
+from shardwise.proof.fuzz.program import Line
 
-VIEWS = (
-    *(
-        "{x}",
-        "{x}",
-        "{x}",
-        "{x}.detach()",
-        "{x}[{i}]",
-        "{x}.select({d}, {i})",
-        "{x}.view(-1)",
-        "{x}.flatten()",
-        "{x}.reshape(-1)",
-    ),
-    *(
-        "{x}.ravel()",
-        "{x}.transpose({d}, -1)",
-        "{x}.unbind({d})[0]",
-        "{x}.chunk(2, {d})[-1]",
-        "{x}.select({d}, {i}).contiguous()",
-    ),
-    *(
-        "{x}.select({d}, {i}).detach()",
-        "{x}.narrow({d}, 0, 1)",
-        "{x}.flatten(0, 1)[{i}]",
-        "{x}.diagonal()",
-        "{x}.T.contiguous()",
-    ),
-    *("{x}.select({d}, {i}).reshape(-1)", "{x}.select({d}, {i}).flatten()", "{x}.select({d}, {i}).ravel()", "{x}.data"),
-    *(
-        "{x}.unsqueeze({d})",
-        "{x}.squeeze()",
-        "{x}.expand_as({x})",
-        "{x}.view_as({x})",
-        "{x}.clone()",
-        "{x}.contiguous()",
-    ),
-)
-ONTO = (
-    *(
-        ".add_({c})",
-        ".mul_({c})",
-        ".zero_()",
-        ".fill_({c})",
-        ".sub_({y})",
-        ".copy_({y})",
-        ".mul_({y})",
-        ".add_({y}, alpha={c})",
-    ),
-    *(
-        ".tanh_()",
-        ".neg_()",
-        ".div_(2)",
-        ".sigmoid_()",
-        ".square_()",
-        ".addcmul_({y}, {y})",
-        ".lerp_({y}, 0.5)",
-        ".cumsum_(0)",
-    ),
-)
+VIEWS = """
+{x} | {x} | {x} | {x}.detach() | {x}[{i}] | {x}.select({d}, {i}) | {x}.view(-1) | {x}.flatten() | {x}.reshape(-1)
+{x}.ravel() | {x}.transpose({d}, -1) | {x}.unbind({d})[0] | {x}.chunk(2, {d})[-1] | {x}.select({d}, {i}).contiguous()
+{x}.select({d}, {i}).detach() | {x}.narrow({d}, 0, 1) | {x}.flatten(0, 1)[{i}] | {x}.diagonal() | {x}.T.contiguous()
+{x}.select({d}, {i}).reshape(-1) | {x}.select({d}, {i}).flatten() | {x}.select({d}, {i}).ravel() | {x}.data
+{x}.unsqueeze({d}) | {x}.squeeze() | {x}.expand_as({x}) | {x}.view_as({x}) | {x}.clone() | {x}.contiguous()
+"""
+ONTO = """
+.add_({c}) | .mul_({c}) | .zero_() | .fill_({c}) | .sub_({y}) | .copy_({y}) | .mul_({y}) | .add_({y}, alpha={c})
+.tanh_() | .neg_() | .div_(2) | .sigmoid_() | .square_() | .addcmul_({y}, {y}) | .lerp_({y}, 0.5) | .cumsum_(0)
+"""
+INDEXED = """
+{x}.index_add_({d}, {i}, {s}) | {x}.index_fill_({d}, {i}, 0.5) | {x}.masked_fill_({m}, {c})
+{x}.index_put_(({j},), {t}, accumulate=True) | {x}.clamp_(-2, 2)
+"""
 
 
-def write(d: Draw) -> Do:
+def write(d: Draw) -> Line:
     target = _target(d)
-    onto, number, source = d.pick(*ONTO), d.number(), d.fit(target.shape, target.dtype)
+    onto, number, source = d.way(ONTO), d.number(), d.fit(target.shape, target.dtype)
     refuse_overlap(target.value, source.value)
-    return Do(_maybe_unrecorded(d, target + onto.format(c=number, y=source)))
+    return d.maybe_unrecorded(target + onto.format(c=number, y=source))
 
 
 def _target(d: Draw) -> Var:
     """Something to write to: a tensor, or what a view of it, or a copy, is."""
     x = d.target(1, 2, 3)
     dim = d.dim(x)
-    text = d.pick(*VIEWS).format(x=x, d=dim, i=d.chance.randrange(max(x.shape[dim], 1)))
+    text = d.way(VIEWS).format(x=x, d=dim, i=d.chance.randrange(max(x.shape[dim], 1)))
     if text.endswith(".data") and is_recorded(d, x):
         raise Refused("what a backward pass saved of it would change, or would not, without a word")
     with torch.no_grad():
@@ -109,11 +67,7 @@ def _places(x: Tensor) -> list[int]:
     return every.as_strided(x.shape, x.stride(), x.storage_offset()).flatten().tolist()
 
 
-def _maybe_unrecorded(d: Draw, text: str) -> str:
-    return f"with torch.no_grad(): {text}" if d.likely(0.5) else text
-
-
-def assign(d: Draw) -> Do:
+def assign(d: Draw) -> Line:
     x = d.target(1, 2, 3)
     cuts = ", ".join(cut(d, size) for size in x.shape[: d.chance.randint(1, x.ndim)])
     with torch.no_grad():
@@ -121,34 +75,30 @@ def assign(d: Draw) -> Do:
     number, source = str(d.number()), d.fit(part.shape, x.dtype)
     refuse_overlap(part, source.value)
     value = d.pick(number, source)
-    return Do(_maybe_unrecorded(d, f"{x}[{cuts}] {d.pick('=', '=', '+=', '*=')} {value}"))
+    return d.maybe_unrecorded(f"{x}[{cuts}] {d.pick('=', '=', '+=', '*=')} {value}")
 
 
-def assign_by_tensor(d: Draw) -> Do:
+def assign_by_tensor(d: Draw) -> Line:
     x = d.target(1, 2)
     index = d.index(d.pick((), (1,)), x.shape[0])
     places = d.pick(str(index), str(d.mask(x.shape)))
-    return Do(_maybe_unrecorded(d, f"{x}[{places}] = {d.number()}"))
+    return d.maybe_unrecorded(f"{x}[{places}] = {d.number()}")
 
 
-def indexed(d: Draw) -> Do:
+def indexed(d: Draw) -> Line:
     x = d.target(1, 2, 3)
     dim = d.chance.randrange(x.ndim)
     index = d.index((d.size(),), x.shape[dim])
     source = d.fit((*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :]), x.dtype)
-    ways = (
-        *("{x}.index_add_({d}, {i}, {s})", "{x}.index_fill_({d}, {i}, 0.5)", "{x}.masked_fill_({m}, {c})"),
-        *("{x}.index_put_(({j},), {t}, accumulate=True)", "{x}.clamp_(-2, 2)"),
-    )
     first = d.index((1,), x.shape[0])
     one = d.fit((1, *x.shape[1:]), x.dtype)
-    text = d.pick(*ways).format(x=x, d=dim, i=index, s=source, m=d.mask(x.shape), c=d.number(), j=first, t=one)
-    return Do(_maybe_unrecorded(d, text))
+    text = d.way(INDEXED).format(x=x, d=dim, i=index, s=source, m=d.mask(x.shape), c=d.number(), j=first, t=one)
+    return d.maybe_unrecorded(text)
 
 
 def returned(d: Draw) -> str:
     """The tensor itself, under another name."""
-    return d.pick("{x}.add_({c})", "{x}.mul_({c})", "{x}[0].mul_({c})").format(x=d.target(1, 2), c=d.number())
+    return d.way("{x}.add_({c}) | {x}.mul_({c}) | {x}[0].mul_({c})").format(x=d.target(1, 2), c=d.number())
 
 
 CALLS: tuple[Maker, ...] = (*[write] * 7, assign, assign, assign_by_tensor, indexed, returned)

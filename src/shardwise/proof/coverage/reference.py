@@ -12,30 +12,23 @@ from torch import Tensor
 
 from shardwise.errors import InPlaceError
 from shardwise.proof.coverage.forms import Form, Unusable
-from shardwise.proof.kit.distance import distance, same
-from shardwise.proof.kit.rounding import DOUBLE, Answer, Spread, doubled, spread_of
-from shardwise.proof.kit.samples import SPARSE, Sample, counting_draws, flatten, replaced, seeded, tensors_in
-from shardwise.tensor import DTensor
+from shardwise.proof.kit.compare import Wrong, largest, near, same, whole
+from shardwise.proof.kit.samples import SPARSE, Sample, counting_draws, flatten, mapped, replaced, seeded, tensors_in
+
+DOUBLE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
-class Wrong(Exception):
-    """An answer that is not the single-device answer."""
-
-
-class Case:
+class Reference:
     """One sample of one form of an operator, with plain torch's results and gradients."""
 
-    def __init__(
-        self, form: Form, sample: Sample, *, valueless: bool = False, may_write: bool = False, seed: int = 0
-    ) -> None:
-        sample = form.sample(sample)
-        self.form, self.sample, self.seed = form, sample, seed
+    def __init__(self, form: Form, given: Sample, *, valueless: bool = False, seed: int = 0) -> None:
+        sample = form.sample(given)
+        self.form, self.given, self.sample, self.seed = form, given, sample, seed
         if any(_unshardable(x) for x in sample.tensors):
             raise Unusable(SPARSE)
         if form.in_place and (sample.broadcasts or not isinstance(sample.args[0], (Tensor, list))):
             raise Unusable("has no in-place form")
         self.leaves = [_leaf(x) for x in sample.tensors]
-        versions = [x._version for x in self.leaves]
         returned = self._try(self.leaves)
         self.outputs, self.structure = flatten(returned), structure(returned)
         if any(isinstance(x, Tensor) and _unshardable(x) for x in self.outputs):
@@ -43,11 +36,8 @@ class Case:
         if form.has_out and not self._is_written():
             raise Unusable("torch itself does not write to out=")
         self.written = [i for i, (x, y) in enumerate(zip(sample.tensors, self.leaves)) if not same(x, y)]
-        bumped = [x._version != version for x, version in zip(self.leaves, versions, strict=True)]
-        self.may_refuse = form.in_place or may_write or bool(self.written) or any(bumped)
         self.valueless = valueless
         self.random = valueless or self._draws()
-        self.excused = ""  # what was forgiven in the comparison that goes on
         self.weights = self._weights()
         self.gradients = self._gradients()
 
@@ -77,7 +67,7 @@ class Case:
             others = [_leaf(x) for x in self.sample.tensors[: -self.num_outs]]
             results = flatten(self.run(others, replace(self.sample, kwargs=given)))
         written = self.leaves[-self.num_outs :]
-        return all(x.shape == y.shape and distance(x, y) is None for x, y in zip(written, results, strict=True))
+        return all(near(x, y) for x, y in zip(written, results, strict=True))
 
     def _try(self, images: Sequence[Tensor]) -> Any:
         try:
@@ -123,27 +113,31 @@ class Case:
             return "without values" if self.random else "compared"
         return "none" if all(w is None for w in self.weights) else "refused by torch"
 
+    @property
+    def scale(self) -> float:
+        """The largest number in it."""
+        return max(map(largest, tensors_in([self.leaves, self.outputs, self.gradients])), default=0.0)
+
     @cached_property
-    def spread(self) -> Spread | None:
-        """How far rounding brings the outputs, the leaves and the gradients apart, in this order; None if that cannot
-        be told. Found out only when it matters."""
+    def in_double(self) -> Reference | None:
+        """The same call in double precision; None if it is, or torch refuses that."""
         images: dict[int, Tensor] = {}
-        sample = replace(
-            self.sample, args=doubled(self.sample.args, images), kwargs=doubled(self.sample.kwargs, images)
-        )
-        weights = [None if w is None else w.to(DOUBLE.get(w.dtype, w.dtype)) for w in self.weights]
 
-        def run() -> Answer:
-            leaves = [_leaf(x) for x in sample.tensors]
-            with seeded("call", self.seed):
-                outputs = flatten(self.run(leaves, sample))
-            pairs = [(x, w) for x, w in zip(outputs, weights, strict=True) if w is not None]
-            if self.gradients is not None:
-                torch.autograd.backward([x for x, _ in pairs], [w for _, w in pairs])
-            found = [*outputs, *leaves, *(x.grad for x in leaves)]
-            return [x.detach() if isinstance(x, Tensor) and x.dtype in DOUBLE.values() else None for x in found]
+        def double(leaf: Any) -> Any:
+            if isinstance(leaf, torch.dtype):
+                return DOUBLE.get(leaf, leaf)
+            if isinstance(leaf, Tensor) and id(leaf) not in images:
+                wide = leaf.detach().to(DOUBLE.get(leaf.dtype, leaf.dtype), copy=True)
+                images[id(leaf)] = wide.requires_grad_(leaf.requires_grad)
+            return images.get(id(leaf), leaf)
 
-        return spread_of(run)
+        if not any(x.dtype in DOUBLE for x in self.given.tensors):
+            return None
+        sample = replace(self.given, args=mapped(self.given.args, double), kwargs=mapped(self.given.kwargs, double))
+        try:
+            return Reference(self.form, sample, valueless=self.valueless, seed=self.seed)
+        except Unusable:
+            return None
 
 
 def structure(tree: Any) -> str:
@@ -151,14 +145,6 @@ def structure(tree: Any) -> str:
     if isinstance(tree, (list, tuple)):
         return f"{type(tree).__name__}[{', '.join(map(structure, tree))}]"
     return f"dict[{', '.join(map(structure, tree.values()))}]" if isinstance(tree, dict) else "_"
-
-
-def whole(x: Tensor) -> Tensor:
-    """What one device would have of a DTensor, or of a plain tensor."""
-    if not isinstance(x, DTensor):
-        return x.detach()
-    with torch.no_grad():
-        return x.detach().full_tensor()
 
 
 def _leaf(x: Tensor) -> Tensor:
