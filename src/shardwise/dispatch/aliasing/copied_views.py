@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import ranked, shards_of
+from shardwise.dispatch.aliasing.global_strides import shows
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Replicate
@@ -38,8 +39,17 @@ class CopiedView(DTensor):
 
 
 class Part(CopiedView):
-    """A true view: a part of a sharded dim that lies within other dims. Some ranks hold all of their piece, others none
-    of it, and their strides do not show how the whole lies. Like copies, it is recognised wherever it is used."""
+    """No copy, but a tensor whose shards here do not show its global strides: a part of a sharded dim within others, of
+    which some ranks hold all of their piece and others none, or thin shards. Like copies, it is recognised wherever it
+    is used."""
+
+
+def remember_strides(x: Any, strides: tuple[int, ...]) -> None:
+    """Let a tensor know its global strides where its shards do not show them, which may be on some ranks only."""
+    x.__dict__.pop("_strides", None)
+    if not all(shows(shard, x._layout.shape, strides) for shard in shards_of(x)):
+        x.__class__ = Part if x.__class__ is DTensor else x.__class__
+        x._strides = strides
 
 
 class StaleView(DTensor):
