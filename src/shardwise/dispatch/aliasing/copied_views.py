@@ -250,12 +250,17 @@ def _pass_by_hooks(copy: CopiedView | None) -> bool:
     if copy is None or copy._taking.function is None:
         return False
     source = copy._taking.source
-    with _disabled():
-        observed = source._backward_hooks or source.retains_grad
-    found = _pass_by_hooks(_copy_in(source)) or bool(copy._backward_hooks or observed)
+    found = _pass_by_hooks(_copy_in(source)) or _is_watched(copy) or _is_watched(source)
     if found:
         _take_again(copy)
     return found
+
+
+def _is_watched(x: DTensor) -> bool:
+    """Whether somebody is told the gradient of a tensor. Torch makes a view that was written to part of a new history,
+    and whoever watches it with it, at the next look."""
+    with _disabled():
+        return bool(x._backward_hooks or x.retains_grad)
 
 
 def of_base(x: DTensor) -> DTensor:
@@ -292,7 +297,7 @@ def carry_on(written: Iterable[Tensor]) -> None:
                 is_shown = _whole(view) is copy or (
                     view.__class__ is CopiedView and _source_storage(view) == storage_of(copy)
                 )
-                if is_shown and not recorded:
+                if is_shown and not recorded and not _is_watched(view):
                     _enter(_taken, storage, view)
                 else:
                     _outdate(view)
