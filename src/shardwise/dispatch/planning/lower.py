@@ -20,7 +20,7 @@ from shardwise.dispatch.planning.realise import CannotRealise, Realised, realise
 from shardwise.dispatch.planning.trace import Trace, map_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh
-from shardwise.redistribute import Group, Move, Typed, parameter_moves, plan_moves
+from shardwise.redistribute import Group, Move, Typed, own_node, parameter_moves, plan_moves
 from shardwise.rules import Call, HeldValues, Local, Strategy, Value, rule_for
 from shardwise.rules.kit.kernels import kernel_for
 
@@ -352,21 +352,8 @@ def _of_its_own(x: Tensor) -> Tensor:
     with _disabled():
         if not x.requires_grad or not any(shard._is_view() or (len(held) > 1 and shard.output_nr) for shard in held):
             return x
-        shards = [_Same.apply(shard) for shard in held]
+        shards = [own_node(shard) for shard in held]
     return shards[0] if len(shards) == 1 else ranked(shards)
-
-
-class _Same(torch.autograd.Function):
-    """The same memory under a node of its own. Its version is shared: what a backward pass needs is still seen to be
-    written to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
 
 
 _bindings: dict[tuple, Callable] = {}
