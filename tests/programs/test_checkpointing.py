@@ -108,3 +108,16 @@ def test_a_checkpoint_takes_writes_to_new_tensors() -> None:
 
     for placement in (R, S(0), S(1)):
         torch.testing.assert_close(run(placement), run(None))
+
+
+def test_what_a_checkpoint_returns_is_written_to_and_retains_its_gradient() -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = checkpoint(lambda a: a.sin(), x, use_reentrant=True)
+        y.retain_grad()
+        y[:4] = y
+        z = y.flatten()
+        z.sum().backward(retain_graph=True)
+        z.sin().sum().backward()
+        return y.grad, x.grad
+
+    same(program, normal(4, 4), S(0))

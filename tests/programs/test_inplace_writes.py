@@ -257,3 +257,24 @@ def test_a_write_to_a_part_of_what_it_reads(mesh: tuple[int, ...]) -> None:
 
     for placement in (S(1), S(0), R):
         same(program, normal(1, 3, 4), placement, mesh=mesh)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "cumprod", "logcumsumexp"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_writes_to_what_the_backward_pass_needs_are_noticed(name: str, dim: int) -> None:
+    y: Any = getattr(place(normal(4, 4), S(dim)).requires_grad_(), name)(1)
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.square().sum().backward()
+
+
+def test_parts_of_a_result_whose_gradient_is_retained_may_be_written_to() -> None:
+    def program(x: Tensor) -> Tensor:
+        y = x.softmax(1)
+        y.retain_grad()
+        y.narrow(0, 0, 1).add_(0.75)
+        y[3, :] = 2.0
+        return y
+
+    expected, found = (program(x.requires_grad_()) for x in (normal(4, 4), place(normal(4, 4), S(1))))
+    torch.testing.assert_close(found.full_tensor(), expected)

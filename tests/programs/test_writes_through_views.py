@@ -361,6 +361,27 @@ def test_outdated_copies_are_taken_again_before_functions_return_them() -> None:
     torch.testing.assert_close(d.grad.full_tensor(), a.grad)
 
 
+@pytest.mark.parametrize(
+    "write", [lambda x, v: x[0].zero_(), lambda x, v: v.select(0, 0).zero_()], ids=["base", "view"]
+)
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_view_has_a_new_history_once_it_is_looked_at_after_a_write(
+    write: Callable[[Tensor, Tensor], Any], looks: bool
+) -> None:
+    """What was computed from it before is then not computed from it."""
+    for x in (normal(3, 2).requires_grad_(), place(normal(3, 2), S(0)).requires_grad_()):
+        v = x[2]
+        v.retain_grad()
+        y = (v + 1).sin().sum()
+        with torch.no_grad():
+            write(x, v)
+        if looks:
+            v.grad_fn  # noqa: B018
+        y.backward()
+        assert (v.grad is None) == looks
+        assert x.grad is not None
+
+
 @pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
 def test_steps_along_dims_of_one_index_do_not_matter() -> None:
     x = normal(2, 6)

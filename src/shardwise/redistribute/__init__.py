@@ -18,6 +18,7 @@ from shardwise.redistribute.in_flight import start_path
 from shardwise.redistribute.joint_exchange import can_join, run_together
 from shardwise.redistribute.masks import joined
 from shardwise.redistribute.move_cache import forget, recall, remember, windows
+from shardwise.redistribute.ownership import own_node
 from shardwise.redistribute.planner import parameter_moves, path_bytes, path_cost, plan_moves
 from shardwise.redistribute.transitions import DUAL, TABLE, Move, Typed
 
@@ -46,6 +47,7 @@ __all__ = [
     "joined",
     "let_go",
     "no_sync",
+    "own_node",
     "parameter_moves",
     "path_bytes",
     "path_cost",

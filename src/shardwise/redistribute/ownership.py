@@ -33,6 +33,9 @@ def bare_function(forward: Callable[..., Any], backward: Callable[..., Any], nam
     return super(_SingleLevelFunction, function).apply
 
 
+own_node = bare_function(lambda ctx, x: x.detach(), lambda ctx, grad: grad, "OwnNode")
+"""The same memory under a node of its own. The version is shared: a write to what a backward pass needs is noticed."""
+
 Counts = tuple[int, ...]
 """References to a gradient as an object, to its tensor and its memory; to the object and tensor of what it views."""
 

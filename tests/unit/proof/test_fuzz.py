@@ -124,7 +124,13 @@ def test_writes_that_change_what_they_have_yet_to_read_are_not_drawn() -> None:
 def test_gradients_that_share_memory_are_not_drawn() -> None:
     made = drawn(X, "v1 = x1 + 1", "v2 = v1 * 2")
     assert not made.add(lambda d: "torch.autograd.grad(v2.sum(), [x1, v1], retain_graph=True)")
-    assert made.add(lambda d: "torch.autograd.grad(v2.sum(), [x1, v2], retain_graph=True)")
+    assert made.add(lambda d: "torch.autograd.grad((v2 * v2).sum(), [x1, v2], retain_graph=True)")
+
+
+def test_gradients_whose_strides_are_kernels_own_are_not_drawn() -> None:
+    made = drawn(X, "v1 = x1 + 1")
+    assert not made.add(lambda d: "torch.autograd.grad(v1.sum(), [v1], retain_graph=True)")  # it is expanded
+    assert made.add(lambda d: "torch.autograd.grad(v1.sin().sum(), [v1], retain_graph=True)")
 
 
 @pytest.mark.parametrize("watch", ["v1.retain_grad()", "v1.register_hook(lambda g: g * 2)"])

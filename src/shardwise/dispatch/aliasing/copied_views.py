@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import ranked, shards_of
+from shardwise.dispatch.aliasing.global_strides import shows
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Replicate
@@ -38,8 +39,17 @@ class CopiedView(DTensor):
 
 
 class Part(CopiedView):
-    """A true view: a part of a sharded dim that lies within other dims. Some ranks hold all of their piece, others none
-    of it, and their strides do not show how the whole lies. Like copies, it is recognised wherever it is used."""
+    """No copy, but a tensor whose shards here do not show its global strides: a part of a sharded dim within others, of
+    which some ranks hold all of their piece and others none, or thin shards. Like copies, it is recognised wherever it
+    is used."""
+
+
+def remember_strides(x: Any, strides: tuple[int, ...]) -> None:
+    """Let a tensor know its global strides where its shards do not show them, which may be on some ranks only."""
+    x.__dict__.pop("_strides", None)
+    if not all(shows(shard, x._layout.shape, strides) for shard in shards_of(x)):
+        x.__class__ = Part if x.__class__ is DTensor else x.__class__
+        x._strides = strides
 
 
 class StaleView(DTensor):
@@ -240,12 +250,17 @@ def _pass_by_hooks(copy: CopiedView | None) -> bool:
     if copy is None or copy._taking.function is None:
         return False
     source = copy._taking.source
-    with _disabled():
-        observed = source._backward_hooks or source.retains_grad
-    found = _pass_by_hooks(_copy_in(source)) or bool(copy._backward_hooks or observed)
+    found = _pass_by_hooks(_copy_in(source)) or _is_watched(copy) or _is_watched(source)
     if found:
         _take_again(copy)
     return found
+
+
+def _is_watched(x: DTensor) -> bool:
+    """Whether somebody is told the gradient of a tensor. Torch makes a view that was written to part of a new history,
+    and whoever watches it with it, at the next look."""
+    with _disabled():
+        return bool(x._backward_hooks or x.retains_grad)
 
 
 def of_base(x: DTensor) -> DTensor:
@@ -282,7 +297,7 @@ def carry_on(written: Iterable[Tensor]) -> None:
                 is_shown = _whole(view) is copy or (
                     view.__class__ is CopiedView and _source_storage(view) == storage_of(copy)
                 )
-                if is_shown and not recorded:
+                if is_shown and not recorded and not _is_watched(view):
                     _enter(_taken, storage, view)
                 else:
                     _outdate(view)

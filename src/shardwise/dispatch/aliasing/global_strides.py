@@ -74,6 +74,13 @@ def inferred_strides(shape: Sequence[int], sizes: Sequence[int], steps: Sequence
     return tuple(strides)
 
 
+def shows(shard: Tensor, shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether these global strides are inferred from a shard, where they say something."""
+    with _disabled():
+        found = inferred_strides(shape, _size(shard), shard.stride())
+    return all(a == b or size == 1 for a, b, size in zip(found, strides, shape, strict=True))
+
+
 META = torch.device("meta")
 
 

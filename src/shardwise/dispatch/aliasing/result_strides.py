@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.comm import ranked, shards_of
 from shardwise.dispatch.aliasing.copied_views import Part, storage_of
-from shardwise.dispatch.aliasing.global_strides import globally_contiguous, inferred_strides, on_one_device
+from shardwise.dispatch.aliasing.global_strides import global_strides, globally_contiguous, on_one_device, shows
 from shardwise.dispatch.aliasing.views import MOST
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.plan import Direct, wrap_fresh
@@ -41,11 +41,18 @@ CONTIGUOUS = frozenset(
 def may_lose_strides(calls: Sequence[LoweredCall], results: Sequence[Layout]) -> bool:
     """Whether the global strides may not follow from the shards of these calls' results. A view of shards that are thin
     in one dim keeps the strides that it was given, which are enough; but `view` computes new ones, and takes a thin
-    shard of a transposed tensor for a contiguous one."""
-    if calls and calls[-1].call.name in CONTIGUOUS:
+    shard of a transposed tensor for a contiguous one. What is computed follows the strides of thin arguments too."""
+    if any(made.call.name == "diagonal" and any(made.layouts.ins[0].splits) for made in calls):
+        return True  # a step along rows and columns at once: a sum, from which neither is inferred
+    if not calls or all(made.call.is_view and not _is_view_of_thin(made) for made in calls):
+        return any(layout.thinness > 1 for layout in results)
+    if calls[-1].call.name in CONTIGUOUS:
         return False
-    enough = 2 if all(made.call.is_view and not _is_view_of_thin(made) for made in calls) else 1
-    return any(layout.thinness >= enough for layout in results)
+    computed = [layout for made in calls if not made.call.is_view for layout in made.layouts.ins]
+    return any(layout.thinness for layout in results) or (
+        any(layout.thinness for layout in computed)
+        and any(sum(size > 1 for size in layout.shape) > 1 for layout in results)
+    )
 
 
 def _is_view_of_thin(made: LoweredCall) -> bool:
@@ -95,9 +102,8 @@ class WithStrides:
         for at, (x, (strides, is_view)) in enumerate(zip(results, on_one, strict=True)):
             if x.__class__ is not DTensor:
                 continue
-            shards = shards_of(x)
-            restrided = not is_view and not all(_agrees(shard, strides) for shard in shards)
-            if restrided or not all(_is_inferred(shard, x._layout.shape, strides) for shard in shards):
+            restrided = not is_view and _differs(x, strides)
+            if restrided or not _shown(x, strides):
                 found.append((at, strides, restrided))
         return found
 
@@ -144,6 +150,24 @@ def _mended(x: Any, strides: tuple[int, ...], restrided: bool) -> Tensor:
     return x
 
 
+def with_strides_of(x: DTensor, grad: DTensor) -> DTensor:
+    """A gradient of `x`; on thin shards with the strides of a tensor made like `x`. Those that kernels give it
+    are nobody's promise, but ranks must agree on them."""
+    if not grad._layout.thinness:
+        return grad
+    strides = _packed(x._layout.shape, global_strides(x))
+    restrided = _differs(grad, strides)
+    return _mended(grad, strides, restrided) if restrided or not _shown(grad, strides) else grad  # type: ignore[return-value]
+
+
+def _differs(x: DTensor, strides: tuple[int, ...]) -> bool:
+    return not all(_agrees(shard, strides) for shard in shards_of(x))
+
+
+def _shown(x: DTensor, strides: tuple[int, ...]) -> bool:
+    return all(shows(shard, x._layout.shape, strides) for shard in shards_of(x))
+
+
 def _packed(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """The strides of a dense shard of these sizes whose dims are in the order of these global strides."""
     found, step = [0] * len(sizes), 1
@@ -164,12 +188,6 @@ def _agrees(shard: Tensor, strides: Sequence[int]) -> bool:
 def _restrided(shard: Tensor, strides: Sequence[int]) -> Tensor:
     sizes = _size(shard)
     return torch.empty_strided(sizes, _packed(sizes, strides), dtype=shard.dtype, device=shard.device).copy_(shard)
-
-
-def _is_inferred(shard: Tensor, shape: Sequence[int], strides: Sequence[int]) -> bool:
-    with _disabled():
-        found = inferred_strides(shape, _size(shard), shard.stride())
-    return all(a == b or size == 1 for a, b, size in zip(found, strides, shape, strict=True))
 
 
 def _is_only_tensor(args: tuple, kwargs: dict[str, Any] | None) -> bool:

@@ -21,13 +21,14 @@ from shardwise.dispatch.aliasing.copied_views import (
     carry_on,
     copies,
     outdate_with,
+    remember_strides,
     roots_of,
     storage_of,
     take_anew,
     watch_copy,
     watch_view,
 )
-from shardwise.dispatch.aliasing.global_strides import contiguous_strides, copied, on_one_device, shards_contiguous
+from shardwise.dispatch.aliasing.global_strides import copied, on_one_device, shards_contiguous
 from shardwise.dispatch.guarded import Guard, retain_anew
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
@@ -65,11 +66,11 @@ class Copies(Guard):
         for at in self.positions:
             result, strides = results[at], all_strides[at]
             assert strides is not None
-            if are_views:
-                _remember_strides(result, strides)
-            elif result.__class__ is DTensor:
+            if not are_views and result.__class__ is not DTensor:
+                continue
+            if not are_views:
                 watch_copy(result, Taking(source, self.function, args, kwargs, at))
-                _remember_other_strides(result, strides)
+            remember_strides(result, strides)
         return out
 
     def _strides(self, args: tuple, kwargs: dict[str, Any]) -> list[Strides]:
@@ -141,7 +142,7 @@ class OfCopies:
         for at in hidden:
             strides = all_strides[at]
             assert strides is not None, "a copy that shares memory"
-            (_remember_strides if results[at].__class__ is DTensor else _remember_other_strides)(results[at], strides)
+            remember_strides(results[at], strides)
         return map_tensors(out, lambda x: given.get(id(x), x))
 
 
@@ -297,25 +298,6 @@ MOST = 4096
 def _lying(x: DTensor) -> tuple:
     """How a shard lies in memory, and what is remembered of the whole."""
     return _on_shard(_stride, (), (x,)), x.__dict__.get("_strides")  # type: ignore[call-arg]
-
-
-def _remember_other_strides(copy: Any, strides: tuple[int, ...]) -> None:
-    """A copy is contiguous. What it stands for may not be, and then torch copies where it would not here."""
-    copy.__dict__.pop("_strides", None)
-    if any(
-        a != b and n > 1 for a, b, n in zip(strides, contiguous_strides(copy._layout.shape), copy.shape, strict=True)
-    ):
-        copy._strides = strides
-
-
-def _remember_strides(part: Any, strides: tuple[int, ...]) -> None:
-    """Where a sharded dim lies within others, strides of its parts are not to be seen from the shards."""
-    layout = part._layout
-    for axes, own in zip(layout.splits, strides, strict=True):
-        if axes and any(step > own and size != 1 for step, size in zip(strides, layout.shape, strict=True)):
-            part.__class__ = Part
-            part._strides = strides
-            return
 
 
 # Reshapes

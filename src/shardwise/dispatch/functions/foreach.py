@@ -297,7 +297,8 @@ class _Reduced:
     def _plan(self, kind: str, order: float | None, needs_gradients: bool) -> Plan:
         extremum = kind == "max" or (order is not None and (math.isinf(order) or order < 0))
         empty = any(0 in layout.pieces(dim) for layout in self.wanted for dim in range(len(layout.shape)))
-        if (extremum and empty) or (needs_gradients and kind != "sum"):
+        split = any(map(_split_axes, self.wanted))
+        if (extremum and empty) or (needs_gradients and kind != "sum" and split):
             return _each(self.func)  # an empty shard has no extremum; only terms of a sum have gradients of their own
         pending = Partial("norm", order) if order is not None else Partial(kind)
         layouts = [_reduced(layout, pending) for layout in self.wanted]

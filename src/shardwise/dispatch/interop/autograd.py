@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from shardwise.comm.rendezvous import Rendezvous, expect, rendezvous, rendezvous_of
+from shardwise.dispatch.aliasing.result_strides import with_strides_of
 from shardwise.dispatch.functions.handlers import handles, shards_of
 from shardwise.dispatch.interop.anomalies import dispatch_modes, run_backward
 from shardwise.dispatch.interop.autograd_function import joined_gradients
@@ -171,7 +172,8 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
             kept = tied(grads, recorded) if create else grads
             if isinstance(x, DTensor):
                 own = kept if create else [grad.detach() for grad in kept]
-                results.append(gradient_tensor(own, x._layout, ours=True))
+                with torch.set_grad_enabled(bool(create)):
+                    results.append(with_strides_of(x, gradient_tensor(own, x._layout, ours=True)))
             else:
                 results.append(kept[0])
     return tuple(results)

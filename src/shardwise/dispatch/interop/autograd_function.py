@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction, once_differentiable
+from torch.utils.checkpoint import CheckpointFunction
 
 from shardwise.comm import ranked
 from shardwise.comm.rendezvous import expect
@@ -23,8 +24,10 @@ from shardwise.dispatch.aliasing.copied_views import CopiedView, Part, StaleView
 from shardwise.dispatch.functions.handlers import shards_of
 from shardwise.dispatch.interop.nodes import pass_nothing_on
 from shardwise.layout import Layout
+from shardwise.redistribute import own_node
 from shardwise.tensor import DTensor, InFlight, gradient_shards, gradient_tensor, localise, settled, wrap
 
+_disabled = torch._C.DisableTorchFunctionSubclass
 _enabled = torch._C._is_torch_function_enabled
 _users_code = torch._C._EnableTorchFunction  # which a pass may have disabled
 _apply: Any = vars(torch._C._FunctionBase)["apply"]
@@ -49,7 +52,18 @@ def _apply_to_dtensors(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     pass_nothing_on(x for x in args if isinstance(x, DTensor))
     out = _apply(cls.__dict__.get("_on_dtensors") or _derive(cls), call, *flat_shards(args), **kwargs)
     results = joined(out if isinstance(out, tuple) else (out,), call.outputs, call.strides)
+    if cls is CheckpointFunction:
+        _part_nodes(results)
     return tuple(results) if call.returns_tuple else results[0]
+
+
+def _part_nodes(results: Sequence[Any]) -> None:
+    """Give each rank's shard a node of its own, as results of calls have. Where torch keeps a gradient for one that is
+    not the first of its node, after a write to a view of it, it looks for the first, and dies."""
+    with _disabled():
+        for x in results:
+            if "_peers" in getattr(x, "__dict__", ()):
+                x._peers = tuple(own_node(peer) for peer in x._peers)
 
 
 class _Call:

@@ -20,13 +20,11 @@ from shardwise.dispatch.planning.realise import CannotRealise, Realised, realise
 from shardwise.dispatch.planning.trace import Trace, map_tensors
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh
-from shardwise.redistribute import Group, Move, Typed, parameter_moves, plan_moves
+from shardwise.redistribute import Group, Move, Typed, own_node, parameter_moves, plan_moves
 from shardwise.rules import Call, HeldValues, Local, Strategy, Value, rule_for
 from shardwise.rules.kit.kernels import kernel_for
 
 _disabled = torch._C.DisableTorchFunctionSubclass
-_size = torch._C.TensorBase.size
-_unsafe_view = torch.ops.aten._unsafe_view.default
 _BUILTIN = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
@@ -343,15 +341,18 @@ def local_call(lowered: LoweredCall, mesh: Mesh) -> tuple[Callable, list[Any], d
 
 def _of_program(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Results that are views only of what the program made on the way are none to autograd, as torch's are none: to a
-    view that is written to, or whose base is, its hooks are lost."""
-    return map_tensors(function(*args, **kwargs), _no_view)
+    view that is written to, or whose base is, its hooks are lost. Those that are not the first of their node, as other
+    ranks' in the simulator are not, have one of their own: where torch keeps a gradient for them after a write to a
+    view of theirs, it looks for the first, and dies."""
+    return map_tensors(function(*args, **kwargs), _of_its_own)
 
 
-def _no_view(x: Tensor) -> Tensor:
+def _of_its_own(x: Tensor) -> Tensor:
+    held = shards_of(x)
     with _disabled():
-        if not x.requires_grad or not any(shard._is_view() for shard in shards_of(x)):
+        if not x.requires_grad or not any(shard._is_view() or (len(held) > 1 and shard.output_nr) for shard in held):
             return x
-        shards = [_unsafe_view(shard, _size(shard)) for shard in shards_of(x)]
+        shards = [own_node(shard) for shard in held]
     return shards[0] if len(shards) == 1 else ranked(shards)
 
 

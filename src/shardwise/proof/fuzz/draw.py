@@ -256,6 +256,7 @@ class Draw:
             raise Refused("too many results")
         if "autograd.grad(" in text:
             self._check_apart(values)
+            self._check_strides(text, values)
         names = [self.name() for _ in values]
         left = ", ".join(names) + ("," if several and len(names) == 1 else "")
         self.parts.append(Line(f"{left} = {text}", tuple(names)))
@@ -280,6 +281,15 @@ class Draw:
         )
         if len(set(new)) < len(new) or set(new) & set(old):
             raise Refused("gradients that share memory")
+
+    def _check_strides(self, text: str, gradients: Sequence[Tensor | None]) -> None:
+        """Raise where a gradient is not strided as a tensor made like its own: torch promises nothing, and where shards
+        do not show the strides of a gradient it is given those. What `contiguous` makes of it depends on them."""
+        wanted = eval(text[text.index("[") : text.index("]") + 1], self.run.names)
+        for x, grad in zip(wanted, gradients, strict=True):
+            steps = () if grad is None else zip(grad.stride(), torch.empty_like(x).stride(), x.shape, strict=True)
+            if any(a != b and size > 1 for a, b, size in steps):
+                raise Refused("a gradient of other strides")
 
     def _check_hidden_views(self) -> None:
         """Raise where torch's own way of computing something decides which gradients there are. `F.linear` of several

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm import shards_of
-from shardwise.dispatch.aliasing.copied_views import StaleView
+from shardwise.dispatch.aliasing.copied_views import StaleView, renew
 from shardwise.layout import Partial, Placement, Replicate, Shard
 from shardwise.proof.fuzz.leaves import Device
 
@@ -137,7 +137,12 @@ def _compiled(text: str) -> CodeType:
 def look_back(x: Tensor) -> None:
     """Ask for the history of a tensor, as anyone may. Torch then brings that of a view up to date, by which it loses
     or keeps a gradient; and a hook on a view that is not up to date kills the process. Some views have no history, once
-    what they are views of was written to."""
+    what they are views of was written to. A stale view whose gradient somebody waits for is renewed by that; others
+    are left to their next use."""
+    with torch._C.DisableTorchFunctionSubclass():
+        is_watched = x.retains_grad or x._backward_hooks
+    if isinstance(x, StaleView) and is_watched:
+        renew(x)
     if not isinstance(x, StaleView):
         with torch._C.DisableTorchFunctionSubclass(), suppress(RuntimeError):
             for shard in shards_of(x):

@@ -39,6 +39,8 @@ PARTS: dict[str, Take] = {
     "half, turned": lambda x: x[:, :2].transpose(0, 1),
     "turned, half, back": lambda x: x.transpose(0, 1)[:2].transpose(0, 1),
     "one, repeated": lambda x: x[:1].expand(2, 4, 6),
+    "diagonal, outer dims": lambda x: x.diagonal(0, 0, 1),
+    "diagonal, across dim 1": lambda x: x.diagonal(1, 2, 0),
 }
 RESULTS: dict[str, Take] = {
     "contiguous": lambda x: x.contiguous(),
@@ -102,15 +104,46 @@ def test_strides_are_those_of_the_whole(mesh: tuple[int, ...], placements: tuple
         expected, d = take(whole()), take(place(whole(), *placements, mesh=mesh))
         if d.__class__ is views.CopiedView:
             continue  # it lies in memory of its own
-        wide = [dim for dim, size in enumerate(expected.shape) if size > 1]
-        assert [d.stride(dim) for dim in wide] == [expected.stride(dim) for dim in wide], name
+        assert_strides(d, expected, name)
         assert d.is_contiguous() == expected.is_contiguous(), name
-        if d.__class__ is views.Part:
-            continue
+
+
+def assert_strides(d: sw.DTensor, expected: Tensor, name: str = "") -> None:
+    wide = [dim for dim, size in enumerate(expected.shape) if size > 1]
+    assert [d.stride(dim) for dim in wide] == [expected.stride(dim) for dim in wide], name
+    if "_strides" not in d.__dict__:
         with torch._C.DisableTorchFunctionSubclass():
             for shard in (d, *d._peers):
                 shown = memory.inferred_strides(d._layout.shape, torch._C.TensorBase.size(shard), shard.stride())
                 assert [shown[dim] for dim in wide] == [expected.stride(dim) for dim in wide], name
+
+
+def test_strides_of_what_is_computed_from_thin_shards() -> None:
+    """Of the channels of the second some ranks hold one and others none."""
+    x, y = whole(), torch.arange(6.0, dtype=torch.float64).view(1, 3, 2)
+    weight, other = torch.ones(6, 2, 1, dtype=torch.float64), torch.ones(4, 6, dtype=torch.float64)
+    for take, given, dim in (
+        (lambda y, w: F.conv1d(y.permute(0, 2, 1), w, stride=2), (y, weight), 2),
+        (lambda x, w: torch.einsum("ijk,jk->kj", x, w)[1], (x, other), 1),
+    ):
+        dist = [place(given[0], S(dim), mesh=(3,)), place(given[1], R, mesh=(3,))]
+        assert_strides(take(*dist), take(*given))
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+@pytest.mark.parametrize("order", [(0, 2, 1), (1, 0, 2), (2, 1, 0)], ids=str)
+def test_gradients_are_strided_as_their_tensors(order: tuple[int, ...], create_graph: bool) -> None:
+    for dim in range(3):
+        x, d = whole().requires_grad_(), place(whole(), S(dim), mesh=(4,)).requires_grad_()
+        for inside in (lambda y: y, lambda y: y.mT):
+            found = []
+            for t in (x, d):
+                y = t.permute(order)
+                loss = inside(y).tanh().square().sum()
+                found.append(torch.autograd.grad(loss, [t, y], create_graph=create_graph))
+            for plain, dist in zip(*found, strict=True):
+                assert_strides(dist, plain)
+                torch.testing.assert_close(dist.full_tensor(), plain)
 
 
 def test_a_copy_of_a_copy_shows_what_is_written_to_the_source() -> None:

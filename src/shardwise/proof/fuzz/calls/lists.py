@@ -41,8 +41,9 @@ def foreach_written(d: Draw) -> Line:
     names = _list(d, written=True)
     text = d.way(WRITTEN).format(l=names, c=d.number())
     recorded = not d.likely(0.5)
-    if recorded and "tanh_" in text and _share_memory(eval(names, d.run.names)):
-        raise Refused("torch saves what is there after the last of them was written to")
+    written = eval(names, d.run.names)
+    if recorded and _share_memory(written) and ("tanh_" in text or any(x._is_view() for x in written)):
+        raise Refused("torch saves what is there after the last write, and its histories of views and bases differ")
     return Line(text if recorded else f"with torch.no_grad(): {text}")
 
 

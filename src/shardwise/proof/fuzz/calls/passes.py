@@ -62,8 +62,11 @@ def two_backwards(d: Draw) -> Line:
 
 
 def gradient(d: Draw) -> str:
+    """Of what has no hooks: torch hands out what a hook was given, or what it returned, as other tensors are asked for
+    or not (`grad(loss, [v])`, `grad(loss, [v, x])`)."""
     x = _recorded(d)
-    sources = [v for v in d.pool if v.value.requires_grad and v.dtype.is_floating_point and v != x]
+    hooked = {name for part in d.parts if ".register_hook(" in part.text for name in part.takes}
+    sources = [v for v in d.pool if v.value.requires_grad and v.dtype.is_floating_point and v != x and v not in hooked]
     wanted = d.chance.sample(sources, min(len(sources), d.pick(1, 1, 2)))
     create = d.pick(SECOND, "retain_graph=True") if not _is_in(d, SHIFT) else "retain_graph=True"
     return f"torch.autograd.grad({_loss(d, x)}, [{', '.join(wanted)}], {create}, allow_unused=True)"
