@@ -1,0 +1,140 @@
+"""Bodies about plans: a decoder parallelized by styles trains as on one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from bodies import R, S, assert_close, body
+from shardwise.debug import CommDebugMode
+from shardwise.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+WIDTH, HEAD_DIM, HIDDEN, VOCAB, BATCH, TOKENS, LAYERS = 8, 2, 12, 14, 2, 4, 2
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Written for as many heads as a rank has."""
+        q, k, v = (f(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attention, self.norm2, self.mlp = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.table.weight
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+COLUMNS = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
+TENSOR = {
+    "table": RowwiseParallel(input_layouts=R),
+    **{f"layers.*.{name}": ColwiseParallel() for name in COLUMNS},
+    "layers.*.attention.out": RowwiseParallel(),
+    "layers.*.mlp.down": RowwiseParallel(),
+    "head": ColwiseParallel(output_layouts=R),
+}
+SEQUENCE = {
+    "table": RowwiseParallel(input_layouts=R, output_layouts=S(1)),
+    **{f"layers.*.norm{i}": SequenceParallel() for i in (1, 2)},
+    "layers.*.attention": PrepareModuleInput(input_layouts=S(1), desired_input_layouts=R),
+    "layers.*.mlp": PrepareModuleInput(input_layouts=S(1), desired_input_layouts=R),
+    **{f"layers.*.{name}": ColwiseParallel() for name in COLUMNS},
+    "layers.*.attention.out": RowwiseParallel(output_layouts=S(1)),
+    "layers.*.mlp.down": RowwiseParallel(output_layouts=S(1)),
+    "norm": SequenceParallel(),
+    "head": ColwiseParallel(input_layouts=S(1), output_layouts=R),
+}
+
+
+def check_training(mesh: Any, plan: dict[str, Any], forward: dict[str, int]) -> None:
+    plain = Decoder()
+    model = parallelize_module(copy.deepcopy(plain), mesh, plan)
+    assert model.head.weight is model.table.weight
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, model)]
+    for step in range(3):
+        tokens = torch.randint(VOCAB, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(step))
+        losses = []
+        for net, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            with CommDebugMode() as comm:
+                logits = net(tokens[:, :-1])
+            assert type(logits) is Tensor
+            losses.append(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+            losses[-1].backward()
+            optimizer.step()
+        assert_close(losses[1].detach(), losses[0])
+        assert comm.get_comm_counts() == forward
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_close(p.detach(), q, name)
+
+
+@body(2)
+def a_decoder_by_a_tensor_parallel_plan(mesh: Any) -> None:
+    check_training(mesh, TENSOR, {"all_reduce": 1 + 2 * LAYERS, "all_gather": 1})
+
+
+@body(2)
+def a_decoder_by_a_sequence_parallel_plan(mesh: Any) -> None:
+    check_training(mesh, SEQUENCE, {"reduce_scatter": 1 + 2 * LAYERS, "all_gather": 2 + 2 * LAYERS})
+
+
+@body(2, 2)
+def a_decoder_on_one_of_two_axes(mesh: Any) -> None:
+    check_training(mesh["tp"], TENSOR, {"all_reduce": 1 + 2 * LAYERS, "all_gather": 1})
+
+
+@body(2)
+def a_plan_that_does_not_fit_is_refused_on_all_ranks(mesh: Any) -> None:
+    model = Decoder()
+    try:
+        parallelize_module(model, mesh, {**TENSOR, "norm": ColwiseParallel()})
+    except sw.errors.PlanError as error:
+        assert "module 'norm': ColwiseParallel knows" in str(error)
+    else:
+        raise AssertionError("not refused")
+    assert not any(isinstance(p, sw.DTensor) for p in model.parameters())
