@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -138,3 +139,34 @@ def a_plan_that_does_not_fit_is_refused_on_all_ranks(mesh: Any) -> None:
     else:
         raise AssertionError("not refused")
     assert not any(isinstance(p, sw.DTensor) for p in model.parameters())
+
+
+def hugging_face(mesh: Any) -> None:
+    """A model by its own plan: losses, weights after some steps, tokens, and Megatron's schedule."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "head_dim": 4, "num_hidden_layers": LAYERS}
+    plain = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).double()
+    model = copy.deepcopy(plain)
+    parallelize_module(model, mesh, model._tp_plan)
+    ids, losses, counts = torch.randint(32, (2, 6)), [], []
+    for net in (plain, model):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with CommDebugMode() as comm:
+                losses.append(net(ids, labels=ids).loss)
+            counts.append(comm.get_comm_counts())
+            losses[-1].backward()
+            optimizer.step()
+    assert counts[3:] == [{"all_reduce": 1 + 2 * LAYERS, "all_gather": 1}] * 3
+    torch.testing.assert_close(losses[3:], losses[:3])
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_close(p.detach(), q, name)
+    for way in ({}, {"num_beams": 2}, {"cache_implementation": "static"}):
+        options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, **way}
+        assert torch.equal(*(net.generate(ids[:, :3], **options) for net in (plain, model))), way
+
+
+if find_spec("transformers"):
+    body(2)(hugging_face)

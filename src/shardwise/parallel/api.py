@@ -12,7 +12,9 @@ from torch import nn
 
 from shardwise.comm import AnyMesh, as_mesh
 from shardwise.errors import PlanError
+from shardwise.layout import Replicate
 from shardwise.parallel.modules import tied
+from shardwise.parallel.named_styles import NamedStyle, replicate_inside
 from shardwise.parallel.style import Distributing, ParallelStyle
 
 Entry = tuple[str, nn.Module, ParallelStyle]
@@ -53,31 +55,51 @@ def parallelize_module(
     for path, submodule, style in entries:
         style._check(path, submodule, mesh.origin)
     _check_overlaps(entries)
+    if named := any(isinstance(style, NamedStyle) for _, _, style in entries):
+        _check_outputs(entries)
     with tied(module):
         for path, submodule, style in entries:
             style.src_data_rank, style.path = src_data_rank, path
             made = style._apply(submodule, mesh.origin)
             if submodule is module:
                 module = made
+    if named:
+        replicate_inside(module, mesh.origin, src_data_rank)
     return module
 
 
-def _entries(path: str, module: nn.Module, plan: Any) -> Iterator[Entry]:
-    """What a plan says, module by module, in its order."""
+def _entries(path: str, module: nn.Module, plan: Any, carried: frozenset[str] = frozenset()) -> Iterator[Entry]:
+    """What a plan says, module by module, in its order. Names that the model carries in a plan of its own are written
+    for all of its kind: not every model has such a layer."""
     if isinstance(plan, ParallelStyle):
         yield path, module, plan
+    elif isinstance(plan, str):
+        yield path, module, NamedStyle(plan, path)
     elif isinstance(plan, Mapping):
+        carried = carried.union(*(getattr(module, name, None) or () for name in ("_tp_plan", "_ep_plan")))
         for name, part in plan.items():
             found = list(_matches(path, module, name.split("."))) if name else [(path, module)]
-            if not found:
-                raise PlanError(_no_module(path, module, name))
             for inner_path, inner in found:
                 yield from _entries(inner_path, inner, part)
+            if not found:
+                found_parameters = list(_parameters(path, module, name, part)) if isinstance(part, str) else []
+                if not found_parameters and name not in carried:
+                    raise PlanError(_no_module(path, module, name))
+                yield from found_parameters
     else:
         where = f" for {path!r}" if path else ""
         raise TypeError(
             f"a plan is a ParallelStyle, or a dict of them by module name; got a {type(plan).__name__}{where}"
         )
+
+
+def _parameters(path: str, module: nn.Module, name: str, style: str) -> Iterator[Entry]:
+    """The parameters whose names match a pattern, each as its module and a style for it alone."""
+    *parts, last = name.split(".")
+    for inner_path, inner in _matches(path, module, parts) if parts else [(path, module)]:
+        for parameter in inner._parameters:
+            if fnmatchcase(parameter, last):
+                yield inner_path, inner, NamedStyle(style, f"{inner_path}.{parameter}", parameter)
 
 
 def _matches(path: str, module: nn.Module, parts: list[str]) -> Iterator[tuple[str, nn.Module]]:
@@ -119,3 +141,14 @@ def _check_overlaps(entries: list[Entry]) -> None:
             if inner in claimed:
                 raise PlanError(f"two entries of the plan distribute the same parameters: {claimed[inner]} and {name}")
             claimed[inner] = name
+
+
+def _check_outputs(entries: list[Entry]) -> None:
+    """Beside styles by name, plain tensors are taken as replicated."""
+    for path, _, style in entries:
+        gives_out_parts = {*getattr(style, "output_layouts", ())} - {Replicate(), None}
+        if gives_out_parts and getattr(style, "use_local_output", False):
+            raise PlanError(
+                f"module {path!r}: in a plan with styles by name, plain tensors are taken as replicated, and the parts "
+                f"that {style} would give out are not; say use_local_output=False"
+            )
