@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from bodies import R, S, assert_close, body
+from bodies import P, R, S, assert_close, body, doubles, leaf
 from shardwise.debug import CommDebugMode
+from shardwise.experimental import local_map
 from shardwise.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -139,6 +140,18 @@ def a_plan_that_does_not_fit_is_refused_on_all_ranks(mesh: Any) -> None:
     else:
         raise AssertionError("not refused")
     assert not any(isinstance(p, sw.DTensor) for p in model.parameters())
+
+
+@body(2, same_record=False)
+def a_function_written_for_one_rank(mesh: Any) -> None:
+    """Uneven pieces included: ranks that hold different sizes tell each other."""
+    for rows in (4, 5):
+        a, b = doubles(rows, 6), doubles(6, 3)
+        x, w = leaf(a, mesh, [S(0)]), leaf(b, mesh, [R])
+        y = local_map(torch.mm, [S(0)], ([S(0)], [R]), ([S(0)], [P]))(x, w)
+        assert_close(y, a @ b)
+        y.sum().backward()
+        assert_close(w.grad, a.sum(0)[:, None].expand(6, 3))
 
 
 def hugging_face(mesh: Any) -> None:

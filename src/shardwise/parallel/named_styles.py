@@ -116,7 +116,8 @@ def replicate_inside(module: nn.Module, device_mesh: AnyMesh, src_data_rank: int
     DTensors. Its class is one of the same name, derived from its own: hooks do not go around `generate`.
     """
     place_rest(module, device_mesh, src_data_rank=src_data_rank)
-    module.__class__ = _replicating(type(module))
+    cls: Any = type(module)
+    module.__class__ = _replicating(cls)
 
 
 @functools.cache
@@ -156,5 +157,5 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     return _again, (type(self).__bases__[0],), *rest
 
 
-def _again(cls: type[nn.Module]) -> nn.Module:
+def _again(cls: Any) -> nn.Module:
     return object.__new__(_replicating(cls))
