@@ -3,10 +3,12 @@ that it computes on, and its outputs to the one that the modules after it expect
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from shardwise.errors import MeshError, PlanError
 from shardwise.layout import Placement, Replicate, Shard
 from shardwise.local import single
 from shardwise.parallel.modules import place_rest
+from shardwise.redistribute import recall, remember, windows
 from shardwise.tensor import DTensor
 
 Layouts = Placement | tuple[Placement | None, ...] | None
@@ -287,7 +290,7 @@ def _enter(way: _Way, mesh: Any, path: str, module: nn.Module, inputs: tuple) ->
     shape = None
     if type(x) is Tensor and isinstance(module, nn.Linear) and _normal(taken, x.dim()) == (Shard(x.dim() - 1),):
         shape = (*x.shape[:-1], module.in_features)  # the ranks' pieces may be uneven
-    return _brought(x, mesh, taken, wanted, shape), *inputs[1:]
+    return _shared(x, mesh, taken, wanted, shape), *inputs[1:]
 
 
 def _leave(way: _Way, local: bool, mesh: Any, path: str, module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -331,6 +334,24 @@ def _prepare(x: Any, mesh: Any, taken: Placement | None, wanted: Placement | Non
         )
     found = _brought(x, mesh, (taken,), None if wanted is None else (wanted,))
     return to_local(found) if local else found
+
+
+_latest: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
+
+
+def _shared(x: Tensor, mesh: Any, *way: Any) -> DTensor:
+    """What was last brought in on a mesh, if that is the same tensor: queries, keys and values are computed from one,
+    which is gathered once, and whose gradient is reduced once."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return _brought(x, mesh, *way)
+    known, facts = _latest.get(mesh), (x._version, *way)
+    if known is not None:
+        if known[0]() is x and known[1] == facts and (found := recall(known[2], mesh)) is not None:
+            return cast(DTensor, found)
+        windows.get(mesh, {}).pop(known[2], None)  # it may have a whole graph
+    made = _brought(x, mesh, *way)
+    _latest[mesh] = weakref.ref(x), facts, remember(made, mesh)
+    return made
 
 
 def _brought(
