@@ -15,6 +15,10 @@ class MeshError(ShardwiseError, ValueError):
     """A mesh, an axis name, or a pair of meshes does not fit."""
 
 
+class PlanError(ShardwiseError, ValueError, NotImplementedError):
+    """A plan, or a style of it, does not fit the module it is meant for."""
+
+
 class ShardShapeError(ShardwiseError, ValueError, RuntimeError):
     """A shard has a shape that its layout does not allow, or a gradient one that its tensor does not."""
 

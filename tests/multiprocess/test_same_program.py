@@ -23,6 +23,7 @@ import bodies_ragged
 import bodies_recomputation
 import bodies_rules
 import bodies_second_order
+import bodies_styles
 import bodies_training
 import bodies_uneven_ranks
 import shardwise as sw
@@ -34,7 +35,7 @@ from shardwise.debug import CommDebugMode
 # importing them fills BODIES
 assert bodies_errors and bodies_moves and bodies_ops and bodies_optimizers
 assert bodies_ragged and bodies_recomputation and bodies_rules and bodies_second_order and bodies_training
-assert bodies_uneven_ranks
+assert bodies_styles and bodies_uneven_ranks
 
 Record = list[tuple[Any, ...]]
 

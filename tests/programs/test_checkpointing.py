@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.experimental import implicit_replication
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 MESHES = ((2,), (3,), (4,))
@@ -121,3 +122,15 @@ def test_what_a_checkpoint_returns_is_written_to_and_retains_its_gradient() -> N
         return y.grad, x.grad
 
     same(program, normal(4, 4), S(0))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_plain_tensors_are_taken_in_the_backward_pass_as_they_were_in_the_forward_pass(reentrant: bool) -> None:
+    mask = torch.tensor([1.0, 0.0, 2.0, 1.0])
+    x = sw.distribute_tensor(torch.arange(4.0), PAIR, [S(0)]).requires_grad_()
+    with implicit_replication():
+        y = checkpoint(lambda x: (x * mask).square() * mask, x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert torch.equal(x.grad.full_tensor(), 2 * torch.arange(4.0) * mask**3)
+    with pytest.raises(sw.errors.MixedTensorError):
+        x * mask

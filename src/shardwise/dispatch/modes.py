@@ -115,6 +115,18 @@ def implicit_replication() -> Iterator[None]:
         _implicit.reset(token)
 
 
+def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that a backward pass calls, on whatever thread, with plain tensors taken as they are taken now."""
+    if not replicates_implicitly():
+        return function
+
+    def later(*args: Any, **kwargs: Any) -> Any:
+        with implicit_replication():
+            return function(*args, **kwargs)
+
+    return later
+
+
 class ThinkingMode(TorchDispatchMode):
     """A dispatch mode under which a call is only thought about. To keep torch.compile out of it, torch would import all
     of torch._dynamo, which takes seconds; torch.compile never gets here (`dispatch.interop.compiled`)."""

@@ -2,6 +2,7 @@
 
 from shardwise.dispatch import implicit_replication
 from shardwise.experimental.kernels import register_kernel
+from shardwise.experimental.local_map import local_map
 from shardwise.experimental.register import RuleError, register_sharding
 
-__all__ = ["RuleError", "implicit_replication", "register_kernel", "register_sharding"]
+__all__ = ["RuleError", "implicit_replication", "local_map", "register_kernel", "register_sharding"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardwise.comm import AnyMesh, as_mesh
-from shardwise.layout import Replicate
+from shardwise.layout import Placement, Replicate
 from shardwise.tensor import DTensor, distribute_tensor
 
 
@@ -38,12 +39,11 @@ def distribute_module(
     if getattr(module, "_distribute_module_applied", False):
         raise RuntimeError("distribute_module was already applied to this module; its hooks would run twice")
     before, after = _of_module("input_fn", input_fn), _of_module("output_fn", output_fn)
-    places = _places(module)
-    for name, submodule in tuple(module.named_modules()):
-        if partition_fn is not None:
-            partition_fn(name, submodule, device_mesh)
-    _tie_again(places)
-    _replicate_rest(module, device_mesh)
+    with tied(module):
+        for name, submodule in tuple(module.named_modules()):
+            if partition_fn is not None:
+                partition_fn(name, submodule, device_mesh)
+    place_rest(module, device_mesh)
     for submodule in module.modules():
         if isinstance(submodule, nn.RNNBase):
             submodule.flatten_parameters = _stay_apart  # type: ignore[method-assign]
@@ -101,9 +101,12 @@ def _keep(tensor: Tensor, places: list[Place]) -> None:
             setattr(module, name, tensor)  # recurrent layers keep lists of their weights, and listen
 
 
-def _tie_again(places_of: dict[Tensor, list[Place]]) -> None:
-    """What was one tensor is one tensor again: the first DTensor made of it, or else the first that replaced it. What
-    was taken out of its module stays out."""
+@contextmanager
+def tied(module: nn.Module) -> Iterator[None]:
+    """What is one tensor before is one tensor after: the first DTensor made of it, or else the first that replaced it.
+    What was taken out of its module stays out."""
+    places_of = _places(module)
+    yield
     for tensor, places in places_of.items():
         present = [place for place in places if isinstance(_kept(*place), Tensor)]
         made = [x for place in present if (x := _kept(*place)) is not tensor]
@@ -111,11 +114,20 @@ def _tie_again(places_of: dict[Tensor, list[Place]]) -> None:
             _keep(next((x for x in made if isinstance(x, DTensor)), made[0]), present)
 
 
-def _replicate_rest(module: nn.Module, device_mesh: AnyMesh) -> None:
-    placements = [Replicate()] * device_mesh.ndim
+def place_rest(
+    module: nn.Module,
+    device_mesh: AnyMesh,
+    where: Mapping[str, Sequence[Placement]] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> None:
+    """Turn what is still plain in a module into DTensors: its own, by name, as `where` says; the rest is replicated."""
+    whole: Sequence[Placement] = [Replicate()] * device_mesh.ndim
     for tensor, places in _places(module).items():
-        if isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor):
-            made: Any = distribute_tensor(tensor.detach(), device_mesh, placements)
-            _keep(nn.Parameter(made, requires_grad=tensor.requires_grad), places)
-        elif not isinstance(tensor, DTensor):
-            _keep(distribute_tensor(tensor, device_mesh, placements), places)
+        if not isinstance(tensor, DTensor):
+            found = [where[name] for owner, name in places if where and owner is module and name in where]
+            placements = found[0] if found else whole
+            is_parameter = isinstance(tensor, nn.Parameter)
+            plain = tensor.detach() if is_parameter else tensor
+            made: Any = distribute_tensor(plain, device_mesh, placements, src_data_rank=src_data_rank)
+            _keep(nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made, places)

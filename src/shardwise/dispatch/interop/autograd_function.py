@@ -23,6 +23,7 @@ from shardwise.comm.rendezvous import expect
 from shardwise.dispatch.aliasing.copied_views import CopiedView, Part, StaleView, renew, storage_of
 from shardwise.dispatch.functions.handlers import shards_of
 from shardwise.dispatch.interop.nodes import pass_nothing_on
+from shardwise.dispatch.modes import as_now
 from shardwise.layout import Layout
 from shardwise.redistribute import own_node
 from shardwise.tensor import DTensor, InFlight, gradient_shards, gradient_tensor, localise, settled, wrap
@@ -48,9 +49,10 @@ _KINDS = frozenset({DTensor, InFlight, CopiedView, Part, StaleView})
 
 
 def _apply_to_dtensors(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    call = _Call(args)
+    function = cls.__dict__.get("_on_dtensors") or _derive(cls)
+    call = _Call(args, function.users_backward)
     pass_nothing_on(x for x in args if isinstance(x, DTensor))
-    out = _apply(cls.__dict__.get("_on_dtensors") or _derive(cls), call, *flat_shards(args), **kwargs)
+    out = _apply(function, call, *flat_shards(args), **kwargs)
     results = joined(out if isinstance(out, tuple) else (out,), call.outputs, call.strides)
     if cls is CheckpointFunction:
         _part_nodes(results)
@@ -69,9 +71,10 @@ def _part_nodes(results: Sequence[Any]) -> None:
 class _Call:
     """One call of a function: for each argument and each result its layout, or None if it is not a DTensor."""
 
-    __slots__ = ("inputs", "outputs", "returns_tuple", "strides", "tensor_inputs")
+    __slots__ = ("backward", "inputs", "outputs", "returns_tuple", "strides", "tensor_inputs")
 
-    def __init__(self, args: Sequence[Any]) -> None:
+    def __init__(self, args: Sequence[Any], backward: Callable) -> None:
+        self.backward = as_now(backward)
         self.inputs = _layouts(args)
         self.tensor_inputs = [x._layout if isinstance(x, DTensor) else None for x in args if isinstance(x, Tensor)]
         self.outputs: list[Layout | None] = []
@@ -255,7 +258,7 @@ def _derive(cls: Any) -> Any:
         if getattr(cls, "boxed_grads_call", False):
             gradients = [gradients]
         with _users_code():
-            result = list(_as_tuple(user(ctx, *gradients)))
+            result = list(_as_tuple(ctx.call.backward(ctx, *gradients)))
         wanted = len(ctx.call.inputs)
         while len(result) > wanted and result[-1] is None:
             result.pop()
@@ -272,6 +275,7 @@ def _derive(cls: Any) -> Any:
         {
             "forward": staticmethod(forward),
             "backward": staticmethod(once_differentiable(backward) if once else backward),
+            "users_backward": staticmethod(user),
             "vjp": staticmethod(Function.vjp),
             "setup_context": staticmethod(Function.setup_context),
             "boxed_grads_call": False,
@@ -332,6 +336,7 @@ def keeping_shards(save: Callable) -> Callable:
     @functools.wraps(save)
     def save_inputs(self: Any, *args: Any) -> None:
         self.kept = _layouts(args), _strides(args)
+        self.recompute_fn = as_now(self.recompute_fn)
         save(self, *flat_shards(args))
 
     return save_inputs

@@ -1,0 +1,154 @@
+"""`parallelize_module`: a plan says by name which module is parallelized in which style."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from shardwise.comm import AnyMesh, as_mesh
+from shardwise.errors import PlanError
+from shardwise.layout import Replicate
+from shardwise.parallel.modules import tied
+from shardwise.parallel.named_styles import NamedStyle, replicate_inside
+from shardwise.parallel.style import Distributing, ParallelStyle
+
+Entry = tuple[str, nn.Module, ParallelStyle]
+"""A module's name, the module, and the style it gets."""
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: AnyMesh | None = None,
+    parallelize_plan: ParallelStyle | Mapping[str, Any] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Parallelize a module, in place, as a plan says: one style for the module itself, or styles by the names of its
+    submodules.
+
+    Each part of a name may have wildcards (`"layers.*.mlp.up"`); `""` is the module itself; plans may be nested. The
+    whole plan is checked first: a name that is no module's, a style that does not fit its module, or a parameter that
+    is a DTensor already raise before anything is distributed. Weights that modules share stay shared. The mesh, that of
+    the `with` block around by default, has one axis: `mesh["tp"]`. Values are those of the rank numbered
+    `src_data_rank`; None means all ranks have them already.
+
+    >>> import torch, shardwise as sw
+    >>> from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    >>> mesh = sw.simulate((2, 2), ("dp", "tp"))
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    >>> _ = parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    >>> net[0].weight.placements, net[2].weight.placements, net(torch.ones(3, 4)).shape
+    ((Shard(dim=0),), (Shard(dim=1),), torch.Size([3, 4]))
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"parallelize_module takes a torch.nn.Module, not a {type(module).__name__}")
+    mesh = as_mesh(device_mesh)
+    if parallelize_plan is None:
+        warnings.warn("parallelize_module was given no plan: nothing is parallelized", stacklevel=2)
+        return module
+    entries = _without_repeats(_entries("", module, parallelize_plan))
+    for path, submodule, style in entries:
+        style._check(path, submodule, mesh.origin)
+    _check_overlaps(entries)
+    if named := any(isinstance(style, NamedStyle) for _, _, style in entries):
+        _check_outputs(entries)
+    with tied(module):
+        for path, submodule, style in entries:
+            style.src_data_rank, style.path = src_data_rank, path
+            made = style._apply(submodule, mesh.origin)
+            if submodule is module:
+                module = made
+    if named:
+        replicate_inside(module, mesh.origin, src_data_rank)
+    return module
+
+
+def _entries(path: str, module: nn.Module, plan: Any, carried: frozenset[str] = frozenset()) -> Iterator[Entry]:
+    """What a plan says, module by module, in its order. Names that the model carries in a plan of its own are written
+    for all of its kind: not every model has such a layer."""
+    if isinstance(plan, ParallelStyle):
+        yield path, module, plan
+    elif isinstance(plan, str):
+        yield path, module, NamedStyle(plan, path)
+    elif isinstance(plan, Mapping):
+        carried = carried.union(*(getattr(module, name, None) or () for name in ("_tp_plan", "_ep_plan")))
+        for name, part in plan.items():
+            found = list(_matches(path, module, name.split("."))) if name else [(path, module)]
+            for inner_path, inner in found:
+                yield from _entries(inner_path, inner, part)
+            if not found:
+                found_parameters = list(_parameters(path, module, name, part)) if isinstance(part, str) else []
+                if not found_parameters and name not in carried:
+                    raise PlanError(_no_module(path, module, name))
+                yield from found_parameters
+    else:
+        where = f" for {path!r}" if path else ""
+        raise TypeError(
+            f"a plan is a ParallelStyle, or a dict of them by module name; got a {type(plan).__name__}{where}"
+        )
+
+
+def _parameters(path: str, module: nn.Module, name: str, style: str) -> Iterator[Entry]:
+    """The parameters whose names match a pattern, each as its module and a style for it alone."""
+    *parts, last = name.split(".")
+    for inner_path, inner in _matches(path, module, parts) if parts else [(path, module)]:
+        for parameter in inner._parameters:
+            if fnmatchcase(parameter, last):
+                yield inner_path, inner, NamedStyle(style, f"{inner_path}.{parameter}", parameter)
+
+
+def _matches(path: str, module: nn.Module, parts: list[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules whose names match a pattern, part by part."""
+    for name, child in module.named_children():
+        if fnmatchcase(name, parts[0]):
+            inner = f"{path}.{name}" if path else name
+            if len(parts) == 1:
+                yield inner, child
+            else:
+                yield from _matches(inner, child, parts[1:])
+
+
+def _no_module(path: str, module: nn.Module, name: str) -> str:
+    names = [found for found, _ in module.named_modules() if found]
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f"; similar names: {', '.join(map(repr, near))}" if near else f"; its children: {_children(module)}"
+    return f"the plan names {name!r}, but no module of {path or type(module).__name__} is called so{hint}"
+
+
+def _children(module: nn.Module) -> str:
+    return ", ".join(repr(name) for name, _ in module.named_children()) or "none"
+
+
+def _without_repeats(entries: Iterator[Entry]) -> list[Entry]:
+    """A module that is found under several names gets a style once."""
+    found: dict[tuple[int, int], Entry] = {}
+    for entry in entries:
+        found.setdefault((id(entry[1]), id(entry[2])), entry)
+    return list(found.values())
+
+
+def _check_overlaps(entries: list[Entry]) -> None:
+    """The parameters of a module are distributed by one style."""
+    claimed: dict[nn.Module, str] = {}
+    for path, module, style in entries:
+        for inner in module.modules() if isinstance(style, Distributing) else ():
+            name = f"{path or 'the module'} ({type(style).__name__})"
+            if inner in claimed:
+                raise PlanError(f"two entries of the plan distribute the same parameters: {claimed[inner]} and {name}")
+            claimed[inner] = name
+
+
+def _check_outputs(entries: list[Entry]) -> None:
+    """Beside styles by name, plain tensors are taken as replicated."""
+    for path, _, style in entries:
+        gives_out_parts = {*getattr(style, "output_layouts", ())} - {Replicate(), None}
+        if gives_out_parts and getattr(style, "use_local_output", False):
+            raise PlanError(
+                f"module {path!r}: in a plan with styles by name, plain tensors are taken as replicated, and the parts "
+                f"that {style} would give out are not; say use_local_output=False"
+            )

@@ -1,0 +1,161 @@
+"""Styles by the names that Hugging Face's models have in their plans (`model._tp_plan`).
+
+There, a name says how a layer's weights are sharded, and which tensors its ranks exchange around it. Here the second
+follows from the first: what such a model computes with are DTensors, and plain tensors that it makes or is given are
+taken as replicated. So most names are one fact: the dim of a weight that is sharded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from shardwise.comm import AnyMesh, as_mesh
+from shardwise.dispatch import implicit_replication
+from shardwise.errors import MeshError, PlanError
+from shardwise.layout import Placement, Replicate, Shard
+from shardwise.parallel.modules import place_rest
+from shardwise.parallel.style import ParallelStyle
+from shardwise.tensor import DTensor, distribute_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """The dim of a weight that is sharded, whether vectors (biases) are, and what input and output are brought to."""
+
+    dim: int | None = None
+    vectors: bool = False
+    input: Placement | None = None
+    output: Placement | None = None
+
+    def placement(self, parameter: Tensor) -> Placement:
+        if self.dim is None or (parameter.dim() < 2 and not self.vectors):
+            return Replicate()
+        return Shard(self.dim % parameter.dim() if parameter.dim() > 1 else 0)
+
+
+COLUMNS, ROWS, WHOLE = Meaning(-2, vectors=True), Meaning(-1), Meaning(output=Replicate())
+WHOLE_COLUMNS, WHOLE_ROWS = replace(COLUMNS, output=Replicate()), replace(ROWS, output=Replicate())
+MEANINGS: Mapping[str, Meaning] = {
+    **dict.fromkeys(("colwise", "local_colwise", "packed_colwise"), COLUMNS),
+    **dict.fromkeys(("colwise_rep", "colwise_gather_output", "embedding_rowwise"), WHOLE_COLUMNS),
+    **dict.fromkeys(("local_rowwise", "packed_rowwise", "local_packed_rowwise"), ROWS),
+    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "embedding_colwise"), WHOLE_ROWS),
+    "grouped_gemm": Meaning(0, vectors=True),
+    **dict.fromkeys(("gather", "all_reduce", "moe_tp_experts", "ep_dispatch_experts"), WHOLE),
+    "sequence_parallel": Meaning(input=Shard(1), output=Shard(1)),
+    **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "local", "mla_kv_a_proj"), Meaning()),
+    **dict.fromkeys(("moe_identity_expert", "ep_router"), Meaning()),
+}
+
+
+class NamedStyle(ParallelStyle):
+    """A style by its name, for a module's own parameters, or for one of them."""
+
+    def __init__(self, name: str, path: str, parameter: str | None = None) -> None:
+        if name not in MEANINGS:
+            raise PlanError(
+                f"the plan's style {name!r} for {path!r} is unknown; known are {', '.join(sorted(MEANINGS))}"
+            )
+        self.name, self.meaning, self.parameter = name, MEANINGS[name], parameter
+
+    def _parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        own = dict(module.named_parameters(recurse=False))
+        return own if self.parameter is None else {self.parameter: own[self.parameter]}
+
+    def _check(self, path: str, module: nn.Module, device_mesh: AnyMesh) -> None:
+        mesh = as_mesh(device_mesh)
+        if mesh.ndim != 1:
+            raise MeshError(
+                f"{path}: {self.name!r} takes a mesh of one axis, such as mesh[{mesh.names[-1]!r}], not {mesh}"
+            )
+        for name, tensor in self._parameters(module).items():
+            if isinstance(tensor, DTensor):
+                raise PlanError(
+                    f"{path}.{name} is a DTensor already, {tensor.layout_on_mesh}; {self.name!r} shards plain ones"
+                )
+
+    def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
+        for name, plain in self._parameters(module).items():
+            if not isinstance(plain, DTensor):
+                where = [self.meaning.placement(plain)]
+                made: Any = distribute_tensor(plain.detach(), device_mesh, where, src_data_rank=self.src_data_rank)
+                setattr(module, name, nn.Parameter(made, requires_grad=plain.requires_grad))
+        if self.parameter is None and self.meaning.input is not None:
+            module.register_forward_pre_hook(functools.partial(_bring_input, self.meaning.input))
+        if self.parameter is None and self.meaning.output is not None:
+            module.register_forward_hook(functools.partial(_bring_output, self.meaning.output))
+        return module
+
+
+def _bring_input(placement: Placement, module: nn.Module, inputs: tuple) -> tuple:
+    return _brought(placement, inputs[0]), *inputs[1:]
+
+
+def _bring_output(placement: Placement, module: nn.Module, inputs: Any, output: Any) -> Any:
+    return _brought(placement, output)
+
+
+def _brought(placement: Placement, x: Any) -> Any:
+    if not isinstance(x, DTensor) or x.placements == (placement,):
+        return x
+    return x.redistribute(placements=[placement])
+
+
+# The model around
+
+
+def replicate_inside(module: nn.Module, device_mesh: AnyMesh, src_data_rank: int | None) -> None:
+    """Make a model with some DTensors one that is called with plain tensors, and answers with plain ones.
+
+    What it has beside is replicated; plain tensors inside are taken so; outputs are whole, unless it is called with
+    DTensors. Its class is one of the same name, derived from its own: hooks do not go around `generate`.
+    """
+    place_rest(module, device_mesh, src_data_rank=src_data_rank)
+    cls: Any = type(module)
+    module.__class__ = _replicating(cls)
+
+
+@functools.cache
+def _replicating(cls: Any) -> Any:
+    methods = {name: _inside(getattr(cls, name)) for name in ("forward", "generate") if hasattr(cls, name)}
+    facts = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce_ex__": _reduce}
+    return type(cls.__name__, (cls,), {**methods, **facts})
+
+
+def _inside(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def inside(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with implicit_replication():
+            output = method(self, *args, **kwargs)
+        asked = any(isinstance(x, DTensor) for x in (*args, *kwargs.values()))
+        return output if asked else _plain(output)
+
+    return inside
+
+
+def _plain(output: Any) -> Any:
+    """An output with plain tensors in the place of DTensors. What is neither a list nor a dict (a cache) is left."""
+    if isinstance(output, DTensor):
+        return output.full_tensor()
+    if isinstance(output, dict):
+        for name, value in output.items():
+            output[name] = _plain(value)
+        return output
+    if type(output) in (list, tuple):
+        return type(output)(map(_plain, output))
+    return output
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    """A class that has another's name is not found by it."""
+    _, _, *rest = cast(tuple, nn.Module.__reduce_ex__(self, protocol))
+    return _again, (type(self).__bases__[0],), *rest
+
+
+def _again(cls: Any) -> nn.Module:
+    return object.__new__(_replicating(cls))
