@@ -90,7 +90,7 @@ class Mover:
 
     def _regathered(self, x: Tensor, gathered: Gathered) -> Tensor:
         local = localise(x)  # type: ignore[arg-type]
-        shards = gathered.as_varying((local, *local.__dict__.get("_peers", ())))
+        shards = gathered.as_varying((local, *local.__dict__.get("_peers", ())), self.moves[0])
         if listeners:
             handed_on(x, shards, (gathered.move,))
         return shards[0] if len(shards) == 1 else ranked(shards)
