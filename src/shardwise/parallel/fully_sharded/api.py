@@ -234,6 +234,11 @@ class FSDPModule:
         """Whether gradients need the parameters themselves: not those of an embedding."""
         self._set(False, unshard_in_backward=unshard_in_backward)
 
+    def reset_iter_state(self) -> None:
+        """Forget a backward pass that failed. (The next forward does, too.)"""
+        if (schedule := self.__dict__[HOOKS].schedule) is not None:
+            schedule.reset()
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """For programs written for torch: every backward pass here ends with all its gradients."""
 

@@ -7,17 +7,21 @@ off the parameters' own moves; uneven and empty shards are nothing special.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwise.comm import Handle
+from shardwise.comm.cause import called, listeners
 from shardwise.layout import Mesh
 from shardwise.redistribute import Move
 from shardwise.redistribute.kernels import received, sent
+
+_T = TypeVar("_T")
 
 Held = Sequence[Tensor]
 """One tensor for each rank held in this process."""
@@ -50,7 +54,8 @@ class Joint:
         flat = [torch.cat([x.reshape(-1) for x in own]) for own in zip(*shards)]
         flat = [x.to(device, dtype, non_blocking=True) for x in flat]
         shapes = [[(sum(numels),) for numels in members] for members in self._numels]
-        return self.mesh.port.start_all_gather(flat, self.mesh, (self.axis,), shapes)
+        start = partial(self.mesh.port.start_all_gather, flat, self.mesh, (self.axis,), shapes)
+        return caused("parameters gathered", start)
 
     def fill(self, rows: Sequence[Held], wholes: Sequence[Held]) -> None:
         """Write what was gathered into tensors of the parameters' own shapes."""
@@ -73,7 +78,8 @@ class Joint:
         for h in ranks:
             parts = [[grad[h][cut[h][m]].reshape(-1) for grad, cut in zip(grads, cuts, strict=True)] for m in members]
             chunks.append(_joined(parts, dtype, divisor))
-        return self.mesh.port.start_reduce_scatter(chunks, self.mesh, (self.axis,), "sum")
+        start = partial(self.mesh.port.start_reduce_scatter, chunks, self.mesh, (self.axis,), "sum")
+        return caused("gradients reduced", start)
 
     def shards(self, flat: Held) -> list[list[Tensor]]:
         """Each rank's flat part as the shards that it consists of, by parameter."""
@@ -83,6 +89,21 @@ class Joint:
             shapes = [layout.held_shapes[h] for layout in layouts]
             found.append([y.view(s) for y, s in zip(x.split([math.prod(s) for s in shapes]), shapes, strict=True)])
         return [list(shards) for shards in zip(*found, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What those are told who ask what is communicated."""
+
+    why: str
+    function: str = "fully_shard"
+
+    def explain(self, path: Any, x: Tensor | None) -> tuple[str, str]:
+        return "", self.why
+
+
+def caused(why: str, start: Callable[[], _T]) -> _T:
+    return called(_Call(why), (), start) if listeners else start()
 
 
 def _joined(parts: Sequence[Sequence[Tensor]], dtype: torch.dtype, divisor: float) -> list[Tensor]:

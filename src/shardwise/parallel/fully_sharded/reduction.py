@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from shardwise.comm import Handle
 from shardwise.comm.port import done
-from shardwise.parallel.fully_sharded.collectives import Held, Joint
+from shardwise.parallel.fully_sharded.collectives import Held, Joint, caused
 from shardwise.parallel.fully_sharded.group import Entry, Group
 
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
@@ -40,7 +41,8 @@ class Reduction:
         elif self.group.options.all_reduce:
             for entry, shards in self._by_entry(flat):
                 torch._foreach_add_(shards, waiting.pop(entry, torch._foreach_mul(shards, 0)))
-            self._reduced = mesh.port.start_all_reduce(flat, mesh, (0,), "sum")
+            start = partial(mesh.port.start_all_reduce, flat, mesh, (0,), "sum")
+            self._reduced = caused("gradients reduced over replicas", start)
         else:
             for entry, shards in self._by_entry(flat):
                 torch._foreach_add_(waiting.setdefault(entry, torch._foreach_mul(shards, 0)), shards)

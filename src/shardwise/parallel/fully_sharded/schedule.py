@@ -45,6 +45,14 @@ class Schedule:
 
     def begin(self) -> None:
         self._entering, self._leaving = [], []
+        if self.passes:
+            self.reset()
+
+    def reset(self) -> None:
+        """After a backward pass that failed: forget it."""
+        self.passes.clear()
+        for group in self.groups:
+            group.done()
 
     def enter(self, group: Group) -> None:
         """A module of a group is about to run: start what comes after it."""
@@ -138,7 +146,6 @@ class Pass:
                 for entry, grads in reduction.wait():
                     for x, grad in zip(entry.held(), grads, strict=True):
                         accumulate(x, grad)
-        others = {group for other in self.schedule.passes.values() for group in other.uses}
-        for group in self.schedule.groups:
-            if group not in others:
+        if not self.schedule.passes:  # else a pass around this one goes on
+            for group in self.schedule.groups:
                 group.done()
