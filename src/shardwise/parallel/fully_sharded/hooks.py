@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,9 @@ from shardwise.tensor import DTensor, wrap
 _disabled = torch._C.DisableTorchFunctionSubclass
 _task = torch._C._current_graph_task_id
 
+Unsharded = tuple[Use, list[Tensor]]
+"""A use, and the whole parameters in it."""
+
 HOOKS = "_fully_sharded"
 """Under this name a module keeps its hooks."""
 
@@ -36,7 +39,7 @@ class Hooks:
         self.mesh: Mesh | None = None
         self._running: list[_Running] = []  # the innermost last
         self._to_run: set[nn.Module] = set()  # of several modules, until all have run
-        self._shared: Use | None = None
+        self._shared: Unsharded | None = None
         for module in group.modules:
             module.__dict__[HOOKS] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
@@ -53,9 +56,9 @@ class Hooks:
         if not is_backward:
             self.schedule.enter(self.group)
             self.mesh = self._mesh_of_batch(args, kwargs, outer)
-        use = self._use()
-        before = self.group.show(use.tensors)
-        self._running.append(_Running(use, before, outer, self._show_buffers(), args, is_backward))
+        made = self._unsharded()
+        before = self.group.show(made[1])
+        self._running.append(_Running(made, before, outer, self._show_buffers(), args, is_backward))
         _innermost.set(self)
         policy = self.group.options.policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
@@ -82,13 +85,15 @@ class Hooks:
                 return x._layout.mesh
         return None if outer is None else outer.mesh
 
-    def _use(self) -> Use:
+    def _unsharded(self) -> Unsharded:
         """Several modules of a group that run one after the other share a use, and its one reduction."""
-        if len(self.group.modules) == 1:
-            return Use(self.group, self.schedule, self.mesh)
-        if not self._to_run or self._shared is None or self._shared.mesh is not self.mesh:
-            self._to_run, self._shared = set(self.group.modules), Use(self.group, self.schedule, self.mesh)
-        return self._shared
+        if self._shared is not None and self._to_run and self._shared[0].mesh is self.mesh:
+            return self._shared
+        use = Use(self.group, self.schedule, self.mesh)
+        made = use, use.tensors()
+        if len(self.group.modules) > 1:
+            self._to_run, self._shared = set(self.group.modules), made
+        return made
 
     def _show_buffers(self) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
         """Show plain buffers as replicated, beside a batch of DTensors. They share memory: writes arrive."""
@@ -115,10 +120,10 @@ class Hooks:
         if not run.is_backward:
             self._leave(run.outer)
         for x in _tensors(output):
-            _before_node(x, partial(self.before_backward, run.use))
-        if not any(run.use.trained):  # then no gradient of theirs will say that the pass is through with them
+            _before_node(x, partial(self.before_backward, *run.made))
+        if not any(run.made[0].trained):  # then no gradient of theirs will say that the pass is through with them
             for x in _tensors(run.args):
-                _before_node(x, partial(self.after_backward, run.use))
+                _before_node(x, partial(self.after_backward, run.made[0]))
         dtype = self.group.options.policy.output_dtype
         return output if dtype is None else _converted(output, dtype)
 
@@ -136,11 +141,11 @@ class Hooks:
         """Outside of a forward: have the modules show their parameters whole, laid out as in the last forward."""
         self._join(None)
         self.group.gather()
-        self.group.show(Use(self.group, self.schedule, self.mesh).tensors)
+        self.group.show(Use(self.group, self.schedule, self.mesh).tensors())
 
     # Backward
 
-    def before_backward(self, use: Use, grads: Any) -> None:
+    def before_backward(self, use: Use, tensors: list[Tensor], grads: Any) -> None:
         """A gradient of the module's outputs is there."""
         here = self.schedule.backward()
         uses = here.uses.setdefault(self.group, {})
@@ -149,7 +154,7 @@ class Hooks:
         uses[use] = None
         use.check_unchanged()
         self.group.gather()
-        self.group.show(use.tensors)  # a checkpoint inside may compute with them again
+        self.group.show(tensors)  # a checkpoint inside may compute with them again
         for other in here.previous(self.group):
             other.start()
 
@@ -157,16 +162,16 @@ class Hooks:
         self.schedule.backward().release(use)
 
 
+@dataclass(slots=True)
 class _Running:
     """A forward that goes on."""
 
-    __slots__ = ("args", "before", "buffers", "is_backward", "outer", "use")
-
-    def __init__(
-        self, use: Use, before: list, outer: Hooks | None, buffers: list, args: Any, is_backward: bool
-    ) -> None:
-        self.use, self.before, self.outer, self.buffers = use, before, outer, buffers
-        self.args, self.is_backward = args, is_backward
+    made: Unsharded
+    before: list[Any]
+    outer: Hooks | None
+    buffers: list[tuple[nn.Module, str, Tensor, Tensor]]
+    args: tuple
+    is_backward: bool
 
 
 _innermost: ContextVar[Hooks | None] = ContextVar("innermost", default=None)

@@ -31,19 +31,26 @@ _size = torch._C.TensorBase.size
 
 class Use:
     """One use of a group's parameters, in a forward pass. Where the batch is a DTensor on a `mesh`, so are they, and
-    gradients are terms of a sum; else each rank has a batch of its own, and gradients are averaged."""
+    gradients are terms of a sum; else each rank has a batch of its own, and gradients are averaged.
+
+    The graph refers to it, so it must not refer to what is part of the graph: nobody would find that cycle.
+    """
 
     def __init__(self, group: Group, schedule: Schedule, mesh: Mesh | None) -> None:
         self.group, self.schedule, self.mesh = group, schedule, mesh
         self.stamp = group.stamp()
         self.num_ranks = len(group.data.mesh.held)
         self.trained = [torch.is_grad_enabled() and entry.param.requires_grad for entry in group.entries]
+
+    def tensors(self) -> list[Tensor]:
+        """The parameters, whole."""
+        entries = self.group.entries
         with _disabled():
-            flat = _Unshard.apply(self, *(x for entry in group.entries for x in entry.held()))
+            flat = _Unshard.apply(self, *(x for entry in entries for x in entry.held()))
         held = [flat[i : i + self.num_ranks] for i in range(0, len(flat), self.num_ranks)]
-        varying = iter(held[len(group.entries) :])
+        varying = iter(held[len(entries) :])
         terms = [next(varying, None) if trained else None for trained in self.trained]
-        self.tensors = [self._labelled(*facts) for facts in zip(group.entries, held, terms)]
+        return [self._labelled(*facts) for facts in zip(entries, held, terms)]
 
     def _labelled(self, entry: Entry, held: Held, varying: Held | None) -> Tensor:
         local: Any = held[0] if len(held) == 1 else ranked(held)
@@ -59,6 +66,7 @@ class Use:
     def check_unchanged(self) -> None:
         """Raise if the backward pass would see other parameters than the forward pass did."""
         if self.stamp != self.group.stamp():
+            self.schedule.reset()
             raise InPlaceError(
                 "a parameter of a fully sharded module was written to between the forward pass that used it and the "
                 "backward pass, which needs it as it was"
