@@ -200,8 +200,18 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     key = device_mesh, dist.group.WORLD
     mesh = _meshes.get(key)
     if mesh is None:
-        mesh = _meshes[key] = mesh_over(ProcessGroupPort(device_mesh), device_mesh)
+        root = _root_of(device_mesh)
+        made = mesh_over(ProcessGroupPort(device_mesh), device_mesh) if root is None else mesh_of(root)
+        mesh = _meshes[key] = made if root is None else made[device_mesh.mesh_dim_names]
     return mesh
+
+
+def _root_of(device_mesh: DeviceMesh) -> DeviceMesh | None:
+    """The mesh that another was taken from by names of its axes. What was flattened has axes of its own."""
+    root, names = device_mesh._get_root_mesh(), device_mesh.mesh_dim_names
+    if root == device_mesh or not names or root.get_coordinate() is None:
+        return None
+    return root if names == tuple(name for name in root.mesh_dim_names or () if name in names) else None
 
 
 def mesh_over(port: GroupPort, origin: DeviceMesh | None) -> Mesh:

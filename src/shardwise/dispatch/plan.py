@@ -75,7 +75,7 @@ class Mover:
                 moved = recall(moved, self.mesh)
             if moved is not None:
                 return moved
-        if "_gathered" in facts and len(self.moves) == 1 and facts["_gathered"].serves(self.moves[0], version):
+        if "_gathered" in facts and facts["_gathered"].serves(self.moves[0], version):
             moved = self._regathered(x, facts["_gathered"])
         elif self.only is not None and x.__class__ is DTensor and "_peers" not in facts and not listeners:
             moved = self.only(x)
@@ -90,7 +90,9 @@ class Mover:
 
     def _regathered(self, x: Tensor, gathered: Gathered) -> Tensor:
         local = localise(x)  # type: ignore[arg-type]
-        shards = gathered.as_varying((local, *local.__dict__.get("_peers", ())))
+        shards = gathered.as_varying((local, *local.__dict__.get("_peers", ())), self.moves[0])
+        for move in self.moves[1:]:
+            shards = transition(move, shards)
         if listeners:
             handed_on(x, shards, (gathered.move,))
         return shards[0] if len(shards) == 1 else ranked(shards)

@@ -51,7 +51,12 @@ class Mesh:
         self.held = held
         self.device_type = device_type
         self.origin = self if origin is None else origin
-        self._submeshes: dict[tuple[str, ...], Mesh] = {}
+        self._submeshes: dict[tuple[str, ...], Mesh] = {names: self}
+
+    @property
+    def root(self) -> Mesh:
+        """The mesh that this one is a part of, or itself."""
+        return next(iter(self._submeshes.values()))
 
     # The names torch's DeviceMesh gives the same facts.
 

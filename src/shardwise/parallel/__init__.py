@@ -2,6 +2,15 @@
 
 from shardwise.parallel import optimizers
 from shardwise.parallel.api import parallelize_module
+from shardwise.parallel.fully_sharded import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from shardwise.parallel.loss import loss_parallel
 from shardwise.parallel.modules import distribute_module
 from shardwise.parallel.style import (
@@ -16,16 +25,23 @@ from shardwise.parallel.style import (
 from shardwise.redistribute import no_sync
 
 __all__ = [
+    "CPUOffloadPolicy",
     "ColwiseParallel",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "UnshardHandle",
     "distribute_module",
+    "fully_shard",
     "loss_parallel",
     "no_sync",
     "optimizers",
     "parallelize_module",
+    "register_fsdp_forward_method",
 ]

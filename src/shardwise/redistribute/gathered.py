@@ -42,7 +42,7 @@ class Gathered:
     def observe(self) -> None:
         self.way.observed = True
 
-    def as_varying(self, whole: Sequence[Tensor]) -> Sequence[Tensor]:
+    def as_varying(self, whole: Sequence[Tensor], move: Move) -> Sequence[Tensor]:
         out = _Regathered.apply(self.move, self.way, *self.places, *whole)
         return (out,) if isinstance(out, Tensor) else out
 

@@ -73,7 +73,7 @@ def _own_slices(inner: Layout, outer: Layout) -> list[Slices]:
 
 
 @lru_cache(maxsize=16384)
-def _sent(source: Layout, target: Layout, axes: tuple[int, ...]) -> list[list[Slices]]:
+def sent(source: Layout, target: Layout, axes: tuple[int, ...]) -> list[list[Slices]]:
     """Per held rank and member: the part of our shard that the member wants."""
     plans = []
     for coordinate in source.mesh.held:
@@ -84,7 +84,7 @@ def _sent(source: Layout, target: Layout, axes: tuple[int, ...]) -> list[list[Sl
 
 
 @lru_cache(maxsize=16384)
-def _received(
+def received(
     source: Layout, target: Layout, axes: tuple[int, ...]
 ) -> tuple[list[list[Slices]], list[list[tuple]], int | None]:
     """Per held rank and member: where its part goes in our new shard, and its shape; and, where the parts follow one
@@ -116,13 +116,13 @@ def _joint(parts: list[Box], whole: Box) -> int | None:
 
 
 def _outgoing(move: Move, shards: Sequence[Tensor]) -> list[list[Tensor]]:
-    cuts = _sent(move.source.layout, move.target.layout, move.axes)
+    cuts = sent(move.source.layout, move.target.layout, move.axes)
     return [[x[cut] for cut in row] for x, row in zip(shards, cuts, strict=True)]
 
 
 def _assemble(move: Move, chunks: list[list[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
     source, target = move.source.layout, move.target.layout
-    places, _, joint = _received(source, target, move.axes)
+    places, _, joint = received(source, target, move.axes)
     if joint is not None:
         return [torch.cat(row, joint) for row in chunks]
     out = [x.new_empty(shape) for x, shape in zip(like, target.held_shapes, strict=True)]
@@ -166,7 +166,7 @@ def _all_reduce(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
 
 def _all_gather(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
     source = move.source.layout
-    shapes = _received(source, move.target.layout, move.axes)[1]
+    shapes = received(source, move.target.layout, move.axes)[1]
     return _assemble(move, source.mesh.port.all_gather(shards, source.mesh, move.axes, shapes), shards)
 
 
@@ -177,7 +177,7 @@ def _reduce_scatter(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
 
 def _all_to_all(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
     source, target = move.source.layout, move.target.layout
-    shapes = _received(source, target, move.axes)[1]
+    shapes = received(source, target, move.axes)[1]
     return _assemble(move, source.mesh.port.all_to_all(_outgoing(move, shards), source.mesh, move.axes, shapes), shards)
 
 
@@ -186,7 +186,7 @@ def run_exchanges(moves: Sequence[Move], shards: Sequence[Tensor]) -> list[Tenso
     then those of the next."""
     mesh, axes = moves[0].source.layout.mesh, moves[0].axes
     values = [shards[i : i + len(mesh.held)] for i in range(0, len(shards), len(mesh.held))]
-    shapes = [_received(move.source.layout, move.target.layout, axes)[1] for move in moves]
+    shapes = [received(move.source.layout, move.target.layout, axes)[1] for move in moves]
     with _without_autocast(shards[0]):
         by_value = [_outgoing(move, x) for move, x in zip(moves, values, strict=True)]
         chunks = [[torch.cat([x.flatten() for x in to]) for to in zip(*rank)] for rank in zip(*by_value)]
@@ -210,7 +210,7 @@ def _start_all_reduce(move: Move, shards: Sequence[Tensor]) -> Handle[list[Tenso
 
 def _start_all_gather(move: Move, shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
     source = move.source.layout
-    shapes = _received(source, move.target.layout, move.axes)[1]
+    shapes = received(source, move.target.layout, move.axes)[1]
     rows = source.mesh.port.start_all_gather(shards, source.mesh, move.axes, shapes)
     return _assembled_later(move, rows, shards)
 
@@ -222,7 +222,7 @@ def _start_reduce_scatter(move: Move, shards: Sequence[Tensor]) -> Handle[list[T
 
 def _start_all_to_all(move: Move, shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
     source, target = move.source.layout, move.target.layout
-    shapes = _received(source, target, move.axes)[1]
+    shapes = received(source, target, move.axes)[1]
     rows = source.mesh.port.start_all_to_all(_outgoing(move, shards), source.mesh, move.axes, shapes)
     return _assembled_later(move, rows, shards)
 

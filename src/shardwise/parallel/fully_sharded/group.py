@@ -1,0 +1,239 @@
+"""The parameters of one `fully_shard` call: gathered together, freed together, reduced together.
+
+What is gathered lives in tensors that last as long as the group, and whose memory does not: `free` takes it away,
+`gather` brings it back. Tensors that autograd saved in between share their storage, and so see it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm import Handle
+from shardwise.errors import NoDataError
+from shardwise.parallel.fully_sharded.collectives import Joint
+from shardwise.parallel.fully_sharded.layouts import DataParallel, Layouts
+from shardwise.parallel.fully_sharded.policies import MixedPrecisionPolicy
+from shardwise.redistribute import owing
+
+Place = tuple[nn.Module, str]
+"""Where a parameter is kept: a module, and the name there. In several places if it is tied."""
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+
+@dataclass(eq=False)
+class Entry:
+    """One parameter of a group. `wholes` is what is gathered, of each held rank, with or without memory; `resting` the
+    shards, while modules hold something else."""
+
+    name: str
+    places: list[Place]
+    layouts: Layouts
+    wholes: list[Tensor] = field(default_factory=list)
+    resting: Any = None
+
+    @property
+    def param(self) -> Any:
+        """The shards. Modules may have been given others (by `to_empty`), so they are looked up."""
+        return self.shown if self.resting is None else self.resting
+
+    @property
+    def shown(self) -> Any:
+        """What the modules hold."""
+        module, name = self.places[0]
+        return module._parameters[name]
+
+    def held(self) -> tuple[Tensor, ...]:
+        """The shards of the ranks held here."""
+        return (self.param, *self.param.__dict__.get("_peers", ()))
+
+    def show(self, x: Any) -> None:
+        """Have the modules hold another tensor."""
+        for module, name in self.places:
+            module._parameters[name] = x
+            if isinstance(module, nn.RNNBase):  # which keeps a list of its weights, too
+                module._flat_weights[module._flat_weights_names.index(name)] = x
+
+
+@dataclass
+class Options:
+    """What users set, by `fully_shard` and by the methods of its module."""
+
+    policy: MixedPrecisionPolicy
+    offload: str | None = None
+    pin: bool = False
+    reshard_after_forward: bool | None = None
+    reshard_after_backward: bool = True
+    sync: bool = True
+    all_reduce: bool = True
+    divide_factor: float | None = None
+    reduce_unused: bool = False
+    forward_prefetch: list[Group] | None = None
+    backward_prefetch: list[Group] | None = None
+    unshard_in_backward: bool = True
+
+
+@dataclass
+class Kept:
+    """Gradients of a whole parameter that are not reduced yet: of passes inside `no_sync`, if they are `owed`."""
+
+    grads: list[Tensor]
+    divisor: float
+    owed: bool
+
+
+class Group:
+    """Parameters that rest as shards and are gathered as one."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], entries: Sequence[Entry], data: DataParallel, options: Options
+    ) -> None:
+        self.modules, self.data, self.options = tuple(modules), data, options
+        self.entries = list(entries)
+        self._joints: dict[tuple[Entry, ...], Joint] = {}
+        self.is_gathered = False
+        self.kept: dict[Entry, Kept] = {}  # gradients of wholes that are not to be reduced yet,
+        self.scattered: dict[Entry, list[Tensor]] = {}  # and of shards, not yet added up over their replicas
+        self._stamp: tuple = ()
+        self._pending: list[tuple[list[Entry], Handle]] | None = None
+
+    def joint(self, entries: Sequence[Entry]) -> Joint:
+        """Some parameters as one collective has them."""
+        key = tuple(entries)
+        if key not in self._joints:
+            gathers = tuple(entry.layouts.gather for entry in entries)
+            self._joints[key] = Joint(self.data.mesh, self.data.shard_axis, gathers)
+        return self._joints[key]
+
+    # What is gathered
+
+    def stamp(self) -> tuple:
+        """What tells whether shards have changed since."""
+        with _disabled():
+            return tuple([(x.data_ptr(), x._version) for entry in self.entries for x in entry.held()[:1]])
+
+    def start(self) -> None:
+        """Start to gather, unless that is done, or under way, with the shards as they are."""
+        stamp = self.stamp()
+        if (self.is_gathered or self._pending is not None) and stamp == self._stamp:
+            return
+        self._stamp, self.is_gathered = stamp, False
+        with _disabled(), torch.no_grad():
+            self._pending = [(entries, self._start(entries, dtype)) for dtype, entries in self._by_dtype().items()]
+
+    def _by_dtype(self) -> dict[torch.dtype, list[Entry]]:
+        """Each dtype takes a collective of its own."""
+        found: dict[torch.dtype, list[Entry]] = {}
+        for entry in self.entries:
+            param = entry.param
+            if param.is_meta and self.data.mesh.device_type != "meta":
+                raise NoDataError(
+                    f"fully_shard: {entry.name} is on the meta device, so there is nothing to gather: give the module "
+                    f"memory with to_empty(device=...) and initialise it first"
+                )
+            found.setdefault(self.options.policy.gathered(param.dtype), []).append(entry)
+        return found
+
+    def _start(self, entries: Sequence[Entry], dtype: torch.dtype) -> Handle:
+        shards = [entry.held() for entry in entries]
+        return self.joint(entries).start_gather(shards, dtype, torch.device(self.data.mesh.device_type))
+
+    def gather(self) -> None:
+        """Have the whole parameters in memory."""
+        self.start()
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        with _disabled(), torch.no_grad():
+            for entries, handle in pending:
+                rows = handle.wait()
+                for entry in entries:
+                    _allocate(entry, rows[0][0])
+                self.joint(entries).fill(rows, [entry.wholes for entry in entries])
+        self.is_gathered = True
+
+    def drop(self) -> None:
+        """Forget what is under way."""
+        for _, handle in self._pending or ():
+            handle.wait()
+        self._pending = None
+
+    def free(self) -> None:
+        """Give back the memory of what was gathered."""
+        self.drop()
+        if self.is_gathered:
+            for entry in self.entries:
+                for whole in entry.wholes:
+                    whole.untyped_storage().resize_(0)
+        self.is_gathered = False
+
+    # Gradients that wait for those of other passes
+
+    def keep(self, entry: Entry, grads: Sequence[Tensor], divisor: float, owed: bool) -> None:
+        dtype = self.options.policy.reduced(grads[0].dtype)
+        self.kept[entry] = Kept([x.to(dtype) for x in grads], divisor, owed)
+        if owed:
+            param = entry.param
+            param.__dict__.setdefault("_aside", {})  # gone once the parameter's gradient is reset
+            owing[id(param)] = ref(param, partial(_gone, id(param)))
+
+    def take(self, entry: Entry) -> Kept | None:
+        """What was kept for a parameter, unless its gradient was reset since."""
+        kept = self.kept.pop(entry, None)
+        if kept is None or not kept.owed:
+            return kept
+        is_owed = entry.param.__dict__.pop("_aside", None) is not None
+        owing.pop(id(entry.param), None)
+        return kept if is_owed else None
+
+    def with_kept(self, entry: Entry, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        kept = self.take(entry)
+        return grads if kept is None else torch._foreach_add(kept.grads, list(grads))
+
+    # What the modules hold
+
+    def show(self, tensors: Sequence[Any]) -> list[Any]:
+        """Put tensors in the place of the parameters; what was there is returned, and to be put back."""
+        before = [entry.shown for entry in self.entries]
+        for entry, x in zip(self.entries, tensors, strict=True):
+            entry.resting = entry.param
+            entry.show(x)
+            if x is entry.resting:
+                entry.resting = None
+        return before
+
+    def rest(self) -> None:
+        """Put the shards back."""
+        self.show([entry.param for entry in self.entries])
+
+    def reshard(self) -> None:
+        self.rest()
+        self.free()
+
+    def done(self) -> None:
+        """After a backward pass."""
+        self.rest()
+        if self.options.reshard_after_backward:
+            self.free()
+
+
+def _gone(key: int, found: ref[Any]) -> None:
+    owing.pop(key, None)
+
+
+def _allocate(entry: Entry, like: Tensor) -> None:
+    """Memory for a whole parameter."""
+    if not entry.wholes or entry.wholes[0].dtype != like.dtype:
+        shapes = entry.layouts.whole.held_shapes
+        entry.wholes = [like.new_empty(shape) for shape in shapes]
+    for whole in entry.wholes:
+        size = whole.numel() * whole.element_size()
+        if whole.untyped_storage().size() != size:
+            whole.untyped_storage().resize_(size)

@@ -1,0 +1,205 @@
+"""What is done before and after a module's forward, and before its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shardwise.layout import Layout, Mesh
+from shardwise.local import spread
+from shardwise.parallel.fully_sharded.group import Group, Place
+from shardwise.parallel.fully_sharded.schedule import Schedule
+from shardwise.parallel.fully_sharded.unsharded import Use
+from shardwise.tensor import DTensor, wrap
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_task = torch._C._current_graph_task_id
+
+Unsharded = tuple[Use, list[Tensor]]
+"""A use, and the whole parameters in it."""
+
+HOOKS = "_fully_sharded"
+"""Under this name a module keeps its hooks."""
+
+
+class Hooks:
+    """Of the modules of one group. `mesh` is that of the batch, in the last forward pass: None if each rank has one of
+    its own."""
+
+    def __init__(self, group: Group, buffers: list[Place]) -> None:
+        self.group, self.buffers = group, buffers
+        self.schedule: Schedule | None = None
+        self.mesh: Mesh | None = None
+        self._running: list[_Running] = []  # the innermost last
+        self._to_run: set[nn.Module] = set()  # of several modules, until all have run
+        self._shared: Unsharded | None = None
+        for module in group.modules:
+            module.__dict__[HOOKS] = self
+            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.after_forward, always_call=True)
+
+    # Forward
+
+    def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        outer, is_backward = _innermost.get(), _task() != -1
+        self._join(outer)
+        if outer is None and not is_backward:
+            self.schedule.begin()
+        self.group.gather()
+        if not is_backward:
+            self.schedule.enter(self.group)
+            self.mesh = self._mesh_of_batch(args, kwargs, outer)
+        made = self._unsharded()
+        before = self.group.show(made[1])
+        self._running.append(_Running(made, before, outer, self._show_buffers(), args, is_backward))
+        _innermost.set(self)
+        policy = self.group.options.policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            return _converted(args, policy.param_dtype), _converted(kwargs, policy.param_dtype)
+        return args, kwargs
+
+    def _join(self, outer: Hooks | None) -> None:
+        """Have the schedule of the module around; the outermost one makes it, for all modules in it."""
+        if outer is not None and outer.schedule is not self.schedule:
+            self.schedule = outer.schedule
+            self.schedule.add(self.group)
+        elif self.schedule is None:
+            modules = [module for root in self.group.modules for module in root.modules()]
+            inside = list(dict.fromkeys(found for module in modules if (found := hooks_of(module)) is not None))
+            schedule = Schedule(self.group, [hooks.group for hooks in inside])
+            for hooks in inside:
+                hooks.schedule = schedule
+
+    def _mesh_of_batch(self, args: tuple, kwargs: dict[str, Any], outer: Hooks | None) -> Mesh | None:
+        """The mesh of DTensors among the inputs that covers data parallelism. A module inside another that is given no
+        such tensor does as that one does."""
+        for x in _tensors((args, kwargs)):
+            if isinstance(x, DTensor) and self.group.data.mesh.is_within(x._layout.mesh):
+                return x._layout.mesh
+        return None if outer is None else outer.mesh
+
+    def _unsharded(self) -> Unsharded:
+        """Several modules of a group that run one after the other share a use, and its one reduction."""
+        if self._shared is not None and self._to_run and self._shared[0].mesh is self.mesh:
+            return self._shared
+        use = Use(self.group, self.schedule, self.mesh)
+        made = use, use.tensors()
+        if len(self.group.modules) > 1:
+            self._to_run, self._shared = set(self.group.modules), made
+        return made
+
+    def _show_buffers(self) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+        """Show plain buffers as replicated, beside a batch of DTensors. They share memory: writes arrive."""
+        shown = []
+        for module, name in self.buffers if self.mesh is not None else ():
+            buffer = module._buffers.get(name)
+            if buffer is not None and not isinstance(buffer, DTensor):
+                made = wrap(spread(buffer.detach().view_as(buffer), self.mesh), Layout(self.mesh, buffer.shape))
+                module._buffers[name] = made
+                shown.append((module, name, buffer, made))
+        return shown
+
+    def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """This is called after a failure, too."""
+        if not self._running:
+            return None
+        run = self._running.pop()
+        _innermost.set(run.outer)
+        for owner, name, buffer, made in run.buffers:
+            if owner._buffers.get(name) is made:
+                owner._buffers[name] = buffer
+        self.group.show(run.before)
+        self._to_run.discard(module)
+        if not run.is_backward:
+            self._leave(run.outer)
+        for x in _tensors(output):
+            _before_node(x, partial(self.before_backward, *run.made))
+        if not any(run.made[0].trained):  # then no gradient of theirs will say that the pass is through with them
+            for x in _tensors(run.args):
+                _before_node(x, partial(self.after_backward, run.made[0]))
+        dtype = self.group.options.policy.output_dtype
+        return output if dtype is None else _converted(output, dtype)
+
+    def _leave(self, outer: Hooks | None) -> None:
+        if not self._to_run:
+            self._shared = None
+            self.schedule.leave(self.group)
+            reshard = self.group.options.reshard_after_forward
+            if reshard if reshard is not None else self.schedule.root is not self.group:
+                self.group.reshard()
+        if outer is None:
+            self.schedule.end()
+
+    def show_unsharded(self) -> None:
+        """Outside of a forward: have the modules show their parameters whole, laid out as in the last forward."""
+        self._join(None)
+        self.group.gather()
+        self.group.show(Use(self.group, self.schedule, self.mesh).tensors())
+
+    # Backward
+
+    def before_backward(self, use: Use, tensors: list[Tensor], grads: Any) -> None:
+        """A gradient of the module's outputs is there."""
+        here = self.schedule.backward()
+        uses = here.uses.setdefault(self.group, {})
+        if use in uses or not self.group.options.unshard_in_backward:
+            return
+        uses[use] = None
+        use.check_unchanged()
+        self.group.gather()
+        self.group.show(tensors)  # a checkpoint inside may compute with them again
+        for other in here.previous(self.group):
+            other.start()
+
+    def after_backward(self, use: Use, grads: Any) -> None:
+        self.schedule.backward().release(use)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A forward that goes on."""
+
+    made: Unsharded
+    before: list[Any]
+    outer: Hooks | None
+    buffers: list[tuple[nn.Module, str, Tensor, Tensor]]
+    args: tuple
+    is_backward: bool
+
+
+_innermost: ContextVar[Hooks | None] = ContextVar("innermost", default=None)
+
+
+def hooks_of(module: nn.Module) -> Hooks | None:
+    return module.__dict__.get(HOOKS)
+
+
+def _before_node(x: Tensor, hook: Any) -> None:
+    """Have a hook run before gradients of a tensor are used. It is the node's, so that the tensor may be written to."""
+    with _disabled():
+        for shard in (x, *x.__dict__.get("_peers", ())):
+            if shard.requires_grad and shard.grad_fn is not None:
+                shard.grad_fn.register_prehook(hook)
+
+
+def _converted(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, Mapping):
+        yield from _tensors(tuple(tree.values()))
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        yield from _tensors([getattr(tree, f.name) for f in fields(tree)])

@@ -1,0 +1,128 @@
+"""How one parameter is laid out: sharded while it rests, and gathered while its module runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+from shardwise.comm import AnyMesh, as_mesh
+from shardwise.errors import MeshError, PlacementError
+from shardwise.layout import Layout, Mesh, Shard
+from shardwise.local import spread
+from shardwise.redistribute import Move, Typed, plan_moves, run_path
+from shardwise.tensor import DTensor, localise, wrap
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """The mesh that parameters are sharded on: along its last axis. The first of two axes replicates the shards."""
+
+    mesh: Mesh
+
+    @staticmethod
+    def on(mesh: AnyMesh | None) -> DataParallel:
+        found = as_mesh(mesh)
+        if found.ndim > 2:
+            raise MeshError(
+                f"fully_shard takes a mesh of one axis, or of two: replicas of shards, and shards; {found} has "
+                f"{found.ndim}. Name the axes of data parallelism, as mesh['dp'] or mesh['replicate', 'shard'] does"
+            )
+        return DataParallel(found)
+
+    @property
+    def shard_axis(self) -> int:
+        return self.mesh.ndim - 1
+
+    @property
+    def num_shards(self) -> int:
+        return self.mesh.shape[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """Of one parameter: `resting` shards; `whole`, replicated by the axes of data parallelism. `gather` is the move
+    along the axis that shards it."""
+
+    data: DataParallel
+    resting: Layout
+    whole: Layout
+    gather: Move
+
+    def shown(self, mesh: Mesh | None) -> Layout | None:
+        """The layout of the gathered parameter beside a batch on a mesh. Where each rank has its own batch, it is a
+        DTensor on the axes of other parallelism alone; None where there are none."""
+        have, data = self.whole.mesh, self.data.mesh.names
+        if mesh is None:
+            names = {name for name in have.names if name not in data}
+        else:
+            names = {*have.names, *mesh.names}
+        return relaid(self.whole, _submesh(have.root, names)) if names else None
+
+
+def _submesh(root: Mesh, names: set[str]) -> Mesh:
+    return root[tuple(name for name in root.names if name in names)]
+
+
+def layouts_of(param: Tensor, data: DataParallel, placement: Shard, name: str) -> Layouts:
+    """The layouts of a parameter, plain or a DTensor on other axes of the same mesh."""
+    whole = _whole(param, data, name)
+    mesh = whole.mesh
+    dim = placement.dim
+    if not -len(whole.shape) <= dim < len(whole.shape):
+        raise PlacementError(
+            f"fully_shard: {placement} names dim {dim} of {name}, which has the shape {list(whole.shape)}"
+            + ("; a parameter of no dims has nothing to shard: give it the shape [1]" if not whole.shape else "")
+        )
+    axes = tuple(mesh.axis(axis) for axis in data.mesh.names)
+    splits = list(whole.splits)
+    splits[dim] = (*splits[dim], axes[-1])
+    resting = whole.with_(splits=splits)
+    return Layouts(data, resting, whole, Move(Typed(resting), Typed(whole, frozenset(axes)), axes[-1:]))
+
+
+def _whole(param: Tensor, data: DataParallel, name: str) -> Layout:
+    if not isinstance(param, DTensor):
+        return Layout(data.mesh, param.shape)
+    layout = param._layout
+    root = data.mesh.root
+    if layout.mesh.root is not root:
+        raise MeshError(
+            f"fully_shard: {name} is on {layout.mesh}, which is not part of the same mesh as {data.mesh}: make one "
+            f"mesh with all axes, and give each call its part of it"
+        )
+    mesh = _submesh(root, {*layout.mesh.names, *data.mesh.names})
+    whole = relaid(layout, mesh)
+    taken = [axis for axis in data.mesh.names if whole.axis_dims[mesh.axis(axis)] is not None]
+    if taken or whole.has_pending or any(whole.sizes):
+        raise PlacementError(
+            f"fully_shard: {name} is {layout}; it must be replicated on {', '.join(map(repr, data.mesh.names))}, with "
+            f"nothing pending and no explicit sizes; redistribute it first, or leave it to fully_shard altogether"
+        )
+    return whole
+
+
+@lru_cache(maxsize=4096)
+def relaid(layout: Layout, mesh: Mesh) -> Layout:
+    """A layout on another mesh of the same root, which has all axes that split it."""
+    names = layout.mesh.names
+    splits = tuple(tuple(mesh.axis(names[axis]) for axis in axes) for axes in layout.splits)
+    pending = tuple(layout.pending[names.index(name)] if name in names else None for name in mesh.names)
+    return Layout(mesh, layout.shape, splits, pending, layout.sizes)
+
+
+def sharded(param: Tensor, layouts: Layouts) -> DTensor:
+    """The shards of a parameter that every rank has: cut, with nothing communicated."""
+    mesh = layouts.whole.mesh
+    local = localise(param) if isinstance(param, DTensor) else spread(_on_device(param, mesh), mesh)
+    moves = plan_moves(layouts.whole, layouts.resting)
+    moved = run_path(local.detach(), moves)
+    if all(move.shares_memory for move in moves):
+        moved = moved.clone()
+    return wrap(moved, layouts.resting)
+
+
+def _on_device(param: Tensor, mesh: Mesh) -> Tensor:
+    plain = param.detach()
+    return (plain if plain.is_meta else plain.to(mesh.device_type)).contiguous()

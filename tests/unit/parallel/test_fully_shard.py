@@ -1,0 +1,554 @@
+"""Fully sharded training is training on one device: values, gradients, parameters and the optimizer's state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from sharded_models import Model, Skipping, Tied, Twice, batch, loss_of, shard
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+from shardwise.debug import CommDebugMode
+from shardwise.parallel import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
+
+TWO, FOUR = sw.simulate((2,), ("dp",)), sw.simulate((4,), ("dp",))
+HYBRID, GRID = sw.simulate((2, 2), ("replicate", "shard")), sw.simulate((2, 2), ("dp", "tp"))
+R, S = Replicate(), Shard
+WAYS = pytest.mark.parametrize("own", [False, True], ids=["dtensors", "a-batch-per-rank"])
+
+
+def pair(make: Callable[[], nn.Module] = Model, mesh: Any = TWO, **options: Any) -> tuple[Any, Any]:
+    """A model on one device, and the same fully sharded."""
+    torch.manual_seed(0)
+    plain = make().double()
+    return plain, shard(copy.deepcopy(plain), fully_shard, mesh=mesh, **options)
+
+
+def loss_on(net: Any, data: tuple[Tensor, Tensor], mesh: Any, own: bool, placements: Any = None) -> Tensor:
+    """The loss of a batch that is split over all axes: as DTensors, or as a batch of each rank's own."""
+    placed = [sw.distribute_tensor(x, mesh, placements or [S(0)] * mesh.ndim) for x in data]
+    return loss_of(net, *(x.to_local() if own else x for x in placed))
+
+
+def check(net: nn.Module, plain: nn.Module, what: Callable[[Any], Any] = lambda p: p.grad) -> None:
+    for (name, p), q in zip(net.named_parameters(), plain.named_parameters(), strict=True):
+        found, right = what(p), what(q[1])
+        assert (found is None) == (right is None), name
+        if right is not None:
+            assert found.placements == p.placements
+            torch.testing.assert_close(found.full_tensor(), right, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check_training(plain: Any, net: Any, mesh: Any, own: bool, placements: Any = None, num_steps: int = 3) -> None:
+    first, second = (torch.optim.AdamW(m.parameters(), lr=0.05) for m in (plain, net))
+    for _ in range(num_steps):
+        data = batch()
+        first.zero_grad()
+        second.zero_grad()
+        loss_of(plain, *data).backward()
+        loss_on(net, data, mesh, own, placements).backward()
+        check(net, plain)
+        first.step()
+        second.step()
+    check(net, plain, lambda p: p)
+    states = zip(first.state.values(), second.state.values(), strict=True)
+    for right, found in states:
+        torch.testing.assert_close(found["exp_avg_sq"].full_tensor(), right["exp_avg_sq"])
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "kept": {"reshard_after_forward": False},
+    "freed": {"reshard_after_forward": True},
+    "last-dim": {"shard_placement_fn": lambda p: Shard(-1)},
+    "offloaded": {"offload_policy": CPUOffloadPolicy()},
+}
+
+
+@WAYS
+@pytest.mark.parametrize("mesh", [TWO, FOUR, HYBRID], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_training_is_that_of_one_device(own: bool, mesh: Any, options: dict[str, Any]) -> None:
+    check_training(*pair(mesh=mesh, **options), mesh, own)
+
+
+PROGRAMS: dict[str, Callable[[], nn.Module]] = {
+    "tied": Tied,
+    "called twice": Twice,
+    "checkpoint inside": lambda: Model(inner=False),
+    "checkpoint around": lambda: Model(outer=False),
+    "checkpoints in checkpoints": lambda: Model(inner=False, outer=False),
+    "reentrant inside": lambda: Model(inner=True),
+    "reentrant around": lambda: Model(outer=True),
+}
+
+
+@WAYS
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(own: bool, name: str) -> None:
+    if own and ("reentrant" in name or "in checkpoints" in name):
+        pytest.skip("not with the simulator's local tensors; see tests/multiprocess/test_fully_sharded.py")
+    check_training(*pair(PROGRAMS[name]), TWO, own)
+
+
+@WAYS
+def test_frozen_parameters(own: bool) -> None:
+    """Some of a group, and all of another, whose memory is given back all the same."""
+    torch.manual_seed(0)
+    plain = Model().double()
+    for p in (*plain.blocks[1].parameters(), plain.head.weight, plain.blocks[0].up.weight):
+        p.requires_grad_(False)
+    net = shard(copy.deepcopy(plain), fully_shard, mesh=TWO)
+    data = batch()
+    loss_of(plain, *data).backward()
+    with CommDebugMode() as comms:
+        loss_on(net, data, TWO, own).backward()
+    check(net, plain)
+    assert comms.get_comm_counts()["reduce_scatter"] == 3
+    assert gathered_bytes(net) == 0
+
+
+def gathered_bytes(net: nn.Module) -> int:
+    groups = {m._group for m in net.modules() if isinstance(m, FSDPModule)}
+    return sum(x.untyped_storage().size() for group in groups for e in group.entries for x in e.wholes)
+
+
+@WAYS
+def test_modules_that_a_step_does_not_reach(own: bool) -> None:
+    plain, net = pair(Skipping)
+    for skipped in (-1, 1, 1, 0, -1):
+        for model in (plain, net):
+            model.skipped = skipped
+            model.zero_grad()
+        data = batch()
+        loss_of(plain, *data).backward()
+        loss_on(net, data, TWO, own).backward()
+        check(net, plain)
+
+
+# Gradient accumulation
+
+
+def accumulate(plain: Any, net: Any, mesh: Any, own: bool, begin: Callable[[int], Any]) -> list[dict]:
+    """Three passes, of which the last reduces. What each communicated, of gradients."""
+    counts = []
+    for i in range(3):
+        data = batch()
+        loss_of(plain, *data).backward()
+        with CommDebugMode() as comms, begin(i) or no_sync(enabled=False):
+            loss_on(net, data, mesh, own).backward()
+        counts.append([comm.kind for comm in comms.comms if comm.why.startswith("gradients")])
+    check(net, plain)
+    return counts
+
+
+@WAYS
+@pytest.mark.parametrize("mesh", [TWO, HYBRID], ids=str)
+def test_no_sync(own: bool, mesh: Any) -> None:
+    counts = accumulate(*pair(mesh=mesh), mesh, own, lambda i: no_sync(enabled=i < 2))
+    assert counts[:2] == [[], []] and counts[2].count("reduce_scatter") == 4
+
+
+@WAYS
+@pytest.mark.parametrize("mesh", [TWO, HYBRID], ids=str)
+def test_set_requires_gradient_sync(own: bool, mesh: Any) -> None:
+    plain, net = pair(mesh=mesh)
+
+    def begin(i: int) -> None:
+        assert i == 0 or all(p.grad is None for p in net.parameters())
+        net.set_requires_gradient_sync(i == 2)
+
+    counts = accumulate(plain, net, mesh, own, begin)
+    assert counts[:2] == [[], []] and counts[2].count("reduce_scatter") == 4
+
+
+@WAYS
+def test_set_requires_all_reduce(own: bool) -> None:
+    plain, net = pair(mesh=HYBRID)
+    counts = accumulate(plain, net, HYBRID, own, lambda i: net.set_requires_all_reduce(i == 2))
+    assert counts[:2] == [["reduce_scatter"] * 4] * 2 and counts[2].count("all_reduce") == 4
+
+
+@WAYS
+def test_what_was_kept_is_reduced_where_the_last_pass_does_not_reach_it(own: bool) -> None:
+    plain, net = pair(Skipping)
+    for skipped in (-1, 1):
+        plain.skipped = net.skipped = skipped
+        data = batch()
+        loss_of(plain, *data).backward()
+        with no_sync(enabled=skipped < 0):
+            loss_on(net, data, TWO, own).backward()
+    check(net, plain)
+
+
+def test_what_was_kept_is_forgotten_with_the_gradient_and_never_missed() -> None:
+    plain, net = pair()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with no_sync():
+        loss_on(net, batch(), TWO, False).backward()
+    with pytest.raises(sw.errors.UnreducedGradientError):
+        optimizer.step()
+    optimizer.zero_grad()
+    data = batch()
+    loss_of(plain, *data).backward()
+    loss_on(net, data, TWO, False).backward()
+    check(net, plain)
+
+
+# The graph
+
+
+@WAYS
+def test_hooks_see_the_reduced_gradient(own: bool) -> None:
+    plain, net = pair()
+    seen: list[Tensor] = []
+    for model in (plain, net):
+        model.blocks[1].up.weight.register_hook(lambda g: g * 2)
+        model.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    data = batch()
+    loss_of(plain, *data).backward()
+    loss_on(net, data, TWO, own).backward()
+    check(net, plain)
+    torch.testing.assert_close(seen[1].full_tensor(), seen[0])
+
+
+def test_gradients_that_are_asked_for() -> None:
+    plain, net = pair()
+    data = batch()
+    loss = loss_on(net, data, TWO, False)
+    found = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+    right = torch.autograd.grad(loss_of(plain, *data), list(plain.parameters()))
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a.full_tensor(), b)
+    assert all(p.grad is None for p in net.parameters())
+    loss.backward(retain_graph=True, inputs=[net.head.weight])
+    torch.testing.assert_close(net.head.weight.grad.full_tensor(), right[-1])
+    assert net.blocks[0].up.weight.grad is None
+    loss.backward()
+    torch.testing.assert_close(net.head.weight.grad.full_tensor(), 2 * right[-1])
+
+
+@WAYS
+def test_two_forward_passes_before_two_backward_passes(own: bool) -> None:
+    plain, net = pair()
+    batches = [batch(), batch()]
+    losses = [loss_on(net, data, TWO, own) for data in batches]
+    for loss, data in zip(losses, batches, strict=True):
+        loss.backward()
+        loss_of(plain, *data).backward()
+    check(net, plain)
+
+
+def test_gradients_are_not_differentiated_again() -> None:
+    _, net = pair()
+    with pytest.raises(sw.errors.TransformError, match=r"create_graph=True.*layouts alone"):
+        loss_on(net, batch(), TWO, False).backward(create_graph=True)
+    plain, net = pair()
+    check_training(plain, net, TWO, False, num_steps=1)
+
+
+def test_a_parameter_written_to_before_the_backward_pass() -> None:
+    plain, net = pair()
+    loss = loss_on(net, batch(), TWO, False)
+    with torch.no_grad():
+        net.blocks[0].up.weight.mul_(2)
+        plain.blocks[0].up.weight.mul_(2)
+    with pytest.raises(sw.errors.InPlaceError, match="between the forward pass that used it and the backward pass"):
+        loss.backward()
+    check_training(plain, net, TWO, False)  # nothing of the pass that failed is left
+    assert gathered_bytes(net) == 0
+
+
+def test_a_forward_that_fails_leaves_shards() -> None:
+    plain, net = pair()
+    with pytest.raises(IndexError):
+        net(sw.distribute_tensor(torch.full((2, 2), 99), TWO, [S(0)]))
+    assert all(p.placements == (S(0),) for p in net.parameters())
+    check_training(plain, net, TWO, False)
+
+
+# Precision
+
+
+def halves(net: nn.Module, tokens: Tensor, targets: Tensor, num_ranks: int) -> list[Tensor]:
+    """Gradients as one device would compute them: each rank's batch in bfloat16, added up in float32."""
+    total = [torch.zeros_like(p) for p in net.parameters()]
+    for rank in range(num_ranks):
+        half = copy.deepcopy(net).bfloat16()
+        half.scale = net.scale
+        half.blocks[0].register_forward_pre_hook(lambda m, args: args[0].bfloat16())
+        mine = [x.chunk(num_ranks)[rank] for x in (tokens, targets)]
+        loss_of(half, *mine).backward()
+        total = [a + p.grad.float() for a, p in zip(total, half.parameters(), strict=True)]
+    return [x / num_ranks for x in total]
+
+
+def test_mixed_precision_is_that_of_each_rank() -> None:
+    """Bit for bit: parameters in half precision, gradients added up in full."""
+    torch.manual_seed(0)
+    plain = Model()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    net = shard(copy.deepcopy(plain), fully_shard, mesh=TWO, mp_policy=policy)
+    data = batch()
+    loss_on(net, data, TWO, True).backward()
+    for p, right in zip(net.parameters(), halves(plain, *data, 2), strict=True):
+        assert p.dtype == p.grad.dtype == torch.float32
+        torch.testing.assert_close(p.grad.full_tensor(), right, atol=0, rtol=0)
+
+
+@WAYS
+def test_dtypes_of_inputs_outputs_and_wires(own: bool) -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    seen: list[torch.dtype] = []
+    net[0].register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
+    net[1].register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64)
+    fully_shard(net, mesh=TWO, mp_policy=policy)
+    x = sw.distribute_tensor(torch.randn(6, 4), TWO, [S(0)])
+    with CommDebugMode() as comms:
+        y = net(x.to_local() if own else x)
+        y.sum().backward()
+    assert seen == [torch.bfloat16] * 2 and y.dtype == torch.float64
+    count = sum(p.numel() for p in net.parameters())
+    sizes = {c.kind: c.bytes for c in comms.comms if c.function == "fully_shard"}
+    assert sizes == {"all_gather": count // 2 * 2, "reduce_scatter": count * 4}
+    assert all(p.grad.dtype == torch.float32 for p in net.parameters())
+
+
+def test_float16_is_divided_in_two_steps() -> None:
+    net = fully_shard(nn.Linear(1, 1, bias=False), mesh=FOUR, mp_policy=MixedPrecisionPolicy(torch.float16))
+    big = sw.distribute_tensor(torch.full((4, 1), 30000.0), FOUR, [S(0)])
+    net(big.to_local()).sum().backward()
+    assert net.weight.grad.full_tensor().item() == 30000  # the sum of all four would be infinite
+
+
+# With tensor parallelism
+
+
+def split(net: Any, mesh: Any) -> Any:
+    """As Megatron does: what is plain is left to fully_shard."""
+    ahead = [R] * (mesh.ndim - 1)
+    for block in net.blocks:
+        for linear, name, dim in ((block.up, "weight", 0), (block.up, "bias", 0), (block.down, "weight", 1)):
+            setattr(linear, name, nn.Parameter(sw.distribute_tensor(getattr(linear, name), mesh, [*ahead, S(dim)])))
+    return net
+
+
+@pytest.mark.parametrize("placements", [[S(0), R], [S(0), S(1)]], ids=["batch", "batch and sequence"])
+def test_tensor_parallel_parameters_on_the_same_mesh(placements: list[Any]) -> None:
+    torch.manual_seed(0)
+    plain = Model().double()
+    net = shard(split(copy.deepcopy(plain), GRID), fully_shard, mesh=GRID["dp"])
+    assert str(net.blocks[0].up.weight.layout_on_mesh) == "[18,6] S(0)@tp,dp"
+    assert str(net.blocks[0].down.weight.layout_on_mesh) == "[6,18] S(0)@dp S(1)@tp"
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q)
+    check_training_on_grid(plain, net, placements)
+
+
+def check_training_on_grid(plain: Any, net: Any, placements: Any, own: bool = False) -> None:
+    """Placements of parameters differ, so only values are compared."""
+    first, second = (torch.optim.AdamW(m.parameters(), lr=0.05) for m in (plain, net))
+    for _ in range(3):
+        data = batch()
+        first.zero_grad()
+        second.zero_grad()
+        loss_of(plain, *data).backward()
+        loss_on(net, data, GRID, own, placements).backward()
+        for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
+            assert p.grad.layout_on_mesh is p.layout_on_mesh, name
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=lambda m, n=name: f"{n}: {m}")
+        first.step()
+        second.step()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q)
+
+
+def test_tensor_parallel_parameters_on_a_part_of_the_mesh() -> None:
+    """As module styles have it: blocks take and give plain tensors, and inside these are DTensors on `tp` alone."""
+    torch.manual_seed(0)
+    plain = Model().double()
+    net, tp = copy.deepcopy(plain), GRID["tp"]
+    for block in split(net, tp).blocks:
+        sw.distribute_module(block, tp)
+        block.register_forward_pre_hook(lambda m, args: (sw.DTensor.from_local(args[0], tp, [R]),))
+        block.register_forward_hook(lambda m, args, out: out.redistribute(placements=[R]).to_local())
+    shard(net, fully_shard, mesh=GRID["dp"])
+    assert str(net.blocks[0].up.weight.layout_on_mesh) == "[18,6] S(0)@tp,dp"
+    check_training_on_grid(plain, net, [S(0), R], own=True)
+
+
+# Modules of many kinds
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.norm = nn.LSTM(3, 5, batch_first=True), nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.lstm(x)[0][:, -1])
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+
+
+def test_recurrent_layers_and_buffers() -> None:
+    plain = Recurrent().double()
+    net = fully_shard(copy.deepcopy(plain), mesh=TWO)
+    for _ in range(2):
+        x = torch.randn(6, 4, 3).double()
+        plain(x).square().sum().backward()
+        net(sw.distribute_tensor(x, TWO, [S(0)])).square().sum().backward()
+    check(net, plain)
+    for found, right in zip(net.buffers(), plain.buffers(), strict=True):
+        assert not isinstance(found, sw.DTensor)
+        torch.testing.assert_close(found, right)
+
+
+def test_several_modules_as_one_group() -> None:
+    torch.manual_seed(0)
+    plain = Model().double()
+    net = copy.deepcopy(plain)
+    for block in net.blocks:
+        fully_shard(block, mesh=TWO)
+    assert fully_shard([net.norm, net.head], mesh=TWO) == [net.norm, net.head]
+    fully_shard(net, mesh=TWO)
+    data = batch()
+    loss_of(plain, *data).backward()
+    with CommDebugMode() as comms:
+        loss_on(net, data, TWO, False).backward()
+    check(net, plain)
+    counts = comms.get_comm_counts()
+    assert counts["reduce_scatter"] == 5 and counts["all_gather"] == 5 + 4
+
+
+def test_ignored_parameters_are_left_alone() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    weight = net[1].weight
+    fully_shard(net, mesh=TWO, ignored_params={weight})
+    assert net[1].weight is weight and net[0].weight.placements == (S(0),)
+
+
+def test_state_dicts_are_of_shards_and_load_back() -> None:
+    plain, net = pair()
+    _, other = pair()
+    check_training(plain, net, TWO, False, num_steps=1)
+    other.load_state_dict(net.state_dict())
+    check(other, plain, lambda p: p)
+    check_training(plain, other, TWO, False, num_steps=1)
+
+
+def test_built_without_memory() -> None:
+    """Sharded on the meta device, given memory, and then filled, shard by shard."""
+    with torch.device("meta"):
+        net = shard(Model(), fully_shard, mesh=TWO)
+    with pytest.raises(sw.errors.NoDataError, match=r"Embedding.weight is on the meta device.*to_empty"):
+        net(sw.distribute_tensor(batch()[0], TWO, [S(0)]))
+    net.to_empty(device="cpu")
+    plain = Model()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        assert p.placements == (S(0),)
+        with torch.no_grad():
+            p.copy_(sw.distribute_tensor(q.detach(), TWO, [S(0)]))
+    net.scale.copy_(plain.scale)
+    check_training(plain.double(), net.double(), TWO, False)
+
+
+def test_other_methods_may_find_parameters_gathered() -> None:
+    net = nn.Linear(4, 4)
+    net.twice = lambda x: nn.functional.linear(nn.functional.linear(x, net.weight), net.weight)
+    fully_shard(net, mesh=TWO)
+    x = sw.distribute_tensor(torch.randn(4, 4), TWO, [S(0)])
+    sw.parallel.register_fsdp_forward_method(net, "twice")
+    whole = net.weight.full_tensor()
+    torch.testing.assert_close(net.twice(x).full_tensor(), x.full_tensor() @ whole.T @ whole.T)
+    assert net.weight.placements == (S(0),)
+
+
+def test_unshard_and_reshard() -> None:
+    net = fully_shard(nn.Linear(4, 4), mesh=TWO)
+    whole = net.weight.full_tensor()
+    net.unshard()
+    torch.testing.assert_close(net.weight.as_subclass(Tensor), whole)
+    net.reshard()
+    assert net.weight.placements == (S(0),) and gathered_bytes(net) == 0
+    handle = net.unshard(async_op=True)
+    handle.wait()
+    with CommDebugMode() as comms:
+        net(sw.distribute_tensor(torch.randn(4, 4), TWO, [S(0)]))
+    assert comms.get_comm_counts()["all_gather"] == 0
+    net.reshard()
+
+
+def test_kept_after_backward_until_parameters_change() -> None:
+    _, net = pair()
+    net.set_reshard_after_backward(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    counts = []
+    for step in (False, False, True, False):
+        with CommDebugMode() as comms:
+            loss_on(net, batch(), TWO, True).backward()
+        counts.append(comms.get_comm_counts()["all_gather"])
+        if step:
+            optimizer.step()
+    assert counts == [7, 3, 3, 7]
+
+
+# What is refused, before anything is sharded
+
+
+def test_bad_input() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(sw.errors.MeshError, match="takes a mesh of one axis, or of two"):
+        fully_shard(net, mesh=sw.simulate((1, 2, 2), ("a", "b", "c")))
+    with pytest.raises(sw.errors.MeshError, match="no mesh was given"):
+        fully_shard(net)
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
+        fully_shard(torch.ones(2), mesh=TWO)
+    with pytest.raises(ValueError, match="has no forward to gather for"):
+        fully_shard(nn.ModuleList([net]), mesh=TWO)
+    with pytest.raises(ValueError, match="each of them once"):
+        fully_shard([net, net], mesh=TWO)
+    with pytest.raises(ValueError, match="True, False or None"):
+        fully_shard(net, mesh=TWO, reshard_after_forward=2)
+    with pytest.raises(sw.errors.PlacementError, match=r"S\(1\) names dim 1 of Linear.bias, which has the shape \[4\]"):
+        fully_shard(net, mesh=TWO, shard_placement_fn=lambda p: Shard(1))
+    net[1].weight = nn.Parameter(sw.distribute_tensor(net[1].weight, TWO, [S(1)]))
+    with pytest.raises(sw.errors.PlacementError, match=r"Linear.weight is \[4,4\] S\(1\)@dp; it must be replicated"):
+        fully_shard(net, mesh=TWO)
+    net[1].weight = nn.Parameter(sw.distribute_tensor(torch.ones(4, 4), FOUR, [R]))
+    with pytest.raises(sw.errors.MeshError, match="not part of the same mesh"):
+        fully_shard(net, mesh=TWO)
+    net[1].weight = nn.Parameter(torch.ones(()))
+    with pytest.raises(sw.errors.PlacementError, match=r"a parameter of no dims has nothing to shard"):
+        fully_shard(net, mesh=TWO)
+    assert not any(isinstance(p, sw.DTensor) for p in net.parameters())
+    assert not net._forward_hooks and not isinstance(net, FSDPModule)
+
+
+def test_a_module_is_sharded_once_and_tied_parameters_together() -> None:
+    plain = Tied()
+    fully_shard(plain.tokens, mesh=TWO)
+    with pytest.raises(RuntimeError, match="already called on this FSDPEmbedding"):
+        fully_shard(plain.tokens, mesh=TWO)
+    with pytest.raises(sw.errors.PlacementError, match=r"Linear.weight is tied .* fully_shard\(\[a, b\]\)"):
+        fully_shard(plain, mesh=TWO)
+
+
+def test_the_class_of_a_sharded_module() -> None:
+    net = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), mesh=TWO)
+    assert isinstance(net, FSDPModule) and isinstance(net, nn.Sequential) and type(net).__name__ == "FSDPSequential"
+    assert type(net[:1]) is nn.Sequential
+    with pytest.raises(NotImplementedError, match="load its state_dict"):
+        copy.deepcopy(net)
+    with pytest.raises(ValueError, match="expected a module that fully_shard was called on"):
+        net.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
