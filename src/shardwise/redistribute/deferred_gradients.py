@@ -28,7 +28,7 @@ from shardwise.redistribute.transitions import Move
 _disabled = torch._C.DisableTorchFunctionSubclass
 _size = torch._C.TensorBase.size
 _hooks = torch._C.TensorBase._backward_hooks.__get__  # type: ignore[union-attr]
-_post_hooks = torch._C.TensorBase._post_accumulate_grad_hooks.__get__  # type: ignore[union-attr]
+_post_hooks = torch._C.TensorBase._post_accumulate_grad_hooks.__get__  # type: ignore[attr-defined]
 
 WATCHED = "_watched"
 """Under this name a leaf knows that there are hooks on its node, which torch does not show."""

@@ -27,7 +27,7 @@ from shardwise.tensor import DTensor, as_layout, distribute_tensor, observe, wra
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _on_shard = torch._C._disabled_torch_function_impl
-_device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+_device: Any = torch._C.TensorBase.device.__get__
 
 
 def handles(*functions: Any) -> Callable[[Handler], Handler]:
@@ -259,7 +259,12 @@ def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(*map_tensors(args, kind_of), **map_tensors(kwargs, kind_of))
     if isinstance(x, CopiedView):
         return OfCopies(func)(args, kwargs)
-    if len(args) == 2 and not kwargs and args[1].__class__ is torch.device and args[1] == _on_shard(_device, (), (x,)):
+    if (
+        len(args) == 2
+        and not kwargs
+        and args[1].__class__ is torch.device
+        and args[1] == _on_shard(_device, (), (x,), {})
+    ):
         return x
     if "_peers" in x.__dict__ and _changes_nothing(func, x._peers[-1], args, kwargs):
         return x

@@ -20,7 +20,7 @@ from shardwise.errors import NoDataError
 from shardwise.parallel.fully_sharded.collectives import Joint
 from shardwise.parallel.fully_sharded.layouts import DataParallel, Layouts
 from shardwise.parallel.fully_sharded.policies import MixedPrecisionPolicy
-from shardwise.redistribute import owing
+from shardwise.redistribute import unreduced
 
 Place = tuple[nn.Module, str]
 """Where a parameter is kept: a module, and the name there. In several places if it is tied."""
@@ -181,16 +181,16 @@ class Group:
         self.kept[entry] = Kept([x.to(dtype) for x in grads], divisor, owed)
         if owed:
             param = entry.param
-            param.__dict__.setdefault("_aside", {})  # gone once the parameter's gradient is reset
-            owing[id(param)] = ref(param, partial(_gone, id(param)))
+            param.__dict__.setdefault("_kept", {})  # gone once the parameter's gradient is reset
+            unreduced[id(param)] = ref(param, partial(_gone, id(param)))
 
     def take(self, entry: Entry) -> Kept | None:
         """What was kept for a parameter, unless its gradient was reset since."""
         kept = self.kept.pop(entry, None)
         if kept is None or not kept.owed:
             return kept
-        is_owed = entry.param.__dict__.pop("_aside", None) is not None
-        owing.pop(id(entry.param), None)
+        is_owed = entry.param.__dict__.pop("_kept", None) is not None
+        unreduced.pop(id(entry.param), None)
         return kept if is_owed else None
 
     def with_kept(self, entry: Entry, grads: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -225,7 +225,7 @@ class Group:
 
 
 def _gone(key: int, found: ref[Any]) -> None:
-    owing.pop(key, None)
+    unreduced.pop(key, None)
 
 
 def _allocate(entry: Entry, like: Tensor) -> None:
