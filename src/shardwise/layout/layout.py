@@ -233,6 +233,14 @@ class Layout:
             sizes,
         )
 
+    def on(self, mesh: Mesh) -> Layout:
+        """The same layout on another mesh of the same ranks, which has all axes that split it: replicated along the
+        others."""
+        names = self.mesh.names
+        splits = tuple(tuple(mesh.axis(names[axis]) for axis in axes) for axes in self.splits)
+        pending = tuple(self.pending[names.index(name)] if name in names else None for name in mesh.names)
+        return Layout(mesh, self.shape, splits, pending, self.sizes)
+
     def __repr__(self) -> str:
         return f"Layout({self})"
 

@@ -77,6 +77,13 @@ class Mesh:
         """The coordinate of the first rank held here."""
         return list(self.held[0])
 
+    def get_rank(self) -> int:
+        """The number of the first rank held here, in row-major order of the axes."""
+        rank = 0
+        for at, extent in zip(self.held[0], self.shape, strict=True):
+            rank = rank * extent + at
+        return rank
+
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """The coordinate of the first held rank along one axis (which may be left out on a 1-axis mesh)."""
         if mesh_dim is None:

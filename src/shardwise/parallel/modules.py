@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.comm import AnyMesh, as_mesh
-from shardwise.layout import Placement, Replicate
-from shardwise.tensor import DTensor, distribute_tensor
+from shardwise.layout import Mesh, Placement, Replicate
+from shardwise.tensor import DTensor, distribute_tensor, localise, wrap
 
 
 def distribute_module(
@@ -23,7 +24,8 @@ def distribute_module(
 ) -> nn.Module:
     """Turn a module's parameters and buffers into DTensors on a mesh.
 
-    `partition_fn(name, submodule, mesh)` distributes what it wants of each submodule; the rest is replicated. What
+    `partition_fn(name, submodule, mesh)` distributes what it wants of each submodule; the rest is replicated, and what
+    is a DTensor on some of the mesh's axes already is replicated along the others. What
     several modules share stays one parameter or buffer: what `partition_fn` makes of it first counts for all of them.
     `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run before and after the module's forward.
 
@@ -124,10 +126,20 @@ def place_rest(
     """Turn what is still plain in a module into DTensors: its own, by name, as `where` says; the rest is replicated."""
     whole: Sequence[Placement] = [Replicate()] * device_mesh.ndim
     for tensor, places in _places(module).items():
-        if not isinstance(tensor, DTensor):
+        if isinstance(tensor, DTensor):
+            if (mesh := as_mesh(device_mesh)) is not tensor._layout.mesh and tensor._layout.mesh.is_within(mesh):
+                _keep(_lifted(tensor, mesh), places)
+        else:
             found = [where[name] for owner, name in places if where and owner is module and name in where]
             placements = found[0] if found else whole
             is_parameter = isinstance(tensor, nn.Parameter)
             plain = tensor.detach() if is_parameter else tensor
             made: Any = distribute_tensor(plain, device_mesh, placements, src_data_rank=src_data_rank)
             _keep(nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made, places)
+
+
+def _lifted(x: DTensor, mesh: Mesh) -> DTensor:
+    """The same shards on a mesh of more axes, along which every rank has them: replicated."""
+    with torch.no_grad():
+        made: Any = wrap(localise(x).detach(), x._layout.on(mesh))
+    return nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made

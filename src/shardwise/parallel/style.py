@@ -365,7 +365,13 @@ def _brought(
     found = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, taken, shape=shape)
     if wanted is None or found.placements == _normal(wanted, found.ndim):
         return found
-    return found.redistribute(mesh, wanted)
+    around = found._layout.mesh
+    if around is mesh or not mesh.is_within(around):
+        return found.redistribute(mesh, wanted)
+    placements = list(found.placements)  # along other axes, those of data parallelism say, it stays as it is
+    for name, placement in zip(mesh.names, _normal(wanted, found.ndim), strict=True):
+        placements[around.axis(name)] = placement
+    return found.redistribute(placements=placements)
 
 
 def to_local(x: DTensor) -> Tensor:

@@ -58,7 +58,7 @@ class Layouts:
             names = {name for name in have.names if name not in data}
         else:
             names = {*have.names, *mesh.names}
-        return relaid(self.whole, _submesh(have.root, names)) if names else None
+        return self.whole.on(_submesh(have.root, names)) if names else None
 
 
 def _submesh(root: Mesh, names: set[str]) -> Mesh:
@@ -93,7 +93,7 @@ def _whole(param: Tensor, data: DataParallel, name: str) -> Layout:
             f"mesh with all axes, and give each call its part of it"
         )
     mesh = _submesh(root, {*layout.mesh.names, *data.mesh.names})
-    whole = relaid(layout, mesh)
+    whole = layout.on(mesh)
     taken = [axis for axis in data.mesh.names if whole.axis_dims[mesh.axis(axis)] is not None]
     if taken or whole.has_pending or any(whole.sizes):
         raise PlacementError(
@@ -104,14 +104,6 @@ def _whole(param: Tensor, data: DataParallel, name: str) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def relaid(layout: Layout, mesh: Mesh) -> Layout:
-    """A layout on another mesh of the same root, which has all axes that split it."""
-    names = layout.mesh.names
-    splits = tuple(tuple(mesh.axis(names[axis]) for axis in axes) for axes in layout.splits)
-    pending = tuple(layout.pending[names.index(name)] if name in names else None for name in mesh.names)
-    return Layout(mesh, layout.shape, splits, pending, layout.sizes)
-
-
 def sharded(param: Tensor, layouts: Layouts) -> DTensor:
     """The shards of a parameter that every rank has: cut, with nothing communicated."""
     mesh = layouts.whole.mesh
