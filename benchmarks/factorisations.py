@@ -1,0 +1,126 @@
+"""The GPT of examples/gpt.py for every way to use eight ranks, and four real ones, against one device.
+
+    python benchmarks/factorisations.py            print the table
+    python benchmarks/factorisations.py --write    and write benchmarks/results/factorisations-<date>.md
+
+Eight ranks are simulated; four are processes joined by Gloo. A difference is the largest, over all steps, of the losses
+and of the gradient norms, as parts of those of one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from rich.console import Console
+
+import shardwise as sw
+from race import Row, Table
+from shardwise.debug import CommDebugMode
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import gpt
+
+AXES, TOLERANCE = ("dp", "shard", "tp"), 1e-4
+Shape = tuple[int, int, int]
+
+
+def factorisations(ranks: int) -> Iterator[Shape]:
+    """The ways to write a number of ranks as dp × shard × tp.
+
+    >>> list(factorisations(2))
+    [(1, 1, 2), (1, 2, 1), (2, 1, 1)]
+    """
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for dp in divisors:
+        for shard in (n for n in divisors if ranks // dp % n == 0):
+            yield dp, shard, ranks // dp // shard
+
+
+@cache
+def one_device(steps: int) -> list[tuple]:
+    torch.manual_seed(0)
+    positions = torch.arange(gpt.TOKENS).expand(gpt.BATCH, -1)
+    return gpt.train(gpt.GPT(), gpt.batches(steps), positions)
+
+
+def on_mesh(mesh: Any, steps: int) -> tuple[list[tuple], dict[str, int]]:
+    """Losses and gradient norms, and what was communicated."""
+    torch.manual_seed(0)
+    model = gpt.parallelize(copy.deepcopy(gpt.GPT()), mesh)
+    rows = [sw.Shard(0), sw.Shard(0), sw.Replicate()]
+
+    def lay(x: torch.Tensor) -> torch.Tensor:
+        return sw.distribute_tensor(x, mesh, rows, src_data_rank=None)
+
+    positions = lay(torch.arange(gpt.TOKENS).expand(gpt.BATCH, -1).contiguous())
+    with CommDebugMode() as comm:
+        found = gpt.train(model, gpt.batches(steps), positions, lay)
+    return found, dict(comm.get_comm_counts())
+
+
+def differences(found: list[tuple], steps: int) -> tuple[float, float]:
+    ours, theirs = torch.tensor(found, dtype=torch.float64), torch.tensor(one_device(steps), dtype=torch.float64)
+    loss, norm = ((ours - theirs).abs() / theirs.abs()).amax(0).tolist()
+    return loss, norm
+
+
+def rank_main(rank: int, folder: str, shape: Shape, steps: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    found = on_mesh(sw.init_device_mesh("cpu", shape, mesh_dim_names=AXES), steps)
+    if rank == 0:
+        torch.save(found, f"{folder}/found")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_gloo(shape: Shape, steps: int) -> tuple[list[tuple], dict[str, int]]:
+    with tempfile.TemporaryDirectory(prefix="factorisations-") as folder:
+        torch.multiprocessing.spawn(rank_main, (folder, shape, steps), nprocs=4)
+        return torch.load(f"{folder}/found")
+
+
+def row(port: str, shape: Shape, steps: int) -> Row:
+    found, counts = on_gloo(shape, steps) if port == "Gloo" else on_mesh(sw.simulate(shape, AXES), steps)
+    loss, norm = differences(found, steps)
+    per_step = ", ".join(f"{kind} {count / steps:.4g}" for kind, count in sorted(counts.items()))
+    verdict = "pass" if max(loss, norm) <= TOLERANCE else "MISS"
+    return port, *map(str, shape), f"{found[-1][0]:.5f}", f"{loss:.1e}", f"{norm:.1e}", per_step, verdict
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--steps", type=int, default=50)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [row("simulated", shape, options.steps) for shape in factorisations(8)]
+    rows += [row("Gloo", shape, options.steps) for shape in factorisations(4)]
+    columns = ("ranks", *AXES, "last loss", "loss off by", "norm off by", "collectives a step", "")
+    table = Table(f"{options.steps} steps of a GPT; one device: {one_device(options.steps)[-1][0]:.5f}", columns, rows)
+    table.print(Console(width=160))
+    if options.write:
+        today = datetime.date.today()
+        head = (
+            f"# One GPT on many meshes, {today}\n\nPython {platform.python_version()}, torch {torch.__version__}.\n\n"
+        )
+        (Path(__file__).parent / "results" / f"factorisations-{today}.md").write_text(head + table.markdown())
+
+
+if __name__ == "__main__":
+    main()
