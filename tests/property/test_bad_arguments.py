@@ -14,7 +14,8 @@ from bad_calls import BadCall, check_refused, refused
 from torch import Tensor
 
 from shardwise.dispatch import clear_cache
-from shardwise.proof.coverage.command import assignments, mesh_of
+from shardwise.proof.coverage.command import assignments
+from shardwise.proof.kit.placing import mesh_of
 from shardwise.proof.kit.samples import Operator, Sample, operators, replaced
 
 PARTS, EVERY = 8, 6

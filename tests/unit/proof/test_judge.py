@@ -13,11 +13,11 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.comm import shards_of
 from shardwise.errors import InPlaceError
-from shardwise.proof.coverage.command import ONE_AXIS, TWO_AXES, mesh_of, parse_assignment, replay
+from shardwise.proof.coverage.command import ONE_AXIS, TWO_AXES, parse_assignment, replay
 from shardwise.proof.coverage.forms import Form, Unusable
 from shardwise.proof.coverage.judge import Verdict, judge, same_strides
 from shardwise.proof.coverage.reference import Reference
-from shardwise.proof.kit.placing import place
+from shardwise.proof.kit.placing import mesh_of, place
 from shardwise.proof.kit.samples import Sample
 from shardwise.rules import Local, Rule, Strategy, register
 from shardwise.rules.kit import registry

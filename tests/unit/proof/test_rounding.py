@@ -11,10 +11,11 @@ from sweep import normal
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.proof.coverage.command import Settings, measure, mesh_of, parse_assignment
+from shardwise.proof.coverage.command import Settings, measure, parse_assignment
 from shardwise.proof.coverage.forms import Form
 from shardwise.proof.coverage.judge import ROUNDED, Verdict, judge
 from shardwise.proof.coverage.reference import Reference
+from shardwise.proof.kit.placing import mesh_of
 from shardwise.proof.kit.samples import Sample
 from shardwise.redistribute import Group
 from shardwise.rules import Local, Rule, Strategy, register

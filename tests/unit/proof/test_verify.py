@@ -100,7 +100,7 @@ def test_what_is_drawn_is_judged_by_its_shape() -> None:
 )
 def test_what_counts_as_claimed(ins: tuple, outs: tuple, claimed: bool) -> None:
     ways = [Strategy((None,), (None,)), Strategy((0,), (0,)), Strategy((1,), (None,)), Strategy((2,), (1,))]
-    assert is_claimed(Truth(ins, outs, gradient=True), ways) == claimed
+    assert is_claimed(Truth(ins, outs), ways) == claimed
 
 
 def test_calls_are_collected_once_and_spread() -> None:

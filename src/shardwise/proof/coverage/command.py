@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import simulate
 from shardwise.dispatch import clear_cache
-from shardwise.layout import Mesh, Partial, Placement, Replicate, Shard
+from shardwise.layout import Partial, Placement, Replicate, Shard
 from shardwise.proof.coverage.forms import OUT, Form, Unusable, forms
 from shardwise.proof.coverage.judge import ROUNDED, ROUNDING, Verdict, judge
 from shardwise.proof.coverage.reference import Reference
 from shardwise.proof.coverage.results import Result, tables
 from shardwise.proof.kit.command import How, add_run_arguments, count, finish, how_to_run, pattern, run_tasks
 from shardwise.proof.kit.compare import TOLERANCE
+from shardwise.proof.kit.placing import mesh_of
 from shardwise.proof.kit.samples import NO_TENSOR, VALUELESS, Operator, Sample, operator, operators, seeded
 
 ONE_AXIS, TWO_AXES = (2,), (2, 2)
@@ -55,10 +55,6 @@ class Settings:
 
 
 # The calls
-
-
-def mesh_of(shape: Sequence[int]) -> Mesh:
-    return simulate(tuple(shape), ("a", "b")[: len(shape)])
 
 
 def options(x: Tensor) -> list[Placement]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -141,28 +140,18 @@ class Draw:
         return self.chance.choice(self.sizes) if self.chance.random() < 0.7 else self.chance.choice(SIZES)
 
     def leaf(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype = torch.float64,
-        *,
-        high: int | None = None,
-        grad: bool | None = None,
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float64, *, high: int | None = None, grad: bool = True
     ) -> Var:
         """A new leaf, laid out somehow."""
         if high is not None and high < 1:
             raise Refused("no number is below it")
-        real = dtype in FLOATS
         placements = self.placements(len(shape), dtype)
         made = Leaf(
-            self.name("x"),
-            tuple(shape),
-            dtype,
-            placements,
-            self.chance.randrange(1000),
+            *(self.name("x"), tuple(shape), dtype, placements, self.chance.randrange(1000)),
             high=high,
             sizes=self.uneven(shape, placements),
             local=self.chance.random() < 0.2,
-            grad=real and (self.chance.random() < 0.7 if grad is None else grad),
+            grad=dtype in FLOATS and (grad and self.chance.random() < 0.7),
         )
         self.parts.append(made)
         self.run.do(made)
@@ -232,21 +221,21 @@ class Draw:
 
     def _add(self, make: Maker) -> None:
         made = make(self)
-        if isinstance(made, Line):
-            self.parts.append(made)
-            self.changed = True
-            self.run.do(self.parts[-1])
-            self._check(list(self.tensors))
-            self._check_hidden_views()
+        if isinstance(made, str):
+            self._give(made)
             return
-        self.give(made)
+        self.parts.append(made)
+        self.changed = True
+        self.run.do(made)
+        self._check(list(self.tensors))
+        self._check_hidden_views()
 
     def _forget_unused(self, kept: int) -> None:
         """Drop leaves that were asked for and then not taken."""
         used = self.parts[-1].takes
         self.parts[kept:-1] = [part for part in self.parts[kept:-1] if used & set(part.gives)]
 
-    def give(self, text: str) -> list[Var]:
+    def _give(self, text: str) -> None:
         """Run an expression, and name what it gives."""
         self.changed |= CHANGES.search(text) is not None
         value = eval(text, self.run.names)
@@ -264,7 +253,6 @@ class Draw:
         self._check(names)
         if self.changed:
             self._check_hidden_views()
-        return [Var.of(name, value) for name, value in zip(names, values, strict=True)]
 
     def _check(self, names: Sequence[str]) -> None:
         for _, x in self.run.tensors(names):
@@ -344,8 +332,3 @@ def off(x: Var, *points: float) -> Var:
         if x.value.numel() and not float((x.value.detach() - point).abs().min()) > GAP:
             raise Refused("a tie")
     return x
-
-
-def quiet() -> warnings.catch_warnings:
-    """What torch warns of in random programs is known."""
-    return warnings.catch_warnings(action="ignore")

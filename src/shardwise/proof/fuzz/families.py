@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from shardwise.proof.fuzz.calls import (
@@ -15,7 +16,7 @@ from shardwise.proof.fuzz.calls import (
     shapes,
     writes,
 )
-from shardwise.proof.fuzz.draw import DTYPES, Draw, Maker, quiet
+from shardwise.proof.fuzz.draw import DTYPES, Draw, Maker
 from shardwise.proof.fuzz.program import Program
 
 FAMILIES: dict[str, tuple[int, Sequence[Maker]]] = {
@@ -42,7 +43,7 @@ def draw(seed: int, number: int) -> Program:
     """Program `number` of `seed`: the same one everywhere."""
     d = Draw(seed, number)
     length = d.chance.randint(*LENGTH)
-    with quiet():
+    with warnings.catch_warnings(action="ignore"):
         for _ in range(d.pick(2, 3, 4)):
             d.leaf(d.shape(d.pick(1, 2, 2, 2, 3, 3, 4)), d.pick(*DTYPES))
         added = 0

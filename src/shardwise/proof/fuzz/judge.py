@@ -9,6 +9,7 @@ a view follows from them.
 from __future__ import annotations
 
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,10 +22,9 @@ from shardwise.dispatch import clear_cache
 from shardwise.dispatch.aliasing.copied_views import StaleView
 from shardwise.dispatch.aliasing.global_strides import inferred_strides
 from shardwise.layout import Mesh
-from shardwise.proof.fuzz.draw import quiet
 from shardwise.proof.fuzz.program import Part, Program, Run
 from shardwise.proof.kit.compare import Wrong, check_kind, check_value, pieces, whole
-from shardwise.proof.kit.together import RanksApart, ranks_compared
+from shardwise.proof.kit.together import RanksApart, line, ranks_compared
 from shardwise.tensor import DTensor
 
 RIGHT, WRONG, RAISED, APART, HUNG, INVALID = "right", "wrong", "raised", "apart", "hung", "invalid"
@@ -60,7 +60,7 @@ def head(detail: str) -> str:
 def judge(program: Program, mesh: Any, tell: Callable[[int], None] = lambda at: None) -> Verdict:
     """Run a program on a mesh twice, with fresh plans and with those that are then known, and `tell` which part it is
     at. What is off by rounding alone, in single precision, is right."""
-    with quiet(), ranks_compared():
+    with warnings.catch_warnings(action="ignore"), ranks_compared():
         verdict = _twice(program, as_mesh(mesh), tell)
         if verdict.kind == WRONG and program.has_single_precision:
             again = _twice(program.in_double_precision(), as_mesh(mesh), tell)
@@ -98,12 +98,8 @@ class _Judged:
                 self._step(part)
             except Wrong as wrong:
                 return Verdict(WRONG, str(wrong), at)
-            except RanksApart as error:
-                return Verdict(APART, str(error), at)
-            except _Raised as raised:
-                return self._raised(raised.error, at)
-            except _Invalid as error:
-                return Verdict(INVALID, str(error), at)
+            except _Ended as ended:
+                return Verdict(ended.kind, str(ended), at)
         try:
             self._compare_all("at the end")
         except Wrong as wrong:
@@ -113,10 +109,13 @@ class _Judged:
     def _step(self, part: Part) -> None:
         try:
             self.dist.do(part)
-        except RanksApart:
-            raise
+        except RanksApart as error:
+            raise _Ended(APART, str(error)) from error
         except Exception as error:
-            raise _Raised(error) from error
+            told = line(error)
+            self._compare_all(f"after {told}")  # or it was written to before
+            self._plainly(part)
+            raise _Ended(RAISED, told) from error
         versions = {name: x._version for name, x in self.plain.tensors(self.names)}
         self._plainly(part)
         self.second_order |= "create_graph" in part.text
@@ -132,19 +131,7 @@ class _Judged:
         try:
             self.plain.do(part)
         except Exception as error:
-            raise _Invalid(f"{type(error).__name__}: {error}") from error
-
-    def _raised(self, error: Exception, at: int) -> Verdict:
-        """An error, unless something was written before it."""
-        told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        try:
-            self._compare_all(f"after {told}")
-            self._plainly(self.program.parts[at])
-        except Wrong as wrong:
-            return Verdict(WRONG, str(wrong), at)
-        except _Invalid as invalid:
-            return Verdict(INVALID, str(invalid), at)
-        return Verdict(RAISED, told, at)
+            raise _Ended(INVALID, line(error)) from error
 
     # Comparing
 
@@ -189,13 +176,12 @@ class _Judged:
         self.prints += [(what, (self.compared, piece), bits) for what, piece, bits in found]
 
 
-class _Raised(Exception):
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+class _Ended(Exception):
+    """What became of a program that could not go on."""
 
-
-class _Invalid(Exception):
-    """Torch itself refuses a part."""
+    def __init__(self, kind: str, words: str) -> None:
+        super().__init__(words)
+        self.kind = kind
 
 
 def prints(what: str, x: DTensor) -> Iterator[Print]:
@@ -228,8 +214,5 @@ def together(verdicts: Sequence[Verdict]) -> Verdict:
     if len(kinds) > 1:
         told = "; ".join(f"{verdict.kind} {verdict.detail}".strip() for verdict in verdicts)
         return Verdict(WRONG if WRONG in kinds else APART, f"ranks differ: {told}", max(v.at for v in verdicts))
-    first = verdicts[0]
     problem = unequal([print for verdict in verdicts for print in verdict.prints])
-    if problem is not None:
-        return Verdict(WRONG, problem)
-    return replace(first, prints=[])
+    return replace(verdicts[0], prints=[]) if problem is None else Verdict(WRONG, problem)

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from shardwise.comm import ranked
+from shardwise.comm import ranked, simulate
 from shardwise.layout import Layout, Mesh, Placement
 from shardwise.tensor import DTensor, wrap
 
 FACTORS = (-1.0, 2.0)
 """A number times either of these, and the rest, are two terms that add up without rounding."""
+
+
+@lru_cache
+def mesh_of(shape: Sequence[int]) -> Mesh:
+    return simulate(tuple(shape), ("a", "b")[: len(shape)])
 
 
 def place(x: Tensor, mesh: Mesh, placements: Sequence[Placement], seed: int = 0) -> DTensor:

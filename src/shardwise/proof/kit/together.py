@@ -101,4 +101,4 @@ def together(function: Callable[..., Any], num_ranks: int, args: Any, kwargs: di
 
 def line(error: Exception) -> str:
     """An error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -11,7 +11,6 @@ import contextlib
 import pickle
 import random
 import re
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -275,33 +274,26 @@ def measure(settings: Settings, how: How) -> list[OpReport]:
 
 def judge_all(calls: Mapping[str, Sequence[Case]], how: How) -> list[OpReport]:
     """Judge ops by some calls of each, in the order of their names."""
-    names = sorted(calls)
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            _save(calls[name], _file(folder, name))
-        return run_tasks("verify", judge_saved, names, folder, OpReport, how)
+    saved = {name: _saved(calls[name]) for name in sorted(calls)}
+    return run_tasks("verify", judge_saved, list(saved), saved, OpReport, how)
 
 
-def _save(calls: Sequence[Case], file: Path) -> None:
-    """Save what can be saved of some calls: a few take objects that live in one process only."""
-    saved = []
+def _saved(calls: Sequence[Case]) -> list[bytes]:
+    """What can be saved of some calls: a few take objects that live in one process only."""
+    found = []
     for case in calls:
         with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):
-            saved.append(pickle.dumps(case.portable()))
-    file.write_bytes(pickle.dumps(saved))
+            found.append(pickle.dumps(case.portable()))
+    return found
 
 
-def judge_saved(name: str, folder: str) -> Iterator[OpReport]:
+def judge_saved(name: str, saved: Mapping[str, Sequence[bytes]]) -> Iterator[OpReport]:
     """Judge one op by its saved calls; yields what each of them gave."""
     with warnings.catch_warnings(action="ignore"):
-        for portable in pickle.loads(_file(folder, name).read_bytes()):
+        for portable in saved[name]:
             try:
                 case = made_again(pickle.loads(portable))
             except Exception as error:  # it looks at strides that a copy does not have, or lives in one process only
                 yield OpReport(name, excluded={_not_again(error): 1})
             else:
                 yield judge_call(case)
-
-
-def _file(folder: str, name: str) -> Path:
-    return Path(folder) / f"{name.replace('::', '.')}.pickle"

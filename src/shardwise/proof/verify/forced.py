@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.comm import ranked, simulate
+from shardwise.comm import ranked
 from shardwise.dispatch.planning.build import build
 from shardwise.dispatch.planning.lower import Banned, lower_calls
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.layout import Layout, Mesh, Partial
 from shardwise.proof.kit.compare import Wrong, check, check_shards, whole
-from shardwise.proof.kit.placing import shards_of_whole, terms
+from shardwise.proof.kit.placing import mesh_of, shards_of_whole, terms
 from shardwise.proof.verify.case import Case, Run
 from shardwise.rules import PENDING, AxisPlacement, Strategy, Value, rule_for
 from shardwise.tensor import DTensor, wrap
@@ -51,11 +50,6 @@ def show_ins(placements: Sequence[AxisPlacement]) -> str:
     return ", ".join(map(show, placements)) or "nothing"
 
 
-@lru_cache
-def mesh_of(*shape: int) -> Mesh:
-    return simulate(shape, ("a", "b")[: len(shape)])
-
-
 def concrete(case: Case) -> list[Strategy]:
     """The strategies of a call, with PENDING spelled out, that dispatch would consider."""
     rule = rule_for(case.call.op)
@@ -87,14 +81,14 @@ def trials(case: Case) -> Iterator[Trial]:
     ways = concrete(case)
     for position, way in enumerate(ways):
         sharded = any(isinstance(p, int) for p in (*way.ins, *way.outs))
-        yield Trial(mesh_of(2), (way,))
+        yield Trial(mesh_of((2,)), (way,))
         if sharded:
-            yield Trial(mesh_of(3), (way,))
-            yield Trial(mesh_of(2), (way,), position % 2)
-        yield Trial(mesh_of(2, 2), (way, way))
+            yield Trial(mesh_of((3,)), (way,))
+            yield Trial(mesh_of((2,)), (way,), position % 2)
+        yield Trial(mesh_of((2, 2)), (way, way))
         other = ways[(position + 1) % len(ways)]
         if other is not way:
-            yield Trial(mesh_of(2, 2), (way, other))
+            yield Trial(mesh_of((2, 2)), (way, other))
 
 
 def failure(case: Case, trial: Trial) -> str | None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.proof.coverage.command import assignments, mesh_of
+from shardwise.proof.coverage.command import assignments
 from shardwise.proof.coverage.forms import Unusable, forms
 from shardwise.proof.coverage.judge import Reference, judge
+from shardwise.proof.kit.placing import mesh_of
 from shardwise.proof.kit.samples import Operator, Sample, all_operators, operator
 
 NAMES = [op.name for op in all_operators() if op.is_list]

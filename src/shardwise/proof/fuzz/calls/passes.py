@@ -132,4 +132,14 @@ def final(d: Draw) -> Line:
     return Line(f"({' + '.join(losses)}).backward()")
 
 
-CALLS = (hook, hook, *[retain] * 3, backward, two_backwards, gradient, gradient, *[checkpointed] * 3, unrecorded)
+CALLS: tuple[Maker, ...] = (
+    hook,
+    hook,
+    *[retain] * 3,
+    backward,
+    two_backwards,
+    gradient,
+    gradient,
+    *[checkpointed] * 3,
+    unrecorded,
+)
