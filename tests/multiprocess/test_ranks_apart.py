@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from bodies import R, S, assert_close, doubles, everywhere, held
@@ -184,9 +186,32 @@ def owing_more_than_a_submesh_can_pay(rank: int, world_size: int) -> None:
     assert_close(w.grad, weight.grad)
 
 
+def kernels_make_a_view_on_some_ranks(rank: int, world_size: int) -> None:
+    """The rank that contributes the bias has added it; the others have what `linear` gives, a view of its product."""
+    mesh = line(world_size)
+    x, weight, bias = doubles(1, 5), doubles(5, 3), doubles(5)
+    mine = [sw.distribute_tensor(x, mesh, [S(1)])[0, ::2], *(sw.distribute_tensor(t, mesh) for t in (weight, bias))]
+    mine[2].requires_grad_()
+    y = F.linear(*mine)
+    assert y.placements == (sw.Partial("sum"),)
+    assert_close((y > 0), F.linear(x[0, ::2], weight, bias) > 0)  # reduced, and remembered
+    y.tanh_()
+    assert_close(y, F.linear(x[0, ::2], weight, bias).tanh())
+
+
+def a_checkpoint_returns_a_copied_view(rank: int, world_size: int) -> None:
+    data = doubles(2, 2)
+    x = sw.distribute_tensor(data, line(world_size), [S(1)])
+    with warnings.catch_warnings(action="ignore"):  # nothing needs a gradient
+        y = checkpoint(torch.ravel, x, use_reentrant=True)
+    x.add_(2)
+    assert_close(y, (data + 2).ravel())
+
+
 BODIES: dict[int, list[Callable[[int, int], None]]] = {
     2: [
         *(results_die_with_their_last_reference, equal_meshes_are_one, a_mesh_without_this_rank),
+        *(kernels_make_a_view_on_some_ranks, a_checkpoint_returns_a_copied_view),
         *(fallback_warns_everywhere, one_rank_keeps_its_loss, ranks_with_other_seeds, ranks_with_one_seed),
     ],
     4: [on_one_submesh, owing_more_than_a_submesh_can_pay],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -141,3 +142,26 @@ def test_strides_of_what_a_call_returns_besides_its_writes() -> None:
     whole = normal(7, 3)
     dist = sw.DTensor.from_local(ranked([whole[:, :0].clone(), whole.clone()]), PAIR, [S(1)])
     torch.testing.assert_close(program(dist).full_tensor(), program(whole))
+
+
+UNSAVED: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "interpolate": ((1, 1, 2), lambda x: F.interpolate(x, scale_factor=2, mode="nearest")),
+    "bias": ((2,), lambda x: F.group_norm(beside(x, normal(1, 2, 1, 2)), 2, beside(x, normal(2)), x)),
+    "mask": ((1, 1), lambda x: F.scaled_dot_product_attention(*(beside(x, t) for t in [normal(1, 1, 1, 1)] * 3), x)),
+    "pad": ((1, 2), lambda x: F.pad(x, (1, 1))),
+}
+
+
+@pytest.mark.parametrize("name", UNSAVED)
+def test_what_an_op_does_not_save_may_be_written_to_where_nothing_is_held(name: str) -> None:
+    shape, function = UNSAVED[name]
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = function(x)
+        with torch.no_grad():
+            x.zero_()
+        y.sin().sum().backward()
+        return y, x.grad
+
+    for dim, ranks in product(range(len(shape)), (3, 4)):
+        same(program, normal(*shape), S(dim), mesh=(ranks,))

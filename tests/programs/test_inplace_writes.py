@@ -203,6 +203,7 @@ MADE_WITHOUT_AUTOGRAD: dict[str, Callable[[Tensor], Tensor]] = {
     "maximum": lambda x: x.max(0).values,
     "linear": lambda x: F.linear(x.detach().view(2, 2, 4).permute(1, 0, 2), x.detach(), x.detach()[:, 0]),
     "gathered": lambda x: x.detach().flip(0) @ x.detach(),
+    "scanned": lambda x: x.detach().cumprod(0),
 }
 
 

@@ -29,7 +29,7 @@ from shardwise.layout import Layout
 from shardwise.redistribute import Move, plan_moves
 from shardwise.rules.kit.registry import refuse_shared_memory
 from shardwise.rules.kit.treatments import treat, treatment_of
-from shardwise.tensor import DTensor, as_layout, localise
+from shardwise.tensor import DTensor, as_layout, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -129,7 +129,7 @@ class Elsewhere:
                 return x
             if id(x) not in copies:  # an argument may be given twice
                 # of a copy, because gradients of extrema need what was there; and a copy, that every rank has its own
-                copies[id(x)] = copy = as_layout(of_base(x).clone(), way(x._layout), "self").clone()
+                copies[id(x)] = copy = as_layout(_unmoved(x).clone(), way(x._layout), "self").clone()
                 originals[id(copy)] = x
             return copies[id(x)]
 
@@ -143,3 +143,10 @@ class Elsewhere:
             if id(x) not in originals and (source := by_storage.get(storage_of(x))) is not None:
                 watch_copy(x, Taking(source))
         return map_tensors(out, lambda x: originals.get(id(x), x))
+
+
+def _unmoved(x: Any) -> DTensor:
+    """What is written to, without what it was moved to before: that is past the hooks of a view, and kernels make views
+    on some ranks only, of which the others must not communicate less."""
+    recorded = torch.is_grad_enabled() and x.requires_grad
+    return wrap(localise(of_base(x)), x._layout.unreduced) if recorded else x

@@ -109,7 +109,7 @@ def joined(flat: Iterable[Any], layouts: Sequence[Layout | None], strides: Seque
         first = parts[0]
         if layout is None:
             found.append(first)
-        elif first.__class__ in (DTensor, Part) and first._layout is layout:
+        elif first.__class__ in (DTensor, CopiedView, Part) and first._layout is layout:
             if len(parts) > 1:
                 first._peers = tuple(parts[1:])  # torch may have put views in their place
             found.append(first)

@@ -296,7 +296,7 @@ def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -
     allowed = without_terms if is_view else within_graph  # what writes pass through stays as it is
     if any(allowed(layout) is not layout.unreduced for layout in layouts):
         guards.append(Settles())
-    if isinstance(plan, (Steps, Whole)) and not lowered.trace.seen_arguments:
+    if isinstance(plan, (Autocast, Steps, Whole)) and not lowered.trace.seen_arguments:
         guards.append(Unrecorded())
     return _with_strides(guarded(plan, guards), lowered, call)
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.types import Call, HeldValues, Local, Rule
+from shardwise.rules.kit.types import Call, HeldValues, Local, Rule, Value, flat_values
 
 
 def has_empty(layouts: Sequence[Layout]) -> bool:
@@ -23,37 +23,77 @@ def has_empty(layouts: Sequence[Layout]) -> bool:
     return any(0 in layout.pieces(dim) for layout in layouts for dim, axes in enumerate(layout.splits) if axes)
 
 
-def skipping_empty(rule: Rule, *, saves: bool = True) -> Rule:
+def skipping_empty(rule: Rule) -> Rule:
     """A rule whose local calls are not made where their results are empty; programs look after that themselves."""
 
     def local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-        return unless_empty(call, outs, rule.local and rule.local(call, ins, outs), saves=saves)
+        return unless_empty(call, outs, rule.local and rule.local(call, ins, outs))
 
     return replace(rule, local=local)
 
 
-def unless_empty(call: Call, outs: Sequence[Layout], local: Local | None = None, *, saves: bool = True) -> Local | None:
-    """A local call, by default the op itself, that is not made where its results are empty. `saves` says whether
-    autograd saves tensors where it is made."""
+def unless_empty(call: Call, outs: Sequence[Layout], local: Local | None = None) -> Local | None:
+    """A local call, by default the op itself, that is not made where its results are empty."""
     if all(math.prod(shape) for out in outs for shape in out.held_shapes) or (local and local.groups):
         return local
     local = local or Local(call.op, call.args, call.kwargs)
     shapes = HeldValues([tuple(out.held_shapes[rank] for out in outs) for rank in range(len(outs[0].mesh.held))])
     dtypes = tuple(value.dtype for value in call.outputs)
+    saves = _Saves.of(call, local)
     return Local(_unless_empty, [local.function, shapes, dtypes, saves, *local.args], local.kwargs)
 
 
+@dataclass(frozen=True, slots=True)
+class _Saves:
+    """Which tensors among the arguments of a local call autograd saves where it is made, and whether any tensor."""
+
+    arguments: tuple[bool, ...]
+    anything: bool
+
+    @staticmethod
+    def of(call: Call, local: Local) -> _Saves:
+        """Torch is asked, with meta tensors that all need a gradient; all are, if it cannot tell without data."""
+        values = flat_values([*local.args, *local.kwargs.values()])
+        found: list[Tensor] = []
+        try:
+            with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.enable_grad():
+                metas = {value.index: _meta(value) for value in call.inputs}
+                args, kwargs = (
+                    _filled(call.args, metas),
+                    {name: _filled(arg, metas) for name, arg in call.kwargs.items()},
+                )
+                with torch.autograd.graph.saved_tensors_hooks(lambda x: found.append(x) or x, lambda x: x):
+                    call.op(*args, **kwargs)
+        except Exception:
+            return _Saves((True,) * len(values), True)
+        kept = {x.untyped_storage()._cdata for x in found}
+        return _Saves(tuple(metas[value.index].untyped_storage()._cdata in kept for value in values), bool(found))
+
+
+def _meta(value: Value) -> Tensor:
+    needs = value.dtype.is_floating_point or value.dtype.is_complex
+    return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=needs)
+
+
+def _filled(template: Any, metas: dict[int, Tensor]) -> Any:
+    if isinstance(template, Value):
+        return metas[template.index]
+    return [_filled(item, metas) for item in template] if isinstance(template, (list, tuple)) else template
+
+
 def _unless_empty(
-    function: Callable, shapes: Sequence[tuple[int, ...]], dtypes: Any, saves: bool, *args: Any, **kwargs: Any
+    function: Callable, shapes: Sequence[tuple[int, ...]], dtypes: Any, saves: _Saves, *args: Any, **kwargs: Any
 ) -> Any:
     if all(map(math.prod, shapes)):
         return function(*args, **kwargs)
-    x, *others = _tensors((*args, *kwargs.values()))
-    results = tuple(
-        connected_zeros(x, shape, *others, dtype=_dtype(dtype, x), saves=saves)
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    )
-    return results if len(results) > 1 else results[0]
+    tensors = _tensors((*args, *kwargs.values()))
+    kept = [x for x, is_saved in zip(tensors, saves.arguments, strict=True) if is_saved]
+    rest = [x for x, is_saved in zip(tensors, saves.arguments, strict=True) if not is_saved]
+    results = []
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        out = connected_zeros(tensors[0].detach(), shape, *kept, dtype=_dtype(dtype, tensors[0]), unsaved=rest)
+        results.append(remembered(out) if saves.anything and out.requires_grad else out)
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 def _tensors(arguments: Sequence[Any]) -> list[Tensor]:

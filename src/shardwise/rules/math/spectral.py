@@ -22,7 +22,7 @@ def _transform(call: Call) -> Factors:
     return Factors([names], [names], linear=[frozenset({0})])
 
 
-register("_fft_c2c", "_fft_r2c", "_fft_c2r", rule=skipping_empty(factor_rule(_transform), saves=False))
+register("_fft_c2c", "_fft_r2c", "_fft_c2r", rule=skipping_empty(factor_rule(_transform)))
 
 
 # Short-time transforms and their inverses: signals are free

@@ -180,7 +180,7 @@ def _local_group_norm(shape: Any, x: Tensor, weight: Tensor | None, bias: Tensor
         weight, bias = (None if param is None else param.contiguous() for param in (weight, bias))
         return torch.native_group_norm(x.contiguous(), weight, bias, *args)
     stats = connected_zeros(x, shape, dtype=stats_dtype(x.dtype, x, weight, bias), saves=False)
-    return connected_zeros(x, x.shape, weight, bias), stats, stats.clone()
+    return connected_zeros(x, x.shape, weight, unsaved=[bias]), stats, stats.clone()
 
 
 def _sharded_group_norm(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.empty import connected_zeros, skipping_empty
+from shardwise.rules.kit.empty import connected_zeros, remembered, skipping_empty
 from shardwise.rules.kit.notation import Factor, Factors, factor_rule
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import SUM, Call, HeldValues, Local, Rule, Strategy, replicated
@@ -27,7 +27,7 @@ def _by_channels(call: Call) -> list[Strategy]:
 register(
     *("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"),
     *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
-    rule=skipping_empty(Rule(_by_channels), saves=False),
+    rule=skipping_empty(Rule(_by_channels)),
 )
 
 
@@ -75,7 +75,8 @@ def _neighbours(size_in: int, size_out: int, scale: float | None, exact: bool) -
 def _pick(x: Tensor, picks: Sequence[tuple[int, ...] | None], shape: Sequence[int]) -> Tensor:
     """The elements picked along each dim; None picks all, on all ranks."""
     if not math.prod(shape):
-        return connected_zeros(x, shape, saves=any(pick is not None for pick in picks))
+        zeros = connected_zeros(x, shape, saves=False)
+        return remembered(zeros) if any(pick is not None for pick in picks) else zeros
     for dim, pick in enumerate(picks, 2):
         if pick is not None:
             x = x.index_select(dim, torch.tensor(pick, device=x.device))
@@ -85,7 +86,7 @@ def _pick(x: Tensor, picks: Sequence[tuple[int, ...] | None], shape: Sequence[in
 register(
     *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
     *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
-    rule=skipping_empty(Rule(_nearest, _nearest_local), saves=False),
+    rule=skipping_empty(Rule(_nearest, _nearest_local)),
 )
 
 
@@ -111,4 +112,4 @@ def _affine_grid_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]
     return Local(call.op, args, kwargs, resized=True)
 
 
-register("affine_grid_generator", rule=skipping_empty(Rule(_affine_grid, _affine_grid_local), saves=False))
+register("affine_grid_generator", rule=skipping_empty(Rule(_affine_grid, _affine_grid_local)))

@@ -71,4 +71,4 @@ _RULES: dict[str, Callable[[Call], list[Strategy]]] = {
     "channel_shuffle": lambda call: moved_along(call, [1]).strategies(),
 }
 for _name, _strategies in _RULES.items():
-    register(_name, rule=skipping_empty(Rule(_strategies), saves=False))
+    register(_name, rule=skipping_empty(Rule(_strategies)))

@@ -115,7 +115,7 @@ def _step(call: Call, dim: int, pair: tuple[int, int], have: Layout, give: Layou
     return Rebuilt(dim, have.pieces(dim), give.pieces(dim), (before, kept, after), 0 if value is None else value)
 
 
-PAD = register(*OPS, rule=skipping_empty(Rule(_strategies, _local), saves=False))
+PAD = register(*OPS, rule=skipping_empty(Rule(_strategies, _local)))
 
 
 def _with_number(input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> tuple[tuple, dict]:

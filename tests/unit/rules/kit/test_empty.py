@@ -16,12 +16,12 @@ def refusing(x: torch.Tensor, *rest: object) -> torch.Tensor:
     return x * 2
 
 
-def local_call(dtype: torch.dtype, **options: bool) -> Local:
+def local_call(dtype: torch.dtype) -> Local:
     """The local call of an op whose kernel refuses what is empty, on four ranks of which two hold nothing."""
     value = Value(0, (2, 3), torch.float32)
     call = Call(aten.relu.default, (value,), {}, (value,), (Value(1, (2, 3), dtype),))
     layout = Layout(mesh_of((4,)), (2, 3), [(0,), ()])
-    rule = skipping_empty(Rule(lambda call: [replicated(call)], lambda *_: Local(refusing, [value])), **options)
+    rule = skipping_empty(Rule(lambda call: [replicated(call)], lambda *_: Local(refusing, [value])))
     found = rule.local(call, [layout], [layout])
     assert found is not None
     return found
