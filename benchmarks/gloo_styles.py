@@ -7,8 +7,8 @@
 The same block, the same plan, the same plain input; the names of the styles come from one library or the other. How it
 is measured is said in gloo_mlp.py. "Plain" is the block on one rank's sizes without communication: nobody is faster. So
 the target for 64 tokens is that of blocks in which there is something to save: at width 1024 the matrix products alone
-take more than 0.7 of the time of torch's styles. The second table has no communication either: a fake group, and a block
-so small that the time is the host's. A missed target prints MISS; the exit status stays 0.
+take more than 0.7 of the time of torch's styles. The second table has no communication either: a fake group, and a
+block so small that the time is the host's. A missed target prints MISS; the exit status stays 0.
 """
 
 from __future__ import annotations
