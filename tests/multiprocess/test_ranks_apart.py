@@ -18,7 +18,8 @@ import shardwise as sw
 from bodies import R, S, assert_close, doubles, everywhere, held
 from launch import Case
 from shardwise.comm import as_mesh
-from shardwise.errors import MeshError, ReplicaError, ShardwiseError
+from shardwise.errors import MeshError, PlanError, ReplicaError, ShardwiseError
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from shardwise.redistribute.move_cache import WINDOW
 
 
@@ -208,11 +209,44 @@ def a_checkpoint_returns_a_copied_view(rank: int, world_size: int) -> None:
     assert_close(y, (data + 2).ravel())
 
 
+def ranks_with_different_modules(rank: int, world_size: int) -> None:
+    """Nobody waits for a rank that has refused, and nothing is distributed on any."""
+    mesh, linear = line(world_size), torch.nn.Linear
+    cases: list[tuple[torch.nn.Module, dict[str, Any], str]] = [
+        (linear(4, 4 + rank), {"": ColwiseParallel()}, "have different modules or plans"),
+        (linear(4, 4, dtype=(torch.float32, torch.float64)[rank]), {"": ColwiseParallel()}, "have different modules"),
+        (linear(4, 4), {"": (ColwiseParallel, RowwiseParallel)[rank]()}, "have different modules or plans"),
+        (linear(4, 4), {("", "up")[rank]: ColwiseParallel()}, ("that another rank of", "the plan names 'up'")[rank]),
+    ]
+    for module, plan, words in cases:
+        with pytest.raises(PlanError, match=words):
+            parallelize_module(module, mesh, plan)
+        assert type(module.weight) is torch.nn.Parameter
+
+
+def one_rank_keeps_its_inputs(rank: int, world_size: int) -> None:
+    """Layers that are given one tensor share its gradient's reduction, or on no rank."""
+    mesh, kept = line(world_size), []
+    net = torch.nn.ModuleList(torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+    parallelize_module(net, mesh, {"*": ColwiseParallel(output_layouts=R)})
+    for _ in range(3):
+        x = doubles(3, 4).requires_grad_()
+        if rank == 0:
+            kept.append(x)
+        first = net[0](x)
+        if rank == 0:
+            kept.append(first.detach())
+        (first + net[1](x)).sum().backward()
+        weights = sum(layer.weight.detach().full_tensor().sum(0) for layer in net)
+        assert_close(x.grad, weights.expand(3, 4))
+
+
 BODIES: dict[int, list[Callable[[int, int], None]]] = {
     2: [
         *(results_die_with_their_last_reference, equal_meshes_are_one, a_mesh_without_this_rank),
         *(kernels_make_a_view_on_some_ranks, a_checkpoint_returns_a_copied_view),
         *(fallback_warns_everywhere, one_rank_keeps_its_loss, ranks_with_other_seeds, ranks_with_one_seed),
+        *(ranks_with_different_modules, one_rank_keeps_its_inputs),
     ],
     4: [on_one_submesh, owing_more_than_a_submesh_can_pay],
 }

@@ -51,6 +51,7 @@ def test_the_program_that_checks_runs() -> None:
         assert losses[-1] < losses[0]
         assert program["move"]() == ("split by dim 0", "waiting for a sum")
         assert program["loss_over_classes"]() == {"all_reduce": 2}
+        assert program["by_a_plan"]().shape == (4, 8)
         assert program["looked_at"]() == ["all_reduce", "[] P(sum)@tp"]
 
 

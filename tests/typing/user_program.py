@@ -12,8 +12,17 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.functional import traceable
 from shardwise.debug import Comm, CommDebugMode, watch_reads
-from shardwise.experimental import implicit_replication, register_kernel, register_sharding
-from shardwise.parallel import distribute_module, loss_parallel, no_sync
+from shardwise.experimental import implicit_replication, local_map, register_kernel, register_sharding
+from shardwise.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    distribute_module,
+    loss_parallel,
+    no_sync,
+    parallelize_module,
+)
 
 
 class Net(nn.Module):
@@ -63,6 +72,25 @@ def train(steps: int = 3) -> list[float]:
             optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+class Frozen(ParallelStyle):
+    def _apply(self, module: nn.Module, device_mesh: sw.Mesh | sw.DeviceMesh) -> nn.Module:
+        return distribute_module(module.requires_grad_(False), device_mesh)
+
+
+def by_a_plan() -> Tensor:
+    mesh = sw.simulate((2, 2), ("dp", "tp"))
+    plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=sw.Replicate())}
+    net: nn.Module = parallelize_module(Net(8), mesh["tp"], plan)
+    parallelize_module(nn.Linear(2, 2), mesh["tp"], Frozen())
+    parallelize_module(
+        net, mesh["tp"], PrepareModuleOutput(output_layouts=sw.Replicate(), desired_output_layouts=sw.Replicate())
+    )
+    rows = sw.distribute_tensor(torch.ones(4, 8), mesh["tp"], [sw.Shard(0)])
+    doubled: sw.DTensor = local_map(torch.mul, out_placements=[sw.Shard(0)])(rows, 2)
+    out: Tensor = net(doubled.full_tensor())
+    return out
 
 
 def move() -> tuple[str, ...]:

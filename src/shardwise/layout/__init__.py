@@ -1,6 +1,6 @@
 """Values: meshes, placements, layouts. Nothing here communicates."""
 
-from shardwise.layout.layout import Box, Layout, Placements, replicated
+from shardwise.layout.layout import Box, Layout, Placements, replicated, unknown_placement
 from shardwise.layout.mesh import Mesh, entered_mesh
 from shardwise.layout.placement import SUM, Partial, Placement, Replicate, Shard
 from shardwise.layout.sizes import chunk_sizes, intervals, offsets
@@ -20,4 +20,5 @@ __all__ = [
     "intervals",
     "offsets",
     "replicated",
+    "unknown_placement",
 ]

@@ -106,9 +106,7 @@ class Layout:
                 case Replicate():
                     pass
                 case _:
-                    raise PlacementError(
-                        f"expected Replicate(), Shard(dim) or Partial(op), got {placement!r}{_other_home(placement)}"
-                    )
+                    raise unknown_placement(placement)
         _check_commute(pending, placements)
         return cls(mesh, shape, splits, pending)
 
@@ -309,11 +307,12 @@ def _check_commute(pending: Sequence[Partial | None], placements: Sequence[Place
         )
 
 
-def _other_home(placement: object) -> str:
-    """Where something comes from that is only named like a placement."""
+def unknown_placement(placement: object) -> PlacementError:
+    """What is said of something that is no placement, or only named like one."""
     cls = type(placement)
     is_named_alike = cls.__name__ in ("Replicate", "Shard", "Partial")
-    return f" of {cls.__module__}; import {cls.__name__} from shardwise" if is_named_alike else ""
+    home = f" of {cls.__module__}; import {cls.__name__} from shardwise" if is_named_alike else ""
+    return PlacementError(f"expected Replicate(), Shard(dim) or Partial(op), got {placement!r}{home}")
 
 
 def _show(placements: Sequence[object]) -> str:

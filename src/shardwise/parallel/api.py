@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.comm import AnyMesh, as_mesh
+from shardwise.comm.record import off_the_record
 from shardwise.errors import PlanError
-from shardwise.layout import Replicate
+from shardwise.layout import Mesh, Replicate
 from shardwise.parallel.modules import tied
 from shardwise.parallel.named_styles import NamedStyle, replicate_inside
 from shardwise.parallel.style import Distributing, ParallelStyle
@@ -51,12 +54,8 @@ def parallelize_module(
     if parallelize_plan is None:
         warnings.warn("parallelize_module was given no plan: nothing is parallelized", stacklevel=2)
         return module
-    entries = _without_repeats(_entries("", module, parallelize_plan))
-    for path, submodule, style in entries:
-        style._check(path, submodule, mesh.origin)
-    _check_overlaps(entries)
-    if named := any(isinstance(style, NamedStyle) for _, _, style in entries):
-        _check_outputs(entries)
+    entries = _agreed(mesh, module, parallelize_plan)
+    named = any(isinstance(style, NamedStyle) for _, _, style in entries)
     with tied(module):
         for path, submodule, style in entries:
             style.src_data_rank, style.path = src_data_rank, path
@@ -66,6 +65,53 @@ def parallelize_module(
     if named:
         replicate_inside(module, mesh.origin, src_data_rank)
     return module
+
+
+def _agreed(mesh: Mesh, module: nn.Module, plan: Any) -> list[Entry]:
+    """What a plan says, once every rank has found that it fits, and that all ranks have the same modules."""
+    entries, refused = list[Entry](), None
+    try:
+        entries = _checked(mesh, module, plan)
+    except Exception as error:
+        refused = error
+    differ, elsewhere = _compared(mesh, (0, True) if refused else (_digest(module, entries), False))
+    if refused is not None:
+        raise refused
+    if elsewhere:
+        raise PlanError(f"parallelize_module: the plan does not fit the module that another rank of {mesh} has")
+    if differ:
+        raise PlanError(
+            f"parallelize_module: the ranks of {mesh} have different modules or plans: names, shapes, dtypes and "
+            f"styles must be the same on all of them"
+        )
+    return entries
+
+
+def _checked(mesh: Mesh, module: nn.Module, plan: Any) -> list[Entry]:
+    entries = _without_repeats(_entries("", module, plan))
+    for path, submodule, style in entries:
+        style._check(path, submodule, mesh.origin)
+    _check_overlaps(entries)
+    if any(isinstance(style, NamedStyle) for _, _, style in entries):
+        _check_outputs(entries)
+    return entries
+
+
+def _digest(module: nn.Module, entries: list[Entry]) -> int:
+    tensors = [(name, tuple(x.shape), x.dtype) for name, x in (*module.named_parameters(), *module.named_buffers())]
+    styles = [(path, type(style).__name__) for path, _, style in entries]
+    return int.from_bytes(hashlib.sha256(repr((tensors, styles)).encode()).digest()[:7], "big")
+
+
+def _compared(mesh: Mesh, mine: tuple[int, bool]) -> tuple[bool, bool]:
+    """Whether the ranks' numbers differ, and whether any flag is set."""
+    if len(mesh.held) >= mesh.size() or mesh.device_type == "meta":
+        return False, False
+    number, flag = mine  # the largest of `~number` is that of the smallest: one reduction finds both ends
+    ends = torch.tensor([number, ~number, flag], dtype=torch.int64, device=mesh.device_type)
+    with off_the_record():
+        high, low, flags = mesh.port.all_reduce([ends], mesh, tuple(range(mesh.ndim)), "max")[0].tolist()
+    return high != ~low, bool(flags)
 
 
 def _entries(path: str, module: nn.Module, plan: Any, carried: frozenset[str] = frozenset()) -> Iterator[Entry]:

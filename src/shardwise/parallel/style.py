@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.comm import AnyMesh, Ranked, as_mesh
 from shardwise.errors import MeshError, PlanError
-from shardwise.layout import Placement, Replicate, Shard
+from shardwise.layout import Placement, Replicate, Shard, unknown_placement
 from shardwise.local import single
 from shardwise.parallel.modules import place_rest
 from shardwise.redistribute import recall, remember, windows
@@ -113,8 +113,8 @@ class ColwiseParallel(Distributing):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        self.input_layouts = (input_layouts or Replicate(),)
-        self.output_layouts = (output_layouts or Shard(-1),)
+        self.input_layouts = _each(input_layouts or Replicate())
+        self.output_layouts = _each(output_layouts or Shard(-1))
         self.desired_input_layouts = (Replicate(),)
         self.use_local_output = use_local_output
 
@@ -140,8 +140,8 @@ class RowwiseParallel(Distributing):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        self.input_layouts = (input_layouts or Shard(-1),)
-        self.output_layouts = (output_layouts or Replicate(),)
+        self.input_layouts = _each(input_layouts or Shard(-1))
+        self.output_layouts = _each(output_layouts or Replicate())
         self.use_local_output = use_local_output
 
     def _where(self, module: nn.Module) -> Mapping[str, Sequence[Placement]] | None:
@@ -401,7 +401,11 @@ def _place(
 
 
 def _each(layouts: Layouts) -> Any:
-    return (layouts,) if isinstance(layouts, Placement) else layouts
+    each = layouts if layouts is None or isinstance(layouts, (tuple, list)) else (layouts,)
+    for placement in each or ():
+        if placement is not None and not isinstance(placement, Placement):
+            raise unknown_placement(placement)
+    return each if each is None else tuple(each)
 
 
 def _check_lengths(name: str, taken: Any, wanted: Any) -> None:

@@ -4,9 +4,11 @@ distributed."""
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import itertools
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, parallel
 from shardwise.comm import Ranked
-from shardwise.errors import MeshError, PlanError, ShardShapeError
+from shardwise.errors import MeshError, PlacementError, PlanError, ShardShapeError
 from shardwise.parallel.api import parallelize_module
 from shardwise.parallel.style import (
     ColwiseParallel,
@@ -436,6 +438,10 @@ def test_other_mistakes() -> None:
         PrepareModuleInput(input_layouts=R)
     with pytest.raises(PlanError, match="output_layouts and desired_output_layouts"):
         PrepareModuleOutput(output_layouts=R, desired_output_layouts=(R, R))
+    with pytest.raises(PlacementError, match=r"got Shard\(dim=1\) of torch\..*; import Shard from shardwise"):
+        ColwiseParallel(output_layouts=torch.distributed.tensor.Shard(1))  # type: ignore[arg-type]
+    with pytest.raises(PlacementError, match=r"got Replicate\(\) of torch\..*; import Replicate from shardwise"):
+        PrepareModuleInput(input_layouts=torch.distributed.tensor.Replicate(), desired_input_layouts=R)
     with pytest.raises(PlanError, match=r"input_kwarg_layouts names \['x'\], desired_input_kwarg_layouts \['y'\]"):
         PrepareModuleInput(input_kwarg_layouts={"x": R}, desired_input_kwarg_layouts={"y": R})
 
@@ -458,3 +464,26 @@ def test_calls_that_do_not_fit_name_the_module() -> None:
         net.head(1)
     with pytest.raises(ShardShapeError, match=r"the shard at tp=0 has shape \[2, 4\]"):
         net.layers[0]["down"](data(2, 4))
+
+
+def test_a_model_is_freed_after_a_step() -> None:
+    net = parallelize_module(Net(), MESH, PLANS["wildcards"])
+    for _ in range(2):
+        net(torch.randint(7, (2, 3))).sum().backward()
+    alive = [weakref.ref(parameter) for parameter in net.parameters()]
+    del net
+    gc.collect()
+    assert not any(parameter() is not None for parameter in alive)
+
+
+def test_what_is_shared_follows_writes() -> None:
+    plain = nn.ModuleList([nn.Linear(4, 4).double(), nn.Linear(4, 4).double()]).requires_grad_(False)
+    net = parallelize_module(copy.deepcopy(plain), MESH, {"*": ColwiseParallel(output_layouts=R)})
+    leaf = data(3, 4).requires_grad_()
+    found = []
+    for modules in (plain, net):
+        x = leaf * 1
+        first = modules[0](x)
+        x += 1
+        found.append(torch.autograd.grad((first.sin() + modules[1](x).cos()).sum(), leaf)[0])
+    torch.testing.assert_close(found[1], found[0])

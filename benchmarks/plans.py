@@ -1,0 +1,141 @@
+"""Every family of Hugging Face's language models that carries a plan, parallelized by it, against one device.
+
+    python benchmarks/plans.py [FAMILY ...]   print a line for each
+    python benchmarks/plans.py --write        and write benchmarks/results/plans-<date>.md (a quarter of an hour)
+
+Small random models, two simulated ranks: the loss, all gradients, and tokens generated with a cache. What the models
+compute is theirs; a family that this file does not know how to make small is listed, not judged. Differences are
+relative to the largest number, in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import shardwise
+from race import Row, Table
+from shardwise.debug import CommDebugMode
+from shardwise.parallel import parallelize_module
+
+TOLERANCE, LARGEST = 1e-4, 5_000_000
+BASE: dict[str, Any] = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64, "head_dim": 8},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **{"num_experts_per_tok": 2, "moe_topk": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "moe_layer_freq": 1},
+    **{"first_k_dense_replace": 1, "moe_layer_start_index": 1},
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+    **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
+}
+OTHERWISE: tuple[dict[str, Any], ...] = (  # tried in turn, until one can be built and run
+    {},
+    {"head_dim": 4, "num_key_value_heads": 4},
+    {"num_hidden_layers": 4},
+    {"num_hidden_layers": 8},
+    {"layer_types": ["full_attention", "full_attention"]},
+)
+IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def families(wanted: list[str]) -> Iterator[str]:
+    for family in wanted or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        if family in CONFIG_MAPPING and getattr(CONFIG_MAPPING[family], "base_model_tp_plan", None):
+            yield family
+
+
+def built(family: str) -> nn.Module | str:
+    """A small model that one device can run, or why there is none."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    reason = ""
+    for change in OTHERWISE:
+        try:
+            torch.manual_seed(0)
+            model = getattr(transformers, name)(CONFIG_MAPPING[family](**BASE | change)).eval()
+            if sum(p.numel() for p in model.parameters()) < LARGEST:
+                model(IDS, labels=IDS).loss.backward()
+                return model
+            reason = "large"
+        except Exception as error:  # theirs: the configuration is none of this family's
+            reason = reason or f"{type(error).__name__}: {error}".split("\n")[0]
+    return reason
+
+
+def judged(family: str) -> Row:
+    plain = built(family)
+    if isinstance(plain, str):
+        return family, "-", "-", "-", "-", plain[:80]
+    plain.zero_grad()
+    model = copy.deepcopy(plain)
+    parallelize_module(model, shardwise.simulate((2,), ("tp",)), model._tp_plan)
+    try:
+        loss, gradients, same, counts = compared(plain, model)
+    except Exception as error:
+        return family, "-", "-", "-", "-", f"RAISED {type(error).__name__}: {error}"[:120]
+    verdict = "pass" if max(loss, gradients) < TOLERANCE and same else "WRONG"
+    shown = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    return family, f"{loss:.0e}", f"{gradients:.0e}", "same" if same else "other", shown, verdict
+
+
+def compared(plain: Any, model: Any) -> tuple[float, float, bool, dict[str, int]]:
+    with CommDebugMode() as comm:
+        ours = model(IDS, labels=IDS)
+    theirs = plain(IDS, labels=IDS)
+    ours.loss.backward()
+    theirs.loss.backward()
+    pairs = [
+        (p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), plain.parameters()) if q.grad is not None
+    ]
+    options = {"max_new_tokens": 4, "do_sample": False}
+    tokens = [net.generate(IDS[:, :4], **options) for net in (plain, model)]
+    largest = max(q.abs().max().item() for _, q in pairs)
+    gradients = max((p - q).abs().max().item() for p, q in pairs) / max(largest, 1e-6)
+    return _far(ours.loss, theirs.loss), gradients, torch.equal(*tokens), dict(comm.get_comm_counts())
+
+
+def _far(a: Tensor, b: Tensor) -> float:
+    return ((a - b).abs() / b.abs().clamp_min(1e-6)).item()
+
+
+COLUMNS = ("family", "loss", "gradients", "tokens", "a forward pass communicates", "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    rows = []
+    for family in families(options.families):
+        rows.append(judged(family))
+        print(*rows[-1], sep="  ", flush=True)
+    rows.sort(key=lambda row: (row[1] == "-", row[0]))
+    table = Table(f"{sum(row[-1] == 'pass' for row in rows)} families pass, of {len(rows)}", COLUMNS, rows)
+    table.print(Console(width=180))
+    if options.write:
+        today = datetime.date.today().isoformat()
+        about = f"torch {torch.__version__}, transformers {transformers.__version__}, 2 simulated ranks, float32."
+        path = Path(__file__).parent / "results" / f"plans-{today}.md"
+        path.write_text(
+            f"# Hugging Face's plans, {today}\n\n`python benchmarks/plans.py --write`: {about}\n\n{table.markdown()}"
+        )
+
+
+if __name__ == "__main__":
+    main()
