@@ -30,32 +30,26 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 
 @dataclass(eq=False)
 class Entry:
-    """One parameter of a group. `wholes` is what is gathered, of each held rank, with or without memory; `resting` the
-    shards, while modules hold something else."""
+    """One parameter of a group: `param` are its shards, as they were when last looked up; `wholes` is what is gathered,
+    of each held rank, with or without memory."""
 
     name: str
     places: list[Place]
     layouts: Layouts
+    param: Any
     wholes: list[Tensor] = field(default_factory=list)
-    resting: Any = None
 
-    @property
-    def param(self) -> Any:
-        """The shards. Modules may have been given others (by `to_empty`), so they are looked up."""
-        return self.shown if self.resting is None else self.resting
-
-    @property
-    def shown(self) -> Any:
-        """What the modules hold."""
+    def look_up(self) -> None:
+        """Modules may have been given other shards, by `to_empty` or `load_state_dict(assign=True)`."""
         module, name = self.places[0]
-        return module._parameters[name]
+        self.param = module._parameters[name]
 
     def held(self) -> tuple[Tensor, ...]:
         """The shards of the ranks held here."""
         return (self.param, *self.param.__dict__.get("_peers", ()))
 
     def show(self, x: Any) -> None:
-        """Have the modules hold another tensor."""
+        """Have the modules hold a tensor."""
         for module, name in self.places:
             module._parameters[name] = x
             if isinstance(module, nn.RNNBase):  # which keeps a list of its weights, too
@@ -67,8 +61,6 @@ class Options:
     """What users set, by `fully_shard` and by the methods of its module."""
 
     policy: MixedPrecisionPolicy
-    offload: str | None = None
-    pin: bool = False
     reshard_after_forward: bool | None = None
     reshard_after_backward: bool = True
     sync: bool = True
@@ -101,7 +93,8 @@ class Group:
         self.is_gathered = False
         self.kept: dict[Entry, Kept] = {}  # gradients of wholes that are not to be reduced yet,
         self.scattered: dict[Entry, list[Tensor]] = {}  # and of shards, not yet added up over their replicas
-        self._stamp: tuple = ()
+        self.stamp: tuple = ()
+        self._shown: Sequence[Any] | None = None  # what modules hold in the place of shards
         self._pending: list[tuple[list[Entry], Handle]] | None = None
 
     def joint(self, entries: Sequence[Entry]) -> Joint:
@@ -114,17 +107,20 @@ class Group:
 
     # What is gathered
 
-    def stamp(self) -> tuple:
-        """What tells whether shards have changed since."""
+    def look(self) -> tuple:
+        """Look the shards up. What is returned tells whether they have changed since."""
+        if self._shown is None:
+            for entry in self.entries:
+                entry.look_up()
         with _disabled():
-            return tuple([(x.data_ptr(), x._version) for entry in self.entries for x in entry.held()[:1]])
+            return tuple([(entry.param.data_ptr(), entry.param._version) for entry in self.entries])
 
     def start(self) -> None:
         """Start to gather, unless that is done, or under way, with the shards as they are."""
-        stamp = self.stamp()
-        if (self.is_gathered or self._pending is not None) and stamp == self._stamp:
+        stamp = self.look()
+        if (self.is_gathered or self._pending is not None) and stamp == self.stamp:
             return
-        self._stamp, self.is_gathered = stamp, False
+        self.stamp, self.is_gathered = stamp, False
         with _disabled(), torch.no_grad():
             self._pending = [(entries, self._start(entries, dtype)) for dtype, entries in self._by_dtype().items()]
 
@@ -195,31 +191,25 @@ class Group:
 
     def with_kept(self, entry: Entry, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         kept = self.take(entry)
-        return grads if kept is None else torch._foreach_add(kept.grads, list(grads))
+        return grads if kept is None else [a + b for a, b in zip(kept.grads, grads, strict=True)]
 
     # What the modules hold
 
-    def show(self, tensors: Sequence[Any]) -> list[Any]:
-        """Put tensors in the place of the parameters; what was there is returned, and to be put back."""
-        before = [entry.shown for entry in self.entries]
-        for entry, x in zip(self.entries, tensors, strict=True):
-            entry.resting = entry.param
-            entry.show(x)
-            if x is entry.resting:
-                entry.resting = None
+    def show(self, tensors: Sequence[Any] | None) -> Sequence[Any] | None:
+        """Put tensors in the place of the shards, or these themselves for None; what was there before is returned."""
+        before, self._shown = self._shown, tensors
+        if before is not tensors:
+            for entry, x in zip(self.entries, tensors or [entry.param for entry in self.entries], strict=True):
+                entry.show(x)
         return before
 
-    def rest(self) -> None:
-        """Put the shards back."""
-        self.show([entry.param for entry in self.entries])
-
     def reshard(self) -> None:
-        self.rest()
+        self.show(None)
         self.free()
 
     def done(self) -> None:
         """After a backward pass."""
-        self.rest()
+        self.show(None)
         if self.options.reshard_after_backward:
             self.free()
 

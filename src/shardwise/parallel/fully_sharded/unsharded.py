@@ -38,7 +38,7 @@ class Use:
 
     def __init__(self, group: Group, schedule: Schedule, mesh: Mesh | None) -> None:
         self.group, self.schedule, self.mesh = group, schedule, mesh
-        self.stamp = group.stamp()
+        self.stamp = group.stamp
         self.num_ranks = len(group.data.mesh.held)
         self.trained = [torch.is_grad_enabled() and entry.param.requires_grad for entry in group.entries]
 
@@ -65,7 +65,7 @@ class Use:
 
     def check_unchanged(self) -> None:
         """Raise if the backward pass would see other parameters than the forward pass did."""
-        if self.stamp != self.group.stamp():
+        if self.stamp != self.group.look():
             self.schedule.reset()
             raise InPlaceError(
                 "a parameter of a fully sharded module was written to between the forward pass that used it and the "
@@ -214,7 +214,7 @@ class _Arrival:
             for entry, grads in one.wait():
                 i = self.group.entries.index(entry)
                 before = found[i]
-                found[i] = grads if before[0] is None else torch._foreach_add(before, grads)
+                found[i] = grads if before[0] is None else [a + b for a, b in zip(before, grads, strict=True)]
 
 
 def _complete(held: Sequence[Tensor | None] | None, layout: Layout) -> list[Tensor] | None:
