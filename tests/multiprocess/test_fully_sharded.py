@@ -98,6 +98,29 @@ def like_one_device(rank: int, size: int, shape: tuple[int, ...], kind: str) -> 
         torch.testing.assert_close(p.full_tensor(), q)
 
 
+def with_styles(rank: int, size: int, styles_first: bool) -> None:
+    """Module styles on one axis, fully sharded on the other, and a batch for each of its ranks."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    plain = Model().double()
+    net = copy.deepcopy(plain)
+    if not styles_first:
+        shard(net, sw.fully_shard, mesh=mesh["dp"])
+    for block in net.blocks:
+        ours.parallelize_module(block, mesh["tp"], {"up": ours.ColwiseParallel(), "down": ours.RowwiseParallel()})
+    if styles_first:
+        shard(net, sw.fully_shard, mesh=mesh["dp"])
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in (plain, net)]
+    for _ in range(3):
+        data = batch()
+        step(plain, optimizers[0], data)
+        step(net, optimizers[1], [x.chunk(2)[mesh.get_local_rank("dp")] for x in data])
+    assert str(net.blocks[0].up.weight.layout_on_mesh) == "[18,6] S(0)@tp,dp"
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+        torch.testing.assert_close(p.full_tensor(), q)
+
+
 def accumulated(rank: int, size: int) -> None:
     """Both ways to keep gradients give what one backward pass of all batches gives."""
     mesh = mesh_of((2,))
@@ -182,6 +205,8 @@ CASES = [
     *(Case(f"like torch, {where}", 2, like_torch, (SHAPES[where], "default")) for where in ("replicas", "one replica")),
     *(Case(f"one device, {kind}", 2, like_one_device, ((2,), kind)) for kind in ("model", "tied", "twice")),
     Case("one device, replicas", 4, like_one_device, ((2, 2), "model")),
+    Case("styles first", 4, with_styles, (True,)),
+    Case("styles later", 4, with_styles, (False,)),
     Case("accumulated", 2, accumulated),
     Case("overlapping", 2, overlapping),
     Case("refused", 2, refused),

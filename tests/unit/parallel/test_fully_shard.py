@@ -552,3 +552,32 @@ def test_the_class_of_a_sharded_module() -> None:
         copy.deepcopy(net)
     with pytest.raises(ValueError, match="expected a module that fully_shard was called on"):
         net.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
+
+
+STYLES = {"up": sw.parallel.ColwiseParallel(), "down": sw.parallel.RowwiseParallel()}
+
+
+def test_styles_before_or_after() -> None:
+    """Either order gives the same shards, and the same training."""
+    torch.manual_seed(0)
+    plain = Model().double()
+    nets = [copy.deepcopy(plain) for _ in range(2)]
+    for net, styles_first in zip(nets, (True, False), strict=True):
+        if not styles_first:
+            shard(net, fully_shard, mesh=GRID["dp"])
+        for block in net.blocks:
+            sw.parallel.parallelize_module(block, GRID["tp"], STYLES)
+        if styles_first:
+            shard(net, fully_shard, mesh=GRID["dp"])
+    for p, q in zip(*(net.parameters() for net in nets), strict=True):
+        assert p.layout_on_mesh is q.layout_on_mesh and torch.equal(p.full_tensor(), q.full_tensor())
+    assert str(nets[1].blocks[0].up.weight.layout_on_mesh) == "[18,6] S(0)@tp,dp"
+    for net in nets:
+        check_training_on_grid(copy.deepcopy(plain), net, [S(0), R], own=True)
+
+
+def test_shards_that_were_moved_elsewhere_are_refused() -> None:
+    net = fully_shard(nn.Linear(4, 4), mesh=TWO)
+    net.weight = nn.Parameter(net.weight.detach().redistribute(placements=[R]))
+    with pytest.raises(sw.errors.PlacementError, match=r"Linear.weight was sharded on 'dp', and is now \[4,4\] R"):
+        net(sw.distribute_tensor(torch.randn(4, 4), TWO, [S(0)]))

@@ -14,7 +14,7 @@ from shardwise.errors import PlacementError
 from shardwise.layout import Shard, entered_mesh
 from shardwise.parallel.fully_sharded.group import Entry, Group, Options, Place
 from shardwise.parallel.fully_sharded.hooks import HOOKS, Hooks, hooks_of
-from shardwise.parallel.fully_sharded.layouts import DataParallel, layouts_of, sharded
+from shardwise.parallel.fully_sharded.layouts import MANAGED, DataParallel, layouts_of, sharded
 from shardwise.parallel.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.tensor import DTensor
 
@@ -74,6 +74,8 @@ def fully_shard(
     options = Options(mp_policy, reshard_after_forward=reshard_after_forward)
     buffers = [(owner, name) for owner in managed for name in owner._buffers]
     Hooks(Group(modules, entries, data, options), buffers)
+    for owner in managed:
+        owner.__dict__[MANAGED] = data.mesh
     for one in modules:
         one.__class__ = _fsdp_class(one.__class__)
     return module

@@ -100,7 +100,9 @@ class Joint:
                 torch.cat(parts, out=table[m, :numel])
         if divisor != 1:
             table.div_(divisor)
-        return table if self._is_even else [row[:numel] for row, numel in zip(table, numels, strict=True)]
+        if self._is_even:
+            return table  # type: ignore[return-value]  # a port takes it for its rows, joined already
+        return [row[:numel] for row, numel in zip(table, numels, strict=True)]
 
     def shards(self, flat: Held) -> list[list[Tensor]]:
         """Each rank's flat part as the shards that it consists of, by parameter."""

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from shardwise.comm import Handle
 from shardwise.errors import NoDataError
 from shardwise.parallel.fully_sharded.collectives import Joint
-from shardwise.parallel.fully_sharded.layouts import DataParallel, Layouts
+from shardwise.parallel.fully_sharded.layouts import DataParallel, Layouts, layouts_at_rest
 from shardwise.parallel.fully_sharded.policies import MixedPrecisionPolicy
 from shardwise.redistribute import unreduced
+from shardwise.redistribute.buckets import held
 
 Place = tuple[nn.Module, str]
 """Where a parameter is kept: a module, and the name there. In several places if it is tied."""
@@ -43,10 +44,13 @@ class Entry:
         """Modules may have been given other shards, by `to_empty` or `load_state_dict(assign=True)`."""
         module, name = self.places[0]
         self.param = module._parameters[name]
+        if self.param._layout is not self.layouts.resting:  # styles came after fully_shard
+            self.layouts = layouts_at_rest(self.param._layout, self.layouts.data, self.name)
+            self.wholes = []
 
-    def held(self) -> tuple[Tensor, ...]:
+    def held(self) -> Sequence[Tensor]:
         """The shards of the ranks held here."""
-        return (self.param, *self.param.__dict__.get("_peers", ()))
+        return held(self.param)
 
     def show(self, x: Any) -> None:
         """Have the modules hold a tensor."""
@@ -89,7 +93,7 @@ class Group:
     ) -> None:
         self.modules, self.data, self.options = tuple(modules), data, options
         self.entries = list(entries)
-        self._joints: dict[tuple[Entry, ...], Joint] = {}
+        self._joints: dict[tuple[int, ...], Joint] = {}
         self.is_gathered = False
         self.kept: dict[Entry, Kept] = {}  # gradients of wholes that are not to be reduced yet,
         self.scattered: dict[Entry, list[Tensor]] = {}  # and of shards, not yet added up over their replicas
@@ -99,9 +103,9 @@ class Group:
 
     def joint(self, entries: Sequence[Entry]) -> Joint:
         """Some parameters as one collective has them."""
-        key = tuple(entries)
+        gathers = tuple([entry.layouts.gather for entry in entries])
+        key = tuple(map(id, gathers))
         if key not in self._joints:
-            gathers = tuple(entry.layouts.gather for entry in entries)
             self._joints[key] = Joint(self.data.mesh, self.data.shard_axis, gathers)
         return self._joints[key]
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from shardwise.parallel.fully_sharded.group import Group
-from shardwise.parallel.fully_sharded.reduction import Reduction, accumulate, start
+from shardwise.parallel.fully_sharded.reduction import Reduction, start
+from shardwise.redistribute.buckets import accumulate
 from shardwise.redistribute.deferred_gradients import blocks
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -144,8 +145,7 @@ class Pass:
                 reduction.advance()
             for reduction in self.reductions:
                 for entry, grads in reduction.wait():
-                    for x, grad in zip(entry.held(), grads, strict=True):
-                        accumulate(x, grad)
+                    accumulate(entry.param, grads)
         if not self.schedule.passes:  # else a pass around this one goes on
             for group in self.schedule.groups:
                 group.done()

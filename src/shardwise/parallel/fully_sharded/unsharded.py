@@ -22,7 +22,7 @@ from shardwise.parallel.fully_sharded.collectives import Held
 from shardwise.parallel.fully_sharded.group import Entry, Group
 from shardwise.parallel.fully_sharded.schedule import Schedule
 from shardwise.redistribute import Move, Typed, plan_moves, transition
-from shardwise.redistribute.deferred_gradients import blocks
+from shardwise.redistribute.deferred_gradients import blocks, is_watched
 from shardwise.tensor import wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -199,15 +199,13 @@ class _Arrival:
 
     def _can_wait(self, i: int) -> bool:
         """Whether a shard's gradient may come at the end of the pass: not if a hook, or a caller, is to have it."""
-        for rank, shard in enumerate(self.group.entries[i].held()):
-            if shard._backward_hooks or getattr(shard, "_post_accumulate_grad_hooks", None):
-                return False
-            try:
-                if not torch._C._will_engine_execute_node(self.leaves[i * self.ranks + rank]):
-                    return False
-            except RuntimeError:  # it is asked for by autograd.grad
-                return False
-        return True
+        if is_watched(self.group.entries[i].param):
+            return False
+        leaves = self.leaves[i * self.ranks : (i + 1) * self.ranks]
+        try:
+            return all(map(torch._C._will_engine_execute_node, leaves))
+        except RuntimeError:  # it is asked for by autograd.grad
+            return False
 
     def _wait(self, started: Sequence[reduction.Reduction], found: list[Any]) -> None:
         for one in started:
