@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import Replicate, Shard
+from shardwise.comm import shards_of
 from shardwise.debug import CommDebugMode
 from shardwise.parallel import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
 
@@ -381,6 +382,38 @@ def test_tensor_parallel_parameters_on_a_part_of_the_mesh() -> None:
     shard(net, fully_shard, mesh=GRID["dp"])
     assert str(net.blocks[0].up.weight.layout_on_mesh) == "[18,6] S(0)@tp,dp"
     check_training_on_grid(plain, net, [S(0), R], own=True)
+
+
+@pytest.mark.parametrize("placements", [[R], [S(1)]], ids=str)
+def test_batches_that_are_not_split_by_the_first_dim(placements: list[Any]) -> None:
+    """Where all ranks compute the same, gradients are whole, and cut: nothing is reduced."""
+    plain, net = pair()
+    with CommDebugMode() as comms:
+        check_training(plain, net, TWO, False, placements, num_steps=1)
+    assert (comms.get_comm_counts()["reduce_scatter"] == 0) == (placements == [R])
+
+
+@WAYS
+def test_evaluation_before_training(own: bool) -> None:
+    plain, net = pair()
+    data = batch()
+    right = loss_of(plain, *data)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found = loss_on(net, data, TWO, own)
+            with torch._C.DisableTorchFunctionSubclass():
+                found = sum(x.item() for x in shards_of(found)) / 2 if own else found.full_tensor().item()
+            torch.testing.assert_close(found, right.item())
+    check_training(plain, net, TWO, own)
+
+
+def test_sparse_gradients_are_reduced_as_dense_ones() -> None:
+    plain = nn.Embedding(11, 4, sparse=True)
+    net = fully_shard(copy.deepcopy(plain), mesh=TWO)
+    data = batch()[0]
+    plain(data).square().sum().backward()
+    net(sw.distribute_tensor(data, TWO, [S(0)])).square().sum().backward()
+    torch.testing.assert_close(net.weight.grad.full_tensor(), plain.weight.grad.to_dense())
 
 
 # Modules of many kinds

@@ -225,8 +225,8 @@ def _gone(key: int, found: ref[Any]) -> None:
 def _allocate(entry: Entry, like: Tensor) -> None:
     """Memory for a whole parameter."""
     if not entry.wholes or entry.wholes[0].dtype != like.dtype:
-        shapes = entry.layouts.whole.held_shapes
-        entry.wholes = [like.new_empty(shape) for shape in shapes]
+        with torch.inference_mode(False):  # what is evaluated first may be trained later
+            entry.wholes = [like.new_empty(shape) for shape in entry.layouts.whole.held_shapes]
     for whole in entry.wholes:
         size = whole.numel() * whole.element_size()
         if whole.untyped_storage().size() != size:

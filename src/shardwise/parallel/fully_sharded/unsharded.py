@@ -217,7 +217,8 @@ class _Arrival:
 
 def _complete(held: Sequence[Tensor | None] | None, layout: Layout) -> list[Tensor] | None:
     """Gradients of all ranks held here, if any has one: torch takes those of empty shards for constants."""
-    some = next((x for x in held or () if x is not None), None)
-    if held is None or some is None:
+    held = [x.to_dense() if x is not None and x.is_sparse else x for x in held or ()]
+    some = next((x for x in held if x is not None), None)
+    if some is None:
         return None
     return [some.new_zeros(shape) if x is None else x for x, shape in zip(held, layout.held_shapes, strict=True)]
