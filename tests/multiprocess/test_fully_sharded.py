@@ -138,6 +138,22 @@ def accumulated(rank: int, size: int) -> None:
             torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
+def asked_for(rank: int, size: int) -> None:
+    """Gradients of a plain loss that a caller wants, and nobody else gets."""
+    torch.manual_seed(0)
+    plain = Model().double()
+    net = shard(copy.deepcopy(plain), sw.fully_shard, mesh=mesh_of((2,)))
+    data = batch()
+    loss = loss_of(net, *(x.chunk(size)[rank] for x in data))
+    found = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+    right = torch.autograd.grad(loss_of(plain, *data), list(plain.parameters()))
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a.full_tensor(), b)
+    loss.backward(inputs=[net.head.weight])
+    torch.testing.assert_close(net.head.weight.grad.full_tensor(), right[-1])
+    assert all(p.grad is None for p in net.blocks.parameters())
+
+
 def overlapping(rank: int, size: int) -> None:
     """Gathers are under way while the module before computes, reductions while the backward pass goes on."""
     net = shard(Model(), sw.fully_shard, mesh=mesh_of((2,)))
@@ -208,6 +224,7 @@ CASES = [
     Case("styles first", 4, with_styles, (True,)),
     Case("styles later", 4, with_styles, (False,)),
     Case("accumulated", 2, accumulated),
+    Case("asked for", 2, asked_for),
     Case("overlapping", 2, overlapping),
     Case("refused", 2, refused),
 ]

@@ -201,6 +201,18 @@ def test_what_was_kept_is_forgotten_with_the_gradient_and_never_missed() -> None
     check(net, plain)
 
 
+def test_what_was_kept_survives_backward_passes_of_others() -> None:
+    plain, net = pair()
+    _, other = pair()
+    for i in range(2):
+        data = batch()
+        loss_of(plain, *data).backward()
+        with no_sync(enabled=i == 0):
+            loss_on(net, data, TWO, False).backward()
+        loss_on(other, data, TWO, False).backward()
+    check(net, plain)
+
+
 # The graph
 
 
@@ -520,6 +532,16 @@ def test_unshard_and_reshard() -> None:
         net(sw.distribute_tensor(torch.randn(4, 4), TWO, [S(0)]))
     assert comms.get_comm_counts()["all_gather"] == 0
     net.reshard()
+
+
+def test_memory_of_parameters_that_were_changed_is_given_back() -> None:
+    _, net = pair()
+    with torch.no_grad():
+        loss_on(net, batch(), TWO, True)
+        assert gathered_bytes(net) > 0  # the outermost module's
+        net.head.weight.mul_(2)
+        net._group.start()
+        assert gathered_bytes(net) == 0
 
 
 def test_kept_after_backward_until_parameters_change() -> None:

@@ -20,13 +20,14 @@ from shardwise.errors import NoDataError
 from shardwise.parallel.fully_sharded.collectives import Joint
 from shardwise.parallel.fully_sharded.layouts import DataParallel, Layouts, layouts_at_rest
 from shardwise.parallel.fully_sharded.policies import MixedPrecisionPolicy
-from shardwise.redistribute import unreduced
+from shardwise.redistribute import drop, unreduced
 from shardwise.redistribute.buckets import held
 
 Place = tuple[nn.Module, str]
 """Where a parameter is kept: a module, and the name there. In several places if it is tied."""
 
 _disabled = torch._C.DisableTorchFunctionSubclass
+_get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 
 
 @dataclass(eq=False)
@@ -124,7 +125,8 @@ class Group:
         stamp = self.look()
         if (self.is_gathered or self._pending is not None) and stamp == self.stamp:
             return
-        self.stamp, self.is_gathered = stamp, False
+        self.free()
+        self.stamp = stamp
         with _disabled(), torch.no_grad():
             self._pending = [(entries, self._start(entries, dtype)) for dtype, entries in self._by_dtype().items()]
 
@@ -181,17 +183,16 @@ class Group:
         self.kept[entry] = Kept([x.to(dtype) for x in grads], divisor, owed)
         if owed:
             param = entry.param
-            param.__dict__.setdefault("_kept", {})  # gone once the parameter's gradient is reset
+            param.__dict__.setdefault("_kept", {})  # optimizers must not step without them
             unreduced[id(param)] = ref(param, partial(_gone, id(param)))
 
     def take(self, entry: Entry) -> Kept | None:
-        """What was kept for a parameter, unless its gradient was reset since."""
+        """What was kept for a parameter; inside `no_sync`, unless its gradient was reset since."""
         kept = self.kept.pop(entry, None)
         if kept is None or not kept.owed:
             return kept
-        is_owed = entry.param.__dict__.pop("_kept", None) is not None
-        unreduced.pop(id(entry.param), None)
-        return kept if is_owed else None
+        drop(entry.param)
+        return None if _get_grad(entry.param) is None else kept
 
     def with_kept(self, entry: Entry, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         kept = self.take(entry)

@@ -22,9 +22,6 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 _task = torch._C._current_graph_task_id
 _queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
 
-IN_FLIGHT = 1
-"""Reductions that are under way while the next one is prepared: each keeps the memory of a module's gradients."""
-
 
 class Schedule:
     """The groups of one model, in the order in which their modules run."""
@@ -131,8 +128,8 @@ class Pass:
         self.reductions += reductions
 
     def make_room(self) -> None:
-        """Before the next reduction: those before it should be through."""
-        for reduction in self.reductions[: len(self.reductions) + 1 - IN_FLIGHT]:
+        """Before the next reduction: each keeps the memory of a module's gradients until it is through."""
+        for reduction in self.reductions:
             reduction.advance()
 
     def finish(self) -> None:

@@ -191,7 +191,7 @@ class _Arrival:
                 grads = self.group.with_kept(entry, grads)
                 if mode == "kept" or not self.group.options.sync:
                     self.group.keep(entry, grads, self.divisor, mode == "kept")
-                    if mode == "kept":  # its hooks run in every pass, and it has a gradient to reset
+                    if mode == "kept" and found[i][0] is None:  # its hooks run in every pass, and it can be reset
                         found[i] = [x.new_zeros(()).expand(_size(x)) for x in entry.held()]
                     continue
             terms.append((entry, grads))
