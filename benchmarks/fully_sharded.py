@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -166,6 +167,27 @@ def _profile(systems: dict[str, Step], rank: int) -> None:
         dist.barrier()
 
 
+def peaks(num_ranks: int) -> list[Row]:
+    """The most memory that a step takes beyond what rests, in MB, on one rank of a fake group."""
+    size = Size(batch=1, seq=8, width=256)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=num_ranks)
+    systems = steps(size, init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",)))
+    rows = []
+    for name, step in systems.items():
+        step()
+        step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            step()
+        events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+        changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+        rows.append((name, f"{max(accumulate(changes)) / 1e6:.1f}"))
+    dist.destroy_process_group()
+    net = model(size)
+    whole, block = (sum(p.numel() * p.element_size() for p in m.parameters()) / 1e6 for m in (net, net.blocks[0]))
+    known = (("all parameters", whole), ("parameters of one rank", whole / num_ranks), ("one block", block))
+    return [*rows, *((name, f"{size:.1f}") for name, size in known)]
+
+
 COLUMNS = ("system", "a step", "/ FSDP2", "of CPU time", "/ plain", "target", "")
 
 
@@ -205,6 +227,7 @@ def main() -> None:
         _table(f"Two Gloo ranks, width {GLOO.width}, {GLOO.tokens} tokens a rank", found, 0),
         _table(f"Host work: fake group of 8 ranks, width {HOST.width}, {HOST.tokens} tokens", host, 1),
     ]
+    tables.append(Table("Peak memory of a step beyond what rests, 8 ranks, 8 tokens, width 256", ("", "MB"), peaks(8)))
     for table in tables:
         table.print(Console(width=160))
     if options.write:

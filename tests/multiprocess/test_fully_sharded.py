@@ -98,6 +98,29 @@ def like_one_device(rank: int, size: int, shape: tuple[int, ...], kind: str) -> 
         torch.testing.assert_close(p.full_tensor(), q)
 
 
+def with_styles(rank: int, size: int, styles_first: bool) -> None:
+    """Module styles on one axis, fully sharded on the other, and a batch for each of its ranks."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    plain = Model().double()
+    net = copy.deepcopy(plain)
+    if not styles_first:
+        shard(net, sw.fully_shard, mesh=mesh["dp"])
+    for block in net.blocks:
+        ours.parallelize_module(block, mesh["tp"], {"up": ours.ColwiseParallel(), "down": ours.RowwiseParallel()})
+    if styles_first:
+        shard(net, sw.fully_shard, mesh=mesh["dp"])
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in (plain, net)]
+    for _ in range(3):
+        data = batch()
+        step(plain, optimizers[0], data)
+        step(net, optimizers[1], [x.chunk(2)[mesh.get_local_rank("dp")] for x in data])
+    assert str(net.blocks[0].up.weight.layout_on_mesh) == "[18,6] S(0)@tp,dp"
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+        torch.testing.assert_close(p.full_tensor(), q)
+
+
 def accumulated(rank: int, size: int) -> None:
     """Both ways to keep gradients give what one backward pass of all batches gives."""
     mesh = mesh_of((2,))
@@ -113,6 +136,22 @@ def accumulated(rank: int, size: int) -> None:
                 loss_of(net, *(x.chunk(size)[rank] for x in data)).backward()
         for p, q in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def asked_for(rank: int, size: int) -> None:
+    """Gradients of a plain loss that a caller wants, and nobody else gets."""
+    torch.manual_seed(0)
+    plain = Model().double()
+    net = shard(copy.deepcopy(plain), sw.fully_shard, mesh=mesh_of((2,)))
+    data = batch()
+    loss = loss_of(net, *(x.chunk(size)[rank] for x in data))
+    found = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+    right = torch.autograd.grad(loss_of(plain, *data), list(plain.parameters()))
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a.full_tensor(), b)
+    loss.backward(inputs=[net.head.weight])
+    torch.testing.assert_close(net.head.weight.grad.full_tensor(), right[-1])
+    assert all(p.grad is None for p in net.blocks.parameters())
 
 
 def overlapping(rank: int, size: int) -> None:
@@ -182,7 +221,10 @@ CASES = [
     *(Case(f"like torch, {where}", 2, like_torch, (SHAPES[where], "default")) for where in ("replicas", "one replica")),
     *(Case(f"one device, {kind}", 2, like_one_device, ((2,), kind)) for kind in ("model", "tied", "twice")),
     Case("one device, replicas", 4, like_one_device, ((2, 2), "model")),
+    Case("styles first", 4, with_styles, (True,)),
+    Case("styles later", 4, with_styles, (False,)),
     Case("accumulated", 2, accumulated),
+    Case("asked for", 2, asked_for),
     Case("overlapping", 2, overlapping),
     Case("refused", 2, refused),
 ]

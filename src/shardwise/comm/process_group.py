@@ -130,7 +130,10 @@ class GroupPort(Port):
             rows = _exchange(group, mine, [shape] * group.size, awaited)
             return _handle(lambda: [torch.stack(rows()).prod(0)], awaited)
         room = max(chunk.numel() for chunk in mine)
-        wire = torch.cat([padded(chunk.reshape(-1), room) for chunk in group.to_group(mine)])
+        if isinstance(mine, Tensor) and group.order is None:  # joined already, and ours to write to
+            wire = mine.view(-1)
+        else:
+            wire = torch.cat([padded(chunk.reshape(-1), room) for chunk in group.to_group(mine)])
         reduced = group.reduce_scatter(*reducible(wire, op), awaited)
 
         def finish() -> list[Tensor]:
@@ -201,8 +204,11 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     mesh = _meshes.get(key)
     if mesh is None:
         root = _root_of(device_mesh)
-        made = mesh_over(ProcessGroupPort(device_mesh), device_mesh) if root is None else mesh_of(root)
-        mesh = _meshes[key] = made if root is None else made[device_mesh.mesh_dim_names]
+        if root is None:
+            mesh = mesh_over(ProcessGroupPort(device_mesh), device_mesh)
+        else:
+            mesh = mesh_of(root)[device_mesh.mesh_dim_names or ()]
+        _meshes[key] = mesh
     return mesh
 
 

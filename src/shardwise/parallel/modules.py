@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.comm import AnyMesh, as_mesh
 from shardwise.layout import Mesh, Placement, Replicate
+from shardwise.parallel.fully_sharded.layouts import is_at_rest, split_outside
 from shardwise.tensor import DTensor, distribute_tensor, localise, wrap
 
 
@@ -126,12 +127,16 @@ def place_rest(
     """Turn what is still plain in a module into DTensors: its own, by name, as `where` says; the rest is replicated."""
     whole: Sequence[Placement] = [Replicate()] * device_mesh.ndim
     for tensor, places in _places(module).items():
+        found = [where[name] for owner, name in places if where and owner is module and name in where]
+        placements = found[0] if found else whole
         if isinstance(tensor, DTensor):
-            if (mesh := as_mesh(device_mesh)) is not tensor._layout.mesh and tensor._layout.mesh.is_within(mesh):
+            mesh = as_mesh(device_mesh)
+            if is_at_rest(places[0][0], tensor, mesh):
+                shards: Any = split_outside(tensor, mesh, placements)
+                _keep(nn.Parameter(shards, requires_grad=tensor.requires_grad), places)
+            elif mesh is not tensor._layout.mesh and tensor._layout.mesh.is_within(mesh):
                 _keep(_lifted(tensor, mesh), places)
         else:
-            found = [where[name] for owner, name in places if where and owner is module and name in where]
-            placements = found[0] if found else whole
             is_parameter = isinstance(tensor, nn.Parameter)
             plain = tensor.detach() if is_parameter else tensor
             made: Any = distribute_tensor(plain, device_mesh, placements, src_data_rank=src_data_rank)

@@ -17,6 +17,7 @@ from shardwise.comm import AnyMesh, Ranked, as_mesh
 from shardwise.errors import MeshError, PlanError
 from shardwise.layout import Placement, Replicate, Shard, unknown_placement
 from shardwise.local import single
+from shardwise.parallel.fully_sharded.layouts import is_at_rest
 from shardwise.parallel.modules import place_rest
 from shardwise.redistribute import recall, remember, windows
 from shardwise.tensor import DTensor
@@ -71,6 +72,8 @@ class Distributing(ParallelStyle):
             raise PlanError(f"{_named(path)} is parallelized already; {name} would run its hooks twice")
         for parameter, tensor in module.named_parameters():
             wanted = tuple(where.get(parameter, [Replicate()]))
+            if is_at_rest(module, tensor, mesh):
+                continue
             if isinstance(tensor, DTensor) and (tensor.layout_on_mesh.mesh, tensor.placements) != (mesh, wanted):
                 raise PlanError(
                     f"{_named(path)}: its parameter {parameter!r} is a DTensor already, {tensor.layout_on_mesh}, and "

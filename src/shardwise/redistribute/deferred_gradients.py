@@ -104,13 +104,13 @@ def deferred(node: Any, move: Move, grads: Sequence[Tensor], *, owned: bool = Fa
             return [grad.new_zeros(()).expand(_size(x)) for x, grad in zip(held(parameter), grads, strict=True)]
         if not kept:
             drop(parameter)
-    if not move.communicates or grads[0].is_sparse or _is_watched(parameter):
+    if not move.communicates or grads[0].is_sparse or is_watched(parameter):
         return None if grads is given else run_move(move, grads)
     add_to_bucket(parameter, move, grads, owned and grads is given)
     return [None] * len(grads)
 
 
-def _is_watched(parameter: nn.Parameter) -> bool:
+def is_watched(parameter: nn.Parameter) -> bool:
     """Whether somebody looks at the gradient when it arrives: then it must be complete."""
     return bool(
         _hooks(parameter) or _post_hooks(parameter) or not parameter.__dict__.keys().isdisjoint((WATCHED, PLACES))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import Replicate, Shard
+from shardwise.comm import shards_of
 from shardwise.debug import CommDebugMode
 from shardwise.parallel import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
 
@@ -200,6 +201,18 @@ def test_what_was_kept_is_forgotten_with_the_gradient_and_never_missed() -> None
     check(net, plain)
 
 
+def test_what_was_kept_survives_backward_passes_of_others() -> None:
+    plain, net = pair()
+    _, other = pair()
+    for i in range(2):
+        data = batch()
+        loss_of(plain, *data).backward()
+        with no_sync(enabled=i == 0):
+            loss_on(net, data, TWO, False).backward()
+        loss_on(other, data, TWO, False).backward()
+    check(net, plain)
+
+
 # The graph
 
 
@@ -383,6 +396,38 @@ def test_tensor_parallel_parameters_on_a_part_of_the_mesh() -> None:
     check_training_on_grid(plain, net, [S(0), R], own=True)
 
 
+@pytest.mark.parametrize("placements", [[R], [S(1)]], ids=str)
+def test_batches_that_are_not_split_by_the_first_dim(placements: list[Any]) -> None:
+    """Where all ranks compute the same, gradients are whole, and cut: nothing is reduced."""
+    plain, net = pair()
+    with CommDebugMode() as comms:
+        check_training(plain, net, TWO, False, placements, num_steps=1)
+    assert (comms.get_comm_counts()["reduce_scatter"] == 0) == (placements == [R])
+
+
+@WAYS
+def test_evaluation_before_training(own: bool) -> None:
+    plain, net = pair()
+    data = batch()
+    right = loss_of(plain, *data)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found = loss_on(net, data, TWO, own)
+            with torch._C.DisableTorchFunctionSubclass():
+                found = sum(x.item() for x in shards_of(found)) / 2 if own else found.full_tensor().item()
+            torch.testing.assert_close(found, right.item())
+    check_training(plain, net, TWO, own)
+
+
+def test_sparse_gradients_are_reduced_as_dense_ones() -> None:
+    plain = nn.Embedding(11, 4, sparse=True)
+    net = fully_shard(copy.deepcopy(plain), mesh=TWO)
+    data = batch()[0]
+    plain(data).square().sum().backward()
+    net(sw.distribute_tensor(data, TWO, [S(0)])).square().sum().backward()
+    torch.testing.assert_close(net.weight.grad.full_tensor(), plain.weight.grad.to_dense())
+
+
 # Modules of many kinds
 
 
@@ -489,6 +534,16 @@ def test_unshard_and_reshard() -> None:
     net.reshard()
 
 
+def test_memory_of_parameters_that_were_changed_is_given_back() -> None:
+    _, net = pair()
+    with torch.no_grad():
+        loss_on(net, batch(), TWO, True)
+        assert gathered_bytes(net) > 0  # the outermost module's
+        net.head.weight.mul_(2)
+        net._group.start()
+        assert gathered_bytes(net) == 0
+
+
 def test_kept_after_backward_until_parameters_change() -> None:
     _, net = pair()
     net.set_reshard_after_backward(False)
@@ -552,3 +607,32 @@ def test_the_class_of_a_sharded_module() -> None:
         copy.deepcopy(net)
     with pytest.raises(ValueError, match="expected a module that fully_shard was called on"):
         net.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
+
+
+STYLES = {"up": sw.parallel.ColwiseParallel(), "down": sw.parallel.RowwiseParallel()}
+
+
+def test_styles_before_or_after() -> None:
+    """Either order gives the same shards, and the same training."""
+    torch.manual_seed(0)
+    plain = Model().double()
+    nets = [copy.deepcopy(plain) for _ in range(2)]
+    for net, styles_first in zip(nets, (True, False), strict=True):
+        if not styles_first:
+            shard(net, fully_shard, mesh=GRID["dp"])
+        for block in net.blocks:
+            sw.parallel.parallelize_module(block, GRID["tp"], STYLES)
+        if styles_first:
+            shard(net, fully_shard, mesh=GRID["dp"])
+    for p, q in zip(*(net.parameters() for net in nets), strict=True):
+        assert p.layout_on_mesh is q.layout_on_mesh and torch.equal(p.full_tensor(), q.full_tensor())
+    assert str(nets[1].blocks[0].up.weight.layout_on_mesh) == "[18,6] S(0)@tp,dp"
+    for net in nets:
+        check_training_on_grid(copy.deepcopy(plain), net, [S(0), R], own=True)
+
+
+def test_shards_that_were_moved_elsewhere_are_refused() -> None:
+    net = fully_shard(nn.Linear(4, 4), mesh=TWO)
+    net.weight = nn.Parameter(net.weight.detach().redistribute(placements=[R]))
+    with pytest.raises(sw.errors.PlacementError, match=r"Linear.weight was sharded on 'dp', and is now \[4,4\] R"):
+        net(sw.distribute_tensor(torch.randn(4, 4), TWO, [S(0)]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,23 +14,17 @@ from shardwise.errors import PlacementError
 from shardwise.layout import Shard, entered_mesh
 from shardwise.parallel.fully_sharded.group import Entry, Group, Options, Place
 from shardwise.parallel.fully_sharded.hooks import HOOKS, Hooks, hooks_of
-from shardwise.parallel.fully_sharded.layouts import DataParallel, layouts_of, sharded
+from shardwise.parallel.fully_sharded.layouts import MANAGED, DataParallel, layouts_of, sharded
 from shardwise.parallel.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.tensor import DTensor
 
 _TAKEN = "_fully_sharded_elsewhere"
-_M = TypeVar("_M", bound=nn.Module)
+_M = TypeVar("_M", nn.Module, list[nn.Module])
 _FULL_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
 
 
-@overload
-def fully_shard(module: _M, **options: Any) -> _M: ...
-@overload
-def fully_shard(module: list[nn.Module], **options: Any) -> list[nn.Module]: ...
-
-
 def fully_shard(
-    module: Any,
+    module: _M,
     *,
     mesh: AnyMesh | None = None,
     reshard_after_forward: bool | None = None,
@@ -38,7 +32,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = _FULL_PRECISION,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
-) -> Any:
+) -> _M:
     """Shard a module's parameters, with their gradients and the optimizer's state, over data parallel ranks.
 
     Parameters become DTensors that rest as shards (of dim 0, or as `shard_placement_fn` says). Those that no call on a
@@ -68,11 +62,11 @@ def fully_shard(
     managed = _managed(modules)
     ignored = set(map(id, ignored_params or ()))
     places = {x: where for x, where in _places(managed).items() if id(x) not in ignored}
-    place = shard_placement_fn or (lambda param: None)
+    place: Callable[[Any], Shard | None] = shard_placement_fn or (lambda param: None)
     entries = []
     for param, (name, where) in places.items():
         _check(param, name)
-        entries.append(Entry(name, where, layouts_of(param, data, place(param) or Shard(0), name)))
+        entries.append(Entry(name, where, layouts_of(param, data, place(param) or Shard(0), name), param))
     # Nothing was changed so far, and from here on nothing fails.
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     for (param, _), entry in zip(places.items(), entries, strict=True):
@@ -80,6 +74,8 @@ def fully_shard(
     options = Options(mp_policy, reshard_after_forward=reshard_after_forward)
     buffers = [(owner, name) for owner in managed for name in owner._buffers]
     Hooks(Group(modules, entries, data, options), buffers)
+    for owner in managed:
+        owner.__dict__[MANAGED] = data.mesh
     for one in modules:
         one.__class__ = _fsdp_class(one.__class__)
     return module
@@ -144,7 +140,7 @@ def _check(param: Any, name: str) -> None:
 def _replace(param: Any, entry: Entry, offload: bool, pin: bool) -> None:
     """Put the shards in the place of a parameter. What else holds it can find out."""
     with torch.no_grad():
-        shards = sharded(param, entry.layouts)
+        shards: Tensor = sharded(param, entry.layouts)
         if offload:
             shards = shards.cpu()
             shards = shards.pin_memory() if pin and torch.accelerator.is_available() else shards
@@ -173,7 +169,7 @@ class FSDPModule:
         return self.__dict__[HOOKS].group
 
     def _groups(self, recurse: bool) -> list[Group]:
-        modules = self.modules() if recurse else [self]  # type: ignore[attr-defined]
+        modules: Any = self.modules() if recurse else [self]  # type: ignore[attr-defined]
         found = [hooks_of(module) for module in modules]
         return list(dict.fromkeys(hooks.group for hooks in found if hooks is not None))
 
@@ -236,8 +232,7 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Forget a backward pass that failed. (The next forward does, too.)"""
-        if (schedule := self.__dict__[HOOKS].schedule) is not None:
-            schedule.reset()
+        self.__dict__[HOOKS].schedule.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """For programs written for torch: every backward pass here ends with all its gradients."""

@@ -45,9 +45,19 @@ class Joint:
     @cached_property
     def _numels(self) -> list[list[list[int]]]:
         """Per held rank and member: the sizes of its shards."""
-        ranks = range(len(self.mesh.held))
-        members = range(self.mesh.shape[self.axis])
+        ranks, members = range(len(self.mesh.held)), range(self.num_members)
         return [[[math.prod(shapes[h][m]) for _, shapes, _ in self._parts] for m in members] for h in ranks]
+
+    @property
+    def num_members(self) -> int:
+        return self.mesh.shape[self.axis]
+
+    @cached_property
+    def _is_even(self) -> bool:
+        """Whether members' parts of every parameter are its equal parts, one after the other in memory: then one copy
+        does for all of them."""
+        equal = all(numels == members[0] for members in self._numels for numels in members)
+        return equal and all(joint == 0 for *_, joint in self._parts)
 
     def start_gather(self, shards: Sequence[Held], dtype: torch.dtype, device: torch.device) -> Handle:
         """Start to gather shards, in a dtype and on a device that need not be theirs."""
@@ -59,27 +69,40 @@ class Joint:
 
     def fill(self, rows: Sequence[Held], wholes: Sequence[Held]) -> None:
         """Write what was gathered into tensors of the parameters' own shapes."""
-        for h, (members, numels) in enumerate(zip(rows, self._numels, strict=True)):
+        for h, members in enumerate(rows):
+            numels, table = self._numels[h], _as_table(members) if self._is_even else None
+            if table is not None:
+                landing = [whole[h].view(self.num_members, -1) for whole in wholes]
+                torch.split_with_sizes_copy(table, numels[0], 1, out=landing)
+                continue
             pieces = [row.split(sizes) for row, sizes in zip(members, numels, strict=True)]
-            for i, (places, shapes, joint) in enumerate(self._parts):
-                parts = [piece[i].view(shape) for piece, shape in zip(pieces, shapes[h], strict=True)]
-                if joint is not None:
-                    torch.cat(parts, joint, out=wholes[i][h])
-                else:
-                    for part, place in zip(parts, places[h], strict=True):
-                        wholes[i][h][place] = part
+            for i, (places, shapes, _) in enumerate(self._parts):
+                for piece, place, shape in zip(pieces, places[h], shapes[h], strict=True):
+                    wholes[i][h][place] = piece[i].view(shape)
 
     def start_reduce(self, grads: Sequence[Held], dtype: torch.dtype, divisor: float) -> Handle:
         """Start to add up gradients of what was gathered, divided by something, and to leave each rank with its part of
         them, flat."""
-        ranks, members = range(len(self.mesh.held)), range(self.mesh.shape[self.axis])
-        cuts = [sent(m.dual.source.layout, m.dual.target.layout, m.axes) for m in self.gathers]
-        chunks = []
-        for h in ranks:
-            parts = [[grad[h][cut[h][m]].reshape(-1) for grad, cut in zip(grads, cuts, strict=True)] for m in members]
-            chunks.append(_joined(parts, dtype, divisor))
+        chunks = [self._chunks([grad[h] for grad in grads], h, dtype, divisor) for h in range(len(self.mesh.held))]
         start = partial(self.mesh.port.start_reduce_scatter, chunks, self.mesh, (self.axis,), "sum")
         return caused("gradients reduced", start)
+
+    def _chunks(self, grads: Held, h: int, dtype: torch.dtype, divisor: float) -> Sequence[Tensor]:
+        """One rank's gradients, by the member that each part is for: rows of one tensor."""
+        numels = [sum(sizes) for sizes in self._numels[h]]
+        table = grads[0].new_empty((len(numels), max(numels)), dtype=dtype)
+        if self._is_even:
+            torch.cat([grad.reshape(len(numels), -1) for grad in grads], 1, out=table)
+        else:
+            cuts = [sent(m.dual.source.layout, m.dual.target.layout, m.axes)[h] for m in self.gathers]
+            for m, numel in enumerate(numels):
+                parts = [grad[cut[m]].reshape(-1) for grad, cut in zip(grads, cuts, strict=True)]
+                torch.cat(parts, out=table[m, :numel])
+        if divisor != 1:
+            table.div_(divisor)
+        if self._is_even:
+            return table  # type: ignore[return-value]  # a port takes it for its rows, joined already
+        return [row[:numel] for row, numel in zip(table, numels, strict=True)]
 
     def shards(self, flat: Held) -> list[list[Tensor]]:
         """Each rank's flat part as the shards that it consists of, by parameter."""
@@ -91,7 +114,7 @@ class Joint:
         return [list(shards) for shards in zip(*found, strict=True)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Call:
     """What those are told who ask what is communicated."""
 
@@ -106,13 +129,10 @@ def caused(why: str, start: Callable[[], _T]) -> _T:
     return called(_Call(why), (), start) if listeners else start()
 
 
-def _joined(parts: Sequence[Sequence[Tensor]], dtype: torch.dtype, divisor: float) -> list[Tensor]:
-    """Each member's chunk. All are rows of one tensor, so that the port need not join them again."""
-    numels = [sum(x.numel() for x in row) for row in parts]
-    wire = parts[0][0].new_empty((len(parts), max(numels)), dtype=dtype)
-    rows = [row[:numel] for row, numel in zip(wire, numels, strict=True)]
-    for row, own in zip(rows, parts, strict=True):
-        torch.cat(own, out=row)
-    if divisor != 1:
-        wire.div_(divisor)
-    return rows
+def _as_table(rows: Held) -> Tensor | None:
+    """Rows that follow one another in the memory of one tensor, as that tensor."""
+    whole, numel = rows[0]._base, rows[0].numel()
+    if whole is None or whole.numel() != len(rows) * numel or not whole.is_contiguous():
+        return None
+    in_order = all(row._base is whole and row.storage_offset() == i * numel for i, row in enumerate(rows))
+    return whole.view(len(rows), numel) if in_order else None

@@ -18,44 +18,43 @@ from torch import Tensor, nn
 from shardwise.comm import Handle
 from shardwise.errors import NoDataError
 from shardwise.parallel.fully_sharded.collectives import Joint
-from shardwise.parallel.fully_sharded.layouts import DataParallel, Layouts
+from shardwise.parallel.fully_sharded.layouts import DataParallel, Layouts, layouts_at_rest
 from shardwise.parallel.fully_sharded.policies import MixedPrecisionPolicy
-from shardwise.redistribute import unreduced
+from shardwise.redistribute import drop, unreduced
+from shardwise.redistribute.buckets import held
 
 Place = tuple[nn.Module, str]
 """Where a parameter is kept: a module, and the name there. In several places if it is tied."""
 
 _disabled = torch._C.DisableTorchFunctionSubclass
+_get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 
 
 @dataclass(eq=False)
 class Entry:
-    """One parameter of a group. `wholes` is what is gathered, of each held rank, with or without memory; `resting` the
-    shards, while modules hold something else."""
+    """One parameter of a group: `param` are its shards, as they were when last looked up; `wholes` is what is gathered,
+    of each held rank, with or without memory."""
 
     name: str
     places: list[Place]
     layouts: Layouts
+    param: Any
     wholes: list[Tensor] = field(default_factory=list)
-    resting: Any = None
 
-    @property
-    def param(self) -> Any:
-        """The shards. Modules may have been given others (by `to_empty`), so they are looked up."""
-        return self.shown if self.resting is None else self.resting
-
-    @property
-    def shown(self) -> Any:
-        """What the modules hold."""
+    def look_up(self) -> None:
+        """Modules may have been given other shards, by `to_empty` or `load_state_dict(assign=True)`."""
         module, name = self.places[0]
-        return module._parameters[name]
+        self.param = module._parameters[name]
+        if self.param._layout is not self.layouts.resting:  # styles came after fully_shard
+            self.layouts = layouts_at_rest(self.param._layout, self.layouts.data, self.name)
+            self.wholes = []
 
-    def held(self) -> tuple[Tensor, ...]:
+    def held(self) -> Sequence[Tensor]:
         """The shards of the ranks held here."""
-        return (self.param, *self.param.__dict__.get("_peers", ()))
+        return held(self.param)
 
     def show(self, x: Any) -> None:
-        """Have the modules hold another tensor."""
+        """Have the modules hold a tensor."""
         for module, name in self.places:
             module._parameters[name] = x
             if isinstance(module, nn.RNNBase):  # which keeps a list of its weights, too
@@ -67,8 +66,6 @@ class Options:
     """What users set, by `fully_shard` and by the methods of its module."""
 
     policy: MixedPrecisionPolicy
-    offload: str | None = None
-    pin: bool = False
     reshard_after_forward: bool | None = None
     reshard_after_backward: bool = True
     sync: bool = True
@@ -97,34 +94,39 @@ class Group:
     ) -> None:
         self.modules, self.data, self.options = tuple(modules), data, options
         self.entries = list(entries)
-        self._joints: dict[tuple[Entry, ...], Joint] = {}
+        self._joints: dict[tuple[int, ...], Joint] = {}
         self.is_gathered = False
         self.kept: dict[Entry, Kept] = {}  # gradients of wholes that are not to be reduced yet,
         self.scattered: dict[Entry, list[Tensor]] = {}  # and of shards, not yet added up over their replicas
-        self._stamp: tuple = ()
+        self.stamp: tuple = ()
+        self._shown: Sequence[Any] | None = None  # what modules hold in the place of shards
         self._pending: list[tuple[list[Entry], Handle]] | None = None
 
     def joint(self, entries: Sequence[Entry]) -> Joint:
         """Some parameters as one collective has them."""
-        key = tuple(entries)
+        gathers = tuple([entry.layouts.gather for entry in entries])
+        key = tuple(map(id, gathers))
         if key not in self._joints:
-            gathers = tuple(entry.layouts.gather for entry in entries)
             self._joints[key] = Joint(self.data.mesh, self.data.shard_axis, gathers)
         return self._joints[key]
 
     # What is gathered
 
-    def stamp(self) -> tuple:
-        """What tells whether shards have changed since."""
+    def look(self) -> tuple:
+        """Look the shards up. What is returned tells whether they have changed since."""
+        if self._shown is None:
+            for entry in self.entries:
+                entry.look_up()
         with _disabled():
-            return tuple([(x.data_ptr(), x._version) for entry in self.entries for x in entry.held()[:1]])
+            return tuple([(entry.param.data_ptr(), entry.param._version) for entry in self.entries])
 
     def start(self) -> None:
         """Start to gather, unless that is done, or under way, with the shards as they are."""
-        stamp = self.stamp()
-        if (self.is_gathered or self._pending is not None) and stamp == self._stamp:
+        stamp = self.look()
+        if (self.is_gathered or self._pending is not None) and stamp == self.stamp:
             return
-        self._stamp, self.is_gathered = stamp, False
+        self.free()
+        self.stamp = stamp
         with _disabled(), torch.no_grad():
             self._pending = [(entries, self._start(entries, dtype)) for dtype, entries in self._by_dtype().items()]
 
@@ -181,45 +183,38 @@ class Group:
         self.kept[entry] = Kept([x.to(dtype) for x in grads], divisor, owed)
         if owed:
             param = entry.param
-            param.__dict__.setdefault("_kept", {})  # gone once the parameter's gradient is reset
+            param.__dict__.setdefault("_kept", {})  # optimizers must not step without them
             unreduced[id(param)] = ref(param, partial(_gone, id(param)))
 
     def take(self, entry: Entry) -> Kept | None:
-        """What was kept for a parameter, unless its gradient was reset since."""
+        """What was kept for a parameter; inside `no_sync`, unless its gradient was reset since."""
         kept = self.kept.pop(entry, None)
         if kept is None or not kept.owed:
             return kept
-        is_owed = entry.param.__dict__.pop("_kept", None) is not None
-        unreduced.pop(id(entry.param), None)
-        return kept if is_owed else None
+        drop(entry.param)
+        return None if _get_grad(entry.param) is None else kept
 
     def with_kept(self, entry: Entry, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         kept = self.take(entry)
-        return grads if kept is None else torch._foreach_add(kept.grads, list(grads))
+        return grads if kept is None else [a + b for a, b in zip(kept.grads, grads, strict=True)]
 
     # What the modules hold
 
-    def show(self, tensors: Sequence[Any]) -> list[Any]:
-        """Put tensors in the place of the parameters; what was there is returned, and to be put back."""
-        before = [entry.shown for entry in self.entries]
-        for entry, x in zip(self.entries, tensors, strict=True):
-            entry.resting = entry.param
-            entry.show(x)
-            if x is entry.resting:
-                entry.resting = None
+    def show(self, tensors: Sequence[Any] | None) -> Sequence[Any] | None:
+        """Put tensors in the place of the shards, or these themselves for None; what was there before is returned."""
+        before, self._shown = self._shown, tensors
+        if before is not tensors:
+            for entry, x in zip(self.entries, tensors or [entry.param for entry in self.entries], strict=True):
+                entry.show(x)
         return before
 
-    def rest(self) -> None:
-        """Put the shards back."""
-        self.show([entry.param for entry in self.entries])
-
     def reshard(self) -> None:
-        self.rest()
+        self.show(None)
         self.free()
 
     def done(self) -> None:
         """After a backward pass."""
-        self.rest()
+        self.show(None)
         if self.options.reshard_after_backward:
             self.free()
 
@@ -231,8 +226,8 @@ def _gone(key: int, found: ref[Any]) -> None:
 def _allocate(entry: Entry, like: Tensor) -> None:
     """Memory for a whole parameter."""
     if not entry.wholes or entry.wholes[0].dtype != like.dtype:
-        shapes = entry.layouts.whole.held_shapes
-        entry.wholes = [like.new_empty(shape) for shape in shapes]
+        with torch.inference_mode(False):  # what is evaluated first may be trained later
+            entry.wholes = [like.new_empty(shape) for shape in entry.layouts.whole.held_shapes]
     for whole in entry.wholes:
         size = whole.numel() * whole.element_size()
         if whole.untyped_storage().size() != size:

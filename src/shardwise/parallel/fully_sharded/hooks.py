@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -25,6 +25,9 @@ _task = torch._C._current_graph_task_id
 Unsharded = tuple[Use, list[Tensor]]
 """A use, and the whole parameters in it."""
 
+Shown = tuple[nn.Module, str, Tensor, Tensor]
+"""Where a buffer is kept, what is kept there, and what is shown instead."""
+
 HOOKS = "_fully_sharded"
 """Under this name a module keeps its hooks."""
 
@@ -35,7 +38,7 @@ class Hooks:
 
     def __init__(self, group: Group, buffers: list[Place]) -> None:
         self.group, self.buffers = group, buffers
-        self.schedule: Schedule | None = None
+        self._schedule: Schedule | None = None
         self.mesh: Mesh | None = None
         self._running: list[_Running] = []  # the innermost last
         self._to_run: set[nn.Module] = set()  # of several modules, until all have run
@@ -49,8 +52,9 @@ class Hooks:
 
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         outer, is_backward = _innermost.get(), _task() != -1
-        self._join(outer)
-        if outer is None and not is_backward:
+        if outer is not None:
+            self._join(outer)
+        elif not is_backward:
             self.schedule.begin()
         self.group.gather()
         if not is_backward:
@@ -65,17 +69,23 @@ class Hooks:
             return _converted(args, policy.param_dtype), _converted(kwargs, policy.param_dtype)
         return args, kwargs
 
-    def _join(self, outer: Hooks | None) -> None:
-        """Have the schedule of the module around; the outermost one makes it, for all modules in it."""
-        if outer is not None and outer.schedule is not self.schedule:
-            self.schedule = outer.schedule
-            self.schedule.add(self.group)
-        elif self.schedule is None:
+    @property
+    def schedule(self) -> Schedule:
+        """That of the outermost module, which makes it, for all modules in it."""
+        if self._schedule is None:
             modules = [module for root in self.group.modules for module in root.modules()]
             inside = list(dict.fromkeys(found for module in modules if (found := hooks_of(module)) is not None))
             schedule = Schedule(self.group, [hooks.group for hooks in inside])
             for hooks in inside:
-                hooks.schedule = schedule
+                hooks._schedule = schedule
+            return schedule
+        return self._schedule
+
+    def _join(self, outer: Hooks) -> None:
+        """A module that is called inside of another need not be part of it."""
+        if outer.schedule is not self._schedule:
+            self._schedule = outer.schedule
+            self._schedule.add(self.group)
 
     def _mesh_of_batch(self, args: tuple, kwargs: dict[str, Any], outer: Hooks | None) -> Mesh | None:
         """The mesh of DTensors among the inputs that covers data parallelism. A module inside another that is given no
@@ -95,13 +105,16 @@ class Hooks:
             self._to_run, self._shared = set(self.group.modules), made
         return made
 
-    def _show_buffers(self) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+    def _show_buffers(self) -> list[Shown]:
         """Show plain buffers as replicated, beside a batch of DTensors. They share memory: writes arrive."""
-        shown = []
-        for module, name in self.buffers if self.mesh is not None else ():
+        shown: list[Shown] = []
+        mesh = self.mesh
+        if mesh is None:
+            return shown
+        for module, name in self.buffers:
             buffer = module._buffers.get(name)
             if buffer is not None and not isinstance(buffer, DTensor):
-                made = wrap(spread(buffer.detach().view_as(buffer), self.mesh), Layout(self.mesh, buffer.shape))
+                made = wrap(spread(buffer.detach().view_as(buffer), mesh), Layout(mesh, buffer.shape))
                 module._buffers[name] = made
                 shown.append((module, name, buffer, made))
         return shown
@@ -139,7 +152,6 @@ class Hooks:
 
     def show_unsharded(self) -> None:
         """Outside of a forward: have the modules show their parameters whole, laid out as in the last forward."""
-        self._join(None)
         self.group.gather()
         self.group.show(Use(self.group, self.schedule, self.mesh).tensors())
 
@@ -167,9 +179,9 @@ class _Running:
     """A forward that goes on."""
 
     made: Unsharded
-    before: list[Any]
+    before: Sequence[Any] | None
     outer: Hooks | None
-    buffers: list[tuple[nn.Module, str, Tensor, Tensor]]
+    buffers: list[Shown]
     args: tuple
     is_backward: bool
 

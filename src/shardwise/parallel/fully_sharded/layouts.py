@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from shardwise.comm import AnyMesh, as_mesh
 from shardwise.errors import MeshError, PlacementError
-from shardwise.layout import Layout, Mesh, Shard
+from shardwise.layout import Layout, Mesh, Placement, Shard
 from shardwise.local import spread
 from shardwise.redistribute import Move, Typed, plan_moves, run_path
 from shardwise.tensor import DTensor, localise, wrap
+
+MANAGED = "_rests_on"
+"""Under this name a module whose own parameters are sharded keeps the mesh that they are sharded on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +71,48 @@ def _submesh(root: Mesh, names: set[str]) -> Mesh:
 
 
 def layouts_of(param: Tensor, data: DataParallel, placement: Shard, name: str) -> Layouts:
-    """The layouts of a parameter, plain or a DTensor on other axes of the same mesh."""
+    """The layouts of a parameter to be sharded: plain, or a DTensor on other axes of the same mesh."""
     whole = _whole(param, data, name)
-    mesh = whole.mesh
     dim = placement.dim
     if not -len(whole.shape) <= dim < len(whole.shape):
         raise PlacementError(
             f"fully_shard: {placement} names dim {dim} of {name}, which has the shape {list(whole.shape)}"
             + ("; a parameter of no dims has nothing to shard: give it the shape [1]" if not whole.shape else "")
         )
-    axes = tuple(mesh.axis(axis) for axis in data.mesh.names)
     splits = list(whole.splits)
-    splits[dim] = (*splits[dim], axes[-1])
-    resting = whole.with_(splits=splits)
+    splits[dim] = (*splits[dim], whole.mesh.axis(data.mesh.names[-1]))
+    return layouts_at_rest(whole.with_(splits=splits), data, name)
+
+
+def layouts_at_rest(resting: Layout, data: DataParallel, name: str) -> Layouts:
+    """The layouts of a parameter whose shards rest so."""
+    mesh, names = resting.mesh, data.mesh.names
+    axes = tuple(mesh.axis(axis) for axis in names) if set(names) <= set(mesh.names) else ()
+    if not any(axes and cut[-1:] == axes[-1:] for cut in resting.splits) or resting.has_pending:
+        raise PlacementError(
+            f"fully_shard: {name} was sharded on {names[-1]!r}, and is now {resting}: {names[-1]!r} must be the last "
+            f"axis that splits one of its dims"
+        )
+    whole = resting.with_(splits=[tuple(axis for axis in cut if axis != axes[-1]) for cut in resting.splits])
     return Layouts(data, resting, whole, Move(Typed(resting), Typed(whole, frozenset(axes)), axes[-1:]))
+
+
+def is_at_rest(module: nn.Module, param: Tensor, mesh: Mesh) -> bool:
+    """Whether a parameter of a module consists of `fully_shard`'s shards, which other parallelism may split further."""
+    return MANAGED in module.__dict__ and isinstance(param, DTensor) and not {*mesh.names} & {*param._layout.mesh.names}
+
+
+def split_outside(param: DTensor, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
+    """Shards at rest, split by axes of other parallelism as well. These come first: what is gathered is then a shard
+    of theirs."""
+    joint = _submesh(mesh.root, {*mesh.names, *param._layout.mesh.names})
+    source = relaid(param._layout, joint)
+    outer = relaid(Layout.of(mesh, param.shape, placements), joint)
+    target = source.with_(splits=[(*a, *b) for a, b in zip(outer.splits, source.splits, strict=True)])
+    moves = plan_moves(source, target)
+    with torch.no_grad():
+        moved = run_path(localise(param.detach()), moves)
+        return wrap(moved.clone() if all(move.shares_memory for move in moves) else moved, target)
 
 
 def _whole(param: Tensor, data: DataParallel, name: str) -> Layout:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +13,6 @@ from shardwise.comm import Handle
 from shardwise.comm.port import done
 from shardwise.parallel.fully_sharded.collectives import Held, Joint, caused
 from shardwise.parallel.fully_sharded.group import Entry, Group
-
-_get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
-_set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
 Gradients = list[tuple[Entry, Held]]
 
@@ -40,12 +36,14 @@ class Reduction:
             self._reduced = done(flat)
         elif self.group.options.all_reduce:
             for entry, shards in self._by_entry(flat):
-                torch._foreach_add_(shards, waiting.pop(entry, torch._foreach_mul(shards, 0)))
+                for shard, so_far in zip(shards, waiting.pop(entry, ())):
+                    shard.add_(so_far)
             start = partial(mesh.port.start_all_reduce, flat, mesh, (0,), "sum")
             self._reduced = caused("gradients reduced over replicas", start)
         else:
             for entry, shards in self._by_entry(flat):
-                torch._foreach_add_(waiting.setdefault(entry, torch._foreach_mul(shards, 0)), shards)
+                before = waiting.get(entry, [torch.zeros_like(shard) for shard in shards])
+                waiting[entry] = [a + b for a, b in zip(before, shards, strict=True)]
 
     def _by_entry(self, flat: Held) -> Iterable[tuple[Entry, list[Tensor]]]:
         return zip(self.entries, self.joint.shards(flat), strict=True)
@@ -58,9 +56,14 @@ class Reduction:
         flat = self._reduced.wait()
         if self.divisor != 1:
             flat = [x.div_(self.divisor) for x in flat]
-        return [
-            (entry, [x.to(entry.param.device, entry.param.dtype) for x in held]) for entry, held in self._by_entry(flat)
-        ]
+        return [(entry, [_like(entry.param, x) for x in held]) for entry, held in self._by_entry(flat)]
+
+
+def _like(param: Tensor, grad: Tensor) -> Tensor:
+    """A gradient with the dtype, and on the device, of the shards that it is for."""
+    if grad.dtype == param.dtype and grad.device == param.device:
+        return grad
+    return grad.to(param.device, param.dtype)
 
 
 def start(group: Group, gradients: Gradients, divisor: float) -> list[Reduction]:
@@ -85,12 +88,3 @@ def _divisors(divisor: float, dtype: torch.dtype) -> tuple[float, float]:
         return 1, divisor
     before = 2.0 ** (math.frexp(divisor)[1] // 2)
     return before, divisor / before
-
-
-def accumulate(x: Any, grad: Tensor) -> None:
-    """Add a gradient to what a shard has, as autograd would."""
-    so_far = _get_grad(x)
-    if so_far is None:
-        _set_grad(x, grad)
-    else:
-        so_far.add_(grad)

@@ -14,15 +14,13 @@ from typing import Any
 import torch
 
 from shardwise.parallel.fully_sharded.group import Group
-from shardwise.parallel.fully_sharded.reduction import Reduction, accumulate, start
+from shardwise.parallel.fully_sharded.reduction import Reduction, start
+from shardwise.redistribute.buckets import accumulate
 from shardwise.redistribute.deferred_gradients import blocks
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _task = torch._C._current_graph_task_id
 _queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
-
-IN_FLIGHT = 1
-"""Reductions that are under way while the next one is prepared: each keeps the memory of a module's gradients."""
 
 
 class Schedule:
@@ -130,8 +128,8 @@ class Pass:
         self.reductions += reductions
 
     def make_room(self) -> None:
-        """Before the next reduction: those before it should be through."""
-        for reduction in self.reductions[: len(self.reductions) + 1 - IN_FLIGHT]:
+        """Before the next reduction: each keeps the memory of a module's gradients until it is through."""
+        for reduction in self.reductions:
             reduction.advance()
 
     def finish(self) -> None:
@@ -144,8 +142,7 @@ class Pass:
                 reduction.advance()
             for reduction in self.reductions:
                 for entry, grads in reduction.wait():
-                    for x, grad in zip(entry.held(), grads, strict=True):
-                        accumulate(x, grad)
+                    accumulate(entry.param, grads)
         if not self.schedule.passes:  # else a pass around this one goes on
             for group in self.schedule.groups:
                 group.done()

@@ -22,7 +22,7 @@ from shardwise.parallel.fully_sharded.collectives import Held
 from shardwise.parallel.fully_sharded.group import Entry, Group
 from shardwise.parallel.fully_sharded.schedule import Schedule
 from shardwise.redistribute import Move, Typed, plan_moves, transition
-from shardwise.redistribute.deferred_gradients import blocks
+from shardwise.redistribute.deferred_gradients import blocks, is_watched
 from shardwise.tensor import wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -38,7 +38,7 @@ class Use:
 
     def __init__(self, group: Group, schedule: Schedule, mesh: Mesh | None) -> None:
         self.group, self.schedule, self.mesh = group, schedule, mesh
-        self.stamp = group.stamp()
+        self.stamp = group.stamp
         self.num_ranks = len(group.data.mesh.held)
         self.trained = [torch.is_grad_enabled() and entry.param.requires_grad for entry in group.entries]
 
@@ -65,7 +65,7 @@ class Use:
 
     def check_unchanged(self) -> None:
         """Raise if the backward pass would see other parameters than the forward pass did."""
-        if self.stamp != self.group.stamp():
+        if self.stamp != self.group.look():
             self.schedule.reset()
             raise InPlaceError(
                 "a parameter of a fully sharded module was written to between the forward pass that used it and the "
@@ -191,7 +191,7 @@ class _Arrival:
                 grads = self.group.with_kept(entry, grads)
                 if mode == "kept" or not self.group.options.sync:
                     self.group.keep(entry, grads, self.divisor, mode == "kept")
-                    if mode == "kept":  # its hooks run in every pass, and it has a gradient to reset
+                    if mode == "kept" and found[i][0] is None:  # its hooks run in every pass, and it can be reset
                         found[i] = [x.new_zeros(()).expand(_size(x)) for x in entry.held()]
                     continue
             terms.append((entry, grads))
@@ -199,27 +199,26 @@ class _Arrival:
 
     def _can_wait(self, i: int) -> bool:
         """Whether a shard's gradient may come at the end of the pass: not if a hook, or a caller, is to have it."""
-        for rank, shard in enumerate(self.group.entries[i].held()):
-            if shard._backward_hooks or getattr(shard, "_post_accumulate_grad_hooks", None):
-                return False
-            try:
-                if not torch._C._will_engine_execute_node(self.leaves[i * self.ranks + rank]):
-                    return False
-            except RuntimeError:  # it is asked for by autograd.grad
-                return False
-        return True
+        if is_watched(self.group.entries[i].param):
+            return False
+        leaves = self.leaves[i * self.ranks : (i + 1) * self.ranks]
+        try:
+            return all(map(torch._C._will_engine_execute_node, leaves))
+        except RuntimeError:  # it is asked for by autograd.grad
+            return False
 
     def _wait(self, started: Sequence[reduction.Reduction], found: list[Any]) -> None:
         for one in started:
             for entry, grads in one.wait():
                 i = self.group.entries.index(entry)
                 before = found[i]
-                found[i] = grads if before[0] is None else torch._foreach_add(before, grads)
+                found[i] = grads if before[0] is None else [a + b for a, b in zip(before, grads, strict=True)]
 
 
 def _complete(held: Sequence[Tensor | None] | None, layout: Layout) -> list[Tensor] | None:
     """Gradients of all ranks held here, if any has one: torch takes those of empty shards for constants."""
-    some = next((x for x in held or () if x is not None), None)
-    if held is None or some is None:
+    held = [x.to_dense() if x is not None and x.is_sparse else x for x in held or ()]
+    some = next((x for x in held if x is not None), None)
+    if some is None:
         return None
     return [some.new_zeros(shape) if x is None else x for x, shape in zip(held, layout.held_shapes, strict=True)]
