@@ -34,7 +34,7 @@ from shardwise.dispatch.planning.autocast import Autocast, autocast_dtype
 from shardwise.dispatch.planning.build import build
 from shardwise.dispatch.planning.fallback import Gathered, describe, report
 from shardwise.dispatch.planning.lower import LostWriteError, Lowered, is_builtin, lower
-from shardwise.dispatch.planning.trace import Trace, flat_tensors, map_tensors, trace_call
+from shardwise.dispatch.planning.trace import Trace, flat_tensors, trace_call
 from shardwise.dispatch.steps import Steps, Whole
 from shardwise.dispatch.watch import labelled
 from shardwise.errors import InPlaceError, MeshError, ShardwiseError, StrideError
@@ -195,27 +195,24 @@ def _planned(call: Asked) -> tuple[Plan, bool]:
 
 def _traced(call: Asked) -> Trace | Plan:
     """The ops that a call makes; or, where meta tensors cannot tell, the plan that does without."""
-    metas: list[Tensor] = []
-
-    def meta(x: Tensor) -> Tensor:
-        """One for each argument, even where two are the same tensor: the plan must hold for two that are not."""
-        shape = x._layout.shape if isinstance(x, DTensor) else tuple(x.shape)
-        made = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
-        metas.append(made.clone() if x.requires_grad and not is_leaf(x) else made)  # functions may branch on either
-        return metas[-1]
-
     with _disabled(), torch.inference_mode(False):
-        parameters = [is_parameter(x) for x in call.tensors]
-        args, kwargs = map_tensors(call.args, meta), map_tensors(call.kwargs, meta)
+        facts = [(is_parameter(x), x.requires_grad and not is_leaf(x)) for x in call.tensors]
+        # One for each argument, even where two are the same tensor: the plan must hold for two that are not. Functions
+        # may branch on who needs a gradient, and on who is a leaf.
+        metas = [
+            torch.empty(layout.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+            for x, layout in zip(call.tensors, call.layouts, strict=True)
+        ]
+        metas = [x.clone() if is_inner else x for x, (_, is_inner) in zip(metas, facts, strict=True)]
     try:
-        trace = trace_call(call.func, args, kwargs, metas, call.device)
+        trace = trace_call(call.func, call.args, call.kwargs, metas, call.device)
     except Exception as error:
         if call.func is Tensor.__getitem__ and _has_tensor_indices(call.args[1]):
             return picked_by_tensor
         if not isinstance(error, ShardwiseError) and only_meta_refuses(error, metas):
             return call.gathered()
         raise
-    trace.parameters = {value.index for value, is_one in zip(trace.inputs, parameters, strict=True) if is_one}
+    trace.parameters = {value.index for value, (is_one, _) in zip(trace.inputs, facts, strict=True) if is_one}
     trace.reduced = {value.index for value, layout in zip(trace.inputs, call.layouts, strict=True) if layout.reduced}
     return trace
 

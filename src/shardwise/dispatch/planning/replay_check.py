@@ -6,7 +6,7 @@ have, it is traced once more, on meta tensors of the shards' shapes, and the two
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,17 +75,9 @@ def _has_int(tree: Any) -> bool:
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def _metas(lowered: Lowered, args: tuple, kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, Any, list[Tensor]]:
-    """The arguments with meta tensors of the shards' shapes, and these."""
-    metas: list[Tensor] = []
-    left = iter(zip(shapes, lowered.trace.inputs, strict=True))
-
-    def meta(_: Tensor) -> Tensor:
-        shape, value = next(left)
-        metas.append(torch.empty(shape, dtype=value.dtype, device="meta"))
-        return metas[-1]
-
-    return map_tensors(args, meta), map_tensors(kwargs, meta), metas
+def _metas(values: Sequence[Value], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    pairs = zip(shapes, values, strict=True)
+    return [torch.empty(shape, dtype=value.dtype, device="meta") for shape, value in pairs]
 
 
 def _same_on(
@@ -93,8 +85,8 @@ def _same_on(
 ) -> bool:
     try:
         with torch.no_grad():
-            local_args, local_kwargs, metas = _metas(lowered, args, kwargs, shapes)
-            trace = trace_call(function, local_args, local_kwargs, metas, torch.device("cpu"))
+            metas = _metas(lowered.trace.inputs, shapes)
+            trace = trace_call(function, args, kwargs, metas, torch.device("cpu"))
     except Exception:  # whatever it is, the function does not do on shards what it does on the whole
         return False
     return _same_calls(trace, lowered, rank)
@@ -108,13 +100,14 @@ def _rehearsed(
     kinds = {str(returned.type) for returned in call.call.op._schema.returns}
     if call.call.mutated or call.call.is_view or not kinds <= {"Tensor", "List[Tensor]"}:
         return _same_on(function, lowered, args, kwargs, shapes, rank)
-    local_args, local_kwargs, metas = _metas(lowered, args, kwargs, shapes)
+    metas = _metas(lowered.trace.inputs, shapes)
+    left = iter(metas)
+    args, kwargs = map_tensors((args, kwargs), lambda _: next(left))
     known = {id(meta): value for meta, value in zip(metas, lowered.trace.inputs, strict=True)}
-    results = [layout.held_shapes[rank] for layout in call.layouts.outs]
-    rehearsal = _Rehearsal(call.call, known, results)
+    rehearsal = _Rehearsal(call.call, known, [layout.held_shapes[rank] for layout in call.layouts.outs])
     try:
         with torch.no_grad(), rehearsal:
-            function(*local_args, **local_kwargs)
+            function(*args, **kwargs)
     except Exception:  # as above
         return False
     return rehearsal.num_calls == 1
@@ -133,16 +126,9 @@ class _Rehearsal(ThinkingMode):
         given = map_tensors((tuple(args), kwargs or {}), lambda x: self.known[id(x)])
         if func is not self.call.op or _plain(given) != _plain((self.call.args, self.call.kwargs)):
             raise _AnotherCall
-        made = iter(
-            torch.empty(shape, dtype=value.dtype, device="meta")
-            for shape, value in zip(self.results, self.call.outputs, strict=True)
-        )
-        returns = [next(made) if _is_one(returned) else list(made) for returned in func._schema.returns]
+        made = iter(_metas(self.call.outputs, self.results))
+        returns = [next(made) if str(one.type) == "Tensor" else list(made) for one in func._schema.returns]
         return returns[0] if len(returns) == 1 else tuple(returns)
-
-
-def _is_one(returned: Any) -> bool:
-    return str(returned.type) == "Tensor"
 
 
 class _AnotherCall(Exception):
