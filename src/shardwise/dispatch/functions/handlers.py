@@ -17,8 +17,8 @@ from shardwise.dispatch.aliasing.copied_views import CopiedView, watch_view
 from shardwise.dispatch.aliasing.global_strides import copied, inferred_strides, on_one_device, shards_contiguous
 from shardwise.dispatch.aliasing.views import OfCopies
 from shardwise.dispatch.plan import reduce_terms
-from shardwise.dispatch.planning.no_data import WithoutData, needs_data, on_meta
-from shardwise.dispatch.planning.trace import map_tensors
+from shardwise.dispatch.planning.fallback import WithoutData, needs_data, on_meta
+from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.dispatch.steps import Whole
 from shardwise.errors import MixedTensorError
 from shardwise.layout import Layout
@@ -183,7 +183,7 @@ def whole_of(x: Any) -> Any:
 
 def of_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What a function makes of whole tensors that Python is to see."""
-    if on_meta(args, kwargs):
+    if on_meta(flat_tensors((args, kwargs))):
         raise needs_data(func, args, kwargs)
     return func(*map(whole_of, args), **kwargs)
 

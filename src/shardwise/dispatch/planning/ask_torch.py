@@ -58,9 +58,9 @@ def refuse_early(lowered: Lowered, func: Callable, args: tuple, kwargs: dict[str
     """Try out a planned call that would communicate, or that runs otherwise on the shards."""
     if not all(map(_can_be_tried, lowered.trace.calls)):
         return
-    some_hold_nothing = any(layout.has_empty for call in lowered.calls for layout in call.layouts.ins)
+    has_empty = [layout.has_empty for call in lowered.calls for layout in call.layouts.ins]
     computed = sum(value.numel for value in lowered.trace.values)
-    if some_hold_nothing or (computed <= SMALL and any(map(_is_changed, lowered.calls))):
+    if any(has_empty) or (computed <= SMALL and any(map(_is_changed, lowered.calls))):
         if (refusal := refused(func, args, kwargs, most=LARGE)) is not None:
             raise refusal
 

@@ -23,7 +23,7 @@ from shardwise.dispatch.planning.trace import Trace
 from shardwise.layout import Layout, Mesh, Partial
 from shardwise.redistribute import DUAL, TABLE, wire_bytes
 from shardwise.rules import PENDING as ANY_REDUCTION
-from shardwise.rules import SUM, AxisPlacement, Call, Strategy, Value, replicated, rule_for
+from shardwise.rules import SUM, AxisPlacement, Call, Strategy, Value, replicated
 
 IMPOSSIBLE = float("inf")
 
@@ -32,12 +32,6 @@ STAY = 1.25
 should not tip for the size of a bias."""
 
 Ban = tuple[int, Strategy]
-
-
-def strategies_of(call: Call) -> list[Strategy]:
-    """The strategies of a call by its rule; without one, everything is replicated."""
-    rule = rule_for(call.op)
-    return [replicated(call)] if rule is None else rule.strategies(call)
 
 
 def placement_of(layout: Layout, axis: int) -> AxisPlacement:

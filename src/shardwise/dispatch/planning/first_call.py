@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +25,16 @@ from shardwise.dispatch.aliasing.views import (
     only_views,
 )
 from shardwise.dispatch.functions.foreach import plan_list_call
-from shardwise.dispatch.guarded import Changes, Guard, Guarded, Retains, Settles, Unrecorded, guarded
-from shardwise.dispatch.interop.mixing import is_collective, refuse_collective
+from shardwise.dispatch.guarded import Changes, Guard, Guarded, Retains, Settles, Unrecorded
+from shardwise.dispatch.interop.mixing import COLLECTIVES, refuse_collective
 from shardwise.dispatch.key import variant_key
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.plan import Plan, has_terms, reduced_first, runs_in_cpp
 from shardwise.dispatch.planning.ask_torch import LARGE, is_number, only_meta_refuses, refuse_early, refused
 from shardwise.dispatch.planning.autocast import Autocast, autocast_dtype
-from shardwise.dispatch.planning.build import build
-from shardwise.dispatch.planning.fallback import Gathered, describe, report
-from shardwise.dispatch.planning.lower import LostWriteError, Lowered, is_builtin, lower
+from shardwise.dispatch.planning.build import build, is_builtin
+from shardwise.dispatch.planning.fallback import Gathered, WithoutData, describe, on_meta, report
+from shardwise.dispatch.planning.lower import LostWriteError, Lowered, lower
 from shardwise.dispatch.planning.trace import Trace, flat_tensors, trace_call
 from shardwise.dispatch.steps import Steps, Whole
 from shardwise.dispatch.watch import labelled
@@ -60,11 +61,17 @@ misses = Misses()
 
 def make_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     """Plan one call."""
-    if is_collective(func):
+    if getattr(func, "__module__", None) in COLLECTIVES:
         return refuse_collective
+    tensors = flat_tensors((args, kwargs))
+    if not on_meta(tensors):
+        return _plan_for(func, args, kwargs, tensors)
+    return WithoutData(WithoutData(partial(_plan_for, func, tensors=tensors), func)(args, kwargs), func)
+
+
+def _plan_for(func: Callable, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Plan:
     if is_list_op(func):
         return plan_list_call(func, args, kwargs)
-    tensors = flat_tensors((args, kwargs))
     if any(isinstance(x, CopiedView) for x in tensors):
         return OfCopies(func)
     if "out" in kwargs and (into := plan_out(func, args, kwargs)) is not None:
@@ -291,11 +298,11 @@ def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -
         guards.append(Copies(call.func, copies))
     is_view = copies or any(made.call.is_view for made in lowered.calls[-1:])
     allowed = without_terms if is_view else within_graph  # what writes pass through stays as it is
-    if any(allowed(layout) is not layout.unreduced for layout in layouts):
+    if any(layout.has_pending and allowed(layout) is not layout.unreduced for layout in layouts):
         guards.append(Settles())
     if isinstance(plan, (Steps, Whole)) and not lowered.trace.seen_arguments:
         guards.append(Unrecorded())
-    return _with_strides(guarded(plan, guards), lowered, call)
+    return _with_strides(Guarded(plan, guards) if guards else plan, lowered, call)
 
 
 def _with_strides(plan: Plan, lowered: Lowered, call: Asked) -> Plan:
@@ -385,7 +392,7 @@ def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, A
         return False
     if any(layout.has_empty for layout in call.layouts.ins):
         return False  # ranks that hold nothing would not say what torch has against a dtype
-    return all(within_graph(layout) is layout.unreduced for layout in call.layouts.outs)
+    return all(not layout.has_pending or within_graph(layout) is layout.unreduced for layout in call.layouts.outs)
 
 
 class Reports(Guard):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.comm.ranked import join, pick, ranked, shards_of
 from shardwise.comm.record import off_the_record
-from shardwise.dispatch.planning.lower import EachRank
+from shardwise.dispatch.planning.local_calls import EachRank
 from shardwise.dispatch.planning.realise import Realised
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.errors import ReplicaError

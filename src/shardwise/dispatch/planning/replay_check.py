@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.dispatch.modes import ThinkingMode
-from shardwise.dispatch.planning.lower import Lowered, LoweredCall, has_composites
+from shardwise.dispatch.planning.local_calls import comparable, has_composites, makes_call
+from shardwise.dispatch.planning.lower import Lowered, LoweredCall
 from shardwise.dispatch.planning.trace import Trace, map_tensors, trace_call
-from shardwise.rules import Call, HeldValues, Value
+from shardwise.rules import Call, Value
 from shardwise.rules.kit.treatments import treatment_of
 
 
@@ -24,7 +24,7 @@ def runs_alike(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[s
     wanted = [_needed_layout(lowered, position) for position in range(len(lowered.trace.inputs))]
     if not any(any(layout.splits) for layout in wanted) or treatment_of(function).op is not None:
         return True
-    if _is_plain(lowered, args, kwargs) or _is_binding(function, lowered, args, kwargs):
+    if _iscomparable(lowered, args, kwargs) or _is_binding(function, lowered, args, kwargs):
         return True
     same = _rehearsed if len(lowered.calls) == 1 else _same_on
     ranks = {tuple(layout.held_shapes[rank] for layout in wanted): rank for rank in range(len(lowered.mesh.held))}
@@ -41,7 +41,7 @@ def _needed_layout(lowered: Lowered, position: int) -> Any:
     return lowered.layouts[value.index]
 
 
-def _is_plain(lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
+def _iscomparable(lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
     """One op that uses every tensor, in a call without any number that could be a size: nothing to read sizes from."""
     if len(lowered.calls) != 1 or len(lowered.calls[0].call.inputs) != len(lowered.trace.inputs):
         return False
@@ -62,8 +62,8 @@ def _is_binding(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[
     given = Call(call.op, given_args, given_kwargs, (), ())
     if not call.bound.keys() >= kwargs.keys():
         return False
-    got = [_plain(argument) for argument in call.bound.values()]
-    return all(x == y or [x] == y for x, y in zip(map(_plain, given.bound.values()), got, strict=True))
+    got = [comparable(argument) for argument in call.bound.values()]
+    return all(x == y or [x] == y for x, y in zip(map(comparable, given.bound.values()), got, strict=True))
 
 
 def _has_int(tree: Any) -> bool:
@@ -104,35 +104,8 @@ def _rehearsed(
     left = iter(metas)
     args, kwargs = map_tensors((args, kwargs), lambda _: next(left))
     known = {id(meta): value for meta, value in zip(metas, lowered.trace.inputs, strict=True)}
-    rehearsal = _Rehearsal(call.call, known, [layout.held_shapes[rank] for layout in call.layouts.outs])
-    try:
-        with torch.no_grad(), rehearsal:
-            function(*args, **kwargs)
-    except Exception:  # as above
-        return False
-    return rehearsal.num_calls == 1
-
-
-class _Rehearsal(ThinkingMode):
-    """Expects one call, and gives its results without computing anything."""
-
-    def __init__(self, call: Call, known: dict[int, Value], results: list[tuple[int, ...]]) -> None:
-        super().__init__()
-        self.call, self.known, self.results = call, known, results
-        self.num_calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_calls += 1
-        given = map_tensors((tuple(args), kwargs or {}), lambda x: self.known[id(x)])
-        if func is not self.call.op or _plain(given) != _plain((self.call.args, self.call.kwargs)):
-            raise _AnotherCall
-        made = iter(_metas(self.call.outputs, self.results))
-        returns = [next(made) if str(one.type) == "Tensor" else list(made) for one in func._schema.returns]
-        return returns[0] if len(returns) == 1 else tuple(returns)
-
-
-class _AnotherCall(Exception):
-    """Not the call that was expected."""
+    results = _metas(call.call.outputs, [layout.held_shapes[rank] for layout in call.layouts.outs])
+    return makes_call(function, args, kwargs, call.call, known, results)
 
 
 def _same_calls(trace: Trace, lowered: Lowered, rank: int) -> bool:
@@ -142,24 +115,11 @@ def _same_calls(trace: Trace, lowered: Lowered, rank: int) -> bool:
     if len(trace.results) != len(lowered.trace.results):
         return False
     pairs = zip(trace.calls, lowered.calls, strict=True)
-    return all(x.op is y.call.op and _plain((x.args, x.kwargs)) == _planned(y, rank) for x, y in pairs)
+    return all(x.op is y.call.op and comparable((x.args, x.kwargs)) == _planned(y, rank) for x, y in pairs)
 
 
 def _planned(lowered: LoweredCall, rank: int) -> Any:
     """The arguments that a call is to have on one rank."""
     if lowered.local is None:
-        return _plain((lowered.call.args, lowered.call.kwargs))
-    return _plain((tuple(lowered.local.args), dict(lowered.local.kwargs)), rank)
-
-
-def _plain(tree: Any, rank: int = 0) -> Any:
-    """Arguments with each value as its number: shapes differ, everything else must not."""
-    if isinstance(tree, Value):
-        return ("value", tree.index)
-    if isinstance(tree, HeldValues):
-        return _plain(tree.values[rank])
-    if isinstance(tree, (list, tuple)):
-        return [_plain(item, rank) for item in tree]
-    if isinstance(tree, dict):
-        return {name: _plain(item, rank) for name, item in tree.items() if name != "device"}
-    return tree
+        return comparable((lowered.call.args, lowered.call.kwargs))
+    return comparable((tuple(lowered.local.args), dict(lowered.local.kwargs)), rank)

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.layout import Layout
 from shardwise.rules.kit.kernels import kernels
 from shardwise.rules.kit.treatments import treat
-from shardwise.rules.kit.types import Call, Local, Rule, Strategy
+from shardwise.rules.kit.types import Call, Local, Rule, Strategy, replicated
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _size = torch._C.TensorBase.size
@@ -117,6 +117,12 @@ def rule_for(op: Any) -> Rule | None:
     except KeyError:
         rule = _found[op] = _look_up(op)
         return rule
+
+
+def strategies_of(call: Call) -> list[Strategy]:
+    """The strategies of a call by its rule; without one, everything is replicated."""
+    rule = rule_for(call.op)
+    return [replicated(call)] if rule is None else rule.strategies(call)
 
 
 def _look_up(op: Any) -> Rule | None:
