@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import ranked
-from shardwise.dispatch.functions.handlers import handles, shards_of
+from shardwise.comm import ranked, shards_of
+from shardwise.dispatch.functions.handlers import handles
 from shardwise.layout import Layout, Partial, Replicate
 from shardwise.tensor import DTensor, wrap
 

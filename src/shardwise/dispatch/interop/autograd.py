@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
+from shardwise.comm import shards_of
 from shardwise.comm.rendezvous import Rendezvous, expect, rendezvous, rendezvous_of
 from shardwise.dispatch.aliasing.result_strides import with_strides_of
-from shardwise.dispatch.functions.handlers import handles, shards_of
-from shardwise.dispatch.interop.anomalies import dispatch_modes, run_backward
+from shardwise.dispatch.functions.handlers import handles
+from shardwise.dispatch.interop.anomalies import anywhere, dispatch_modes, run_backward
 from shardwise.dispatch.interop.autograd_function import joined_gradients
 from shardwise.dispatch.interop.nodes import Handles, nodes_of
-from shardwise.layout import Layout, Mesh
+from shardwise.layout import Layout
 from shardwise.redistribute import alone, anchors, flush, forget, let_go, second_order, tied, trail, unreduced
 from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, kernels_see, localise, observe
 
@@ -189,17 +190,10 @@ def _of_empty_shards(inputs: Sequence[Any], grads: Sequence[Tensor | None]) -> l
         if isinstance(x, DTensor) and x._layout.has_empty:
             with _disabled(), torch.no_grad():
                 lacking = [grad is None and bool(_numel(shard)) for shard, grad in zip(shards, own, strict=True)]
-                if not _anywhere(x._layout.mesh, lacking):
+                if not anywhere(x._layout.mesh, lacking):
                     own = [torch.zeros_like(y) if grad is None else grad for y, grad in zip(shards, own, strict=True)]
         found += own
     return found
-
-
-def _anywhere(mesh: Mesh, held: Sequence[bool]) -> bool:
-    """Whether something holds for any rank."""
-    flags = [torch.tensor(int(flag), device=mesh.device_type) for flag in held]
-    found = mesh.port.all_reduce(flags, mesh, tuple(range(mesh.ndim)), "max")[0]
-    return any(held) if found.is_meta else bool(found)
 
 
 def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[tuple, tuple]:

@@ -18,10 +18,9 @@ from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.utils.checkpoint import CheckpointFunction
 
-from shardwise.comm import ranked
+from shardwise.comm import ranked, shards_of
 from shardwise.comm.rendezvous import expect
 from shardwise.dispatch.aliasing.copied_views import CopiedView, Part, StaleView, renew, storage_of
-from shardwise.dispatch.functions.handlers import shards_of
 from shardwise.dispatch.interop.nodes import pass_nothing_on
 from shardwise.dispatch.modes import as_now
 from shardwise.layout import Layout

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from shardwise.dispatch.functions.handlers import handles, shards_of
+from shardwise.comm import shards_of
+from shardwise.dispatch.functions.handlers import handles
 from shardwise.redistribute import WATCHED, tied
 from shardwise.tensor import DTensor
 
