@@ -246,7 +246,7 @@ def _uses(x: DTensor) -> tuple[Tensor, ...]:
     if not rendezvous:
         return shards_of(x)
     with torch.enable_grad():
-        return shards_of(localise(x))  # type: ignore[arg-type]
+        return shards_of(localise(x))
 
 
 def _refuse_edge(x: Any) -> None:

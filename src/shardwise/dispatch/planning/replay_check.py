@@ -83,8 +83,10 @@ def _makes_the_call(
     known = {id(meta): value for meta, value in zip(metas, lowered.trace.inputs, strict=True)}
     kinds = {str(returned.type) for returned in call.call.op._schema.returns}
     is_fresh = not call.call.mutated and not call.call.is_view and kinds <= {"Tensor", "List[Tensor]"}
-    results = [layout.held_shapes[rank] for layout in call.layouts.outs] if is_fresh else None
-    return makes_call(function, args, kwargs, call.call, known, results and _metas(call.call.outputs, results))
+    results = (
+        _metas(call.call.outputs, [layout.held_shapes[rank] for layout in call.layouts.outs]) if is_fresh else None
+    )
+    return makes_call(function, args, kwargs, call.call, known, results)
 
 
 def _makes_the_calls(
