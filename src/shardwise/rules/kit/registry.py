@@ -20,6 +20,7 @@ from shardwise.rules.kit.types import Call, Local, Rule, Strategy, replicated
 _disabled = torch._C.DisableTorchFunctionSubclass
 _size = torch._C.TensorBase.size
 _rules: dict[str, Rule] = {}
+_overloads: dict[Any, Rule] = {}
 _homes: dict[str, str] = {}
 _found: dict[Any, Rule | None] = {}
 _library = torch.library.Library("shardwise", "FRAGMENT")
@@ -34,6 +35,13 @@ def register(*names: str, rule: Rule) -> Rule:
     return rule
 
 
+def register_overload(op: Any, rule: Rule) -> None:
+    """Give one overload a rule; its in-place and `out=` forms follow, and others of its name keep theirs."""
+    _overloads[op] = rule
+    _homes[op._schema.name] = _calling_module()
+    _found.clear()
+
+
 def homes() -> dict[str, str]:
     """Every op with a rule of its own, and the module that gave it."""
     return dict(_homes)
@@ -42,7 +50,7 @@ def homes() -> dict[str, str]:
 @contextmanager
 def restored() -> Iterator[None]:
     """Afterwards the rules, where they come from, and kernels are what they were before: to try them out."""
-    tables: tuple[dict[Any, Any], ...] = (_rules, _homes, kernels)
+    tables: tuple[dict[Any, Any], ...] = (_rules, _overloads, _homes, kernels)
     before = [(known, dict(known)) for known in tables]
     _found.clear()
     try:
@@ -105,11 +113,6 @@ def register_pointwise(rule: Rule) -> None:
     _rules["pointwise"] = rule
 
 
-def rule_named(name: str) -> Rule | None:
-    """The rule registered for `namespace::name` itself."""
-    return _rules.get(name)
-
-
 def rule_for(op: Any) -> Rule | None:
     """The rule of an op, of the op it is the in-place form of, or of its kind (element-wise); None if there is none."""
     try:
@@ -127,11 +130,13 @@ def strategies_of(call: Call) -> list[Strategy]:
 
 def _look_up(op: Any) -> Rule | None:
     name = op._schema.name
-    rule = _rules.get(name)
-    if rule is None and name.endswith("_") and not name.endswith("__"):
-        rule = _rules.get(name[:-1])
+    of_base = _overloads.get(functional(op)) if _overloads else None
+    rule = _overloads.get(op)
+    if rule is None and name.endswith("_") and not name.endswith("__") and name not in _rules:
+        rule = of_base or _rules.get(name[:-1])
         if rule is not None and torch.Tag.inplace_view not in op.tags:
             rule = _in_place(rule)
+    rule = rule or of_base or _rules.get(name)
     if rule is None and _is_pointwise(op):
         rule = _rules["pointwise"]
     if rule is not None and any(argument.is_out for argument in op._schema.arguments):
@@ -187,7 +192,9 @@ def _without_out(call: Call) -> Call:
 def functional(op: Any) -> Any:
     """The overload that returns its result, of one that writes it to an argument; itself if there is none."""
     namespace, name = op._schema.name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"))
+    packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"), None)
+    if packet is None:
+        return op
     wanted = [(argument.name, str(argument.type)) for argument in op._schema.arguments if not argument.is_out]
     for overload in (getattr(packet, overload) for overload in packet.overloads()):
         if [(argument.name, str(argument.type)) for argument in overload._schema.arguments] == wanted:
