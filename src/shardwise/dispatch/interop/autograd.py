@@ -50,7 +50,8 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """`loss.backward()`, straight from Python. The ordinary case, a whole scalar and no options, needs no thought."""
+    """`loss.backward()`, without torch's argument parser; and in the ordinary case, of a replicated scalar without
+    options, straight to the engine."""
     facts = self.__dict__
     simple = gradient is None and inputs is None and not create_graph and len(facts) == 1  # nothing but a layout
     plain = _enabled() and not _anomaly() and not dispatch_modes()
@@ -203,7 +204,7 @@ def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tup
     for x, gradient in zip(tensors, gradients, strict=True):
         _refuse_edge(x)
         if isinstance(x, DTensor):
-            x = _settled(x)
+            x = _with_sums_only(x)
             seeds += _seed(x, gradient)
             roots += _uses(x)
         else:
@@ -213,7 +214,7 @@ def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tup
     return tuple(roots), tuple(seeds)
 
 
-def _settled(x: DTensor) -> DTensor:
+def _with_sums_only(x: DTensor) -> DTensor:
     """The tensor with reductions other than sums done, so that its gradient has the seed's layout."""
     keep = [p if p is not None and p.reduce_op == "sum" else None for p in x._layout.pending]
     with torch.enable_grad():  # a pass may begin where nothing is recorded, as that of a reentrant checkpoint does

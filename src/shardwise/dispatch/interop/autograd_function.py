@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from shardwise.comm import ranked, shards_of
 from shardwise.comm.rendezvous import expect
 from shardwise.dispatch.aliasing.copied_views import CopiedView, Part, StaleView, renew, storage_of
-from shardwise.dispatch.interop.nodes import pass_nothing_on
+from shardwise.dispatch.interop.nodes import pass_none_on
 from shardwise.dispatch.modes import as_now
 from shardwise.layout import Layout
 from shardwise.redistribute import own_node
@@ -50,7 +50,7 @@ _KINDS = frozenset({DTensor, InFlight, CopiedView, Part, StaleView})
 def _apply_to_dtensors(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     function = cls.__dict__.get("_on_dtensors") or _derive(cls)
     call = _Call(args, function.users_backward)
-    pass_nothing_on(x for x in args if isinstance(x, DTensor))
+    pass_none_on(x for x in args if isinstance(x, DTensor))
     out = _apply(function, call, *flat_shards(args), **kwargs)
     results = joined(out if isinstance(out, tuple) else (out,), call.outputs, call.strides)
     if cls is CheckpointFunction:
