@@ -68,9 +68,9 @@ def register_sharding(
     >>> scaled_mm(x, w, scale=sw.distribute_tensor(torch.ones(2), mesh)).placements
     (Partial('sum'),)
 
-    - A capital letter is a dim that must be whole: `"bC -> bC"` for a softmax over the last dim.
+    - A capital letter is a dim that must not be sharded: `"bC -> bC"` for a softmax over the last dim.
     - `...` stands for any further dims, counted from the right: `"...C -> ...C"`.
-    - `*` is a tensor of any rank that must be whole.
+    - `*` is a tensor of any rank that must be replicated.
     - `[ij]` is a list of tensors, each of which looks like that.
     - Optional tensors have a term too; it does not count where they are not given.
     - `reduce` names the reduction that is pending on an output without a sharded letter: "sum", "avg", "max", "min",

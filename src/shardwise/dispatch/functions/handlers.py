@@ -38,7 +38,7 @@ def handles(*functions: Any) -> Callable[[Handler], Handler]:
     return add
 
 
-# Facts that are the same for the shard and the whole
+# Facts that are the same for the shard and the tensor
 
 
 def _getters(*names: str) -> list[Any]:
@@ -91,7 +91,7 @@ def _contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
 
 @lru_cache(maxsize=1024)
 def _shows_contiguous(layout: Layout, steps: tuple[int, ...]) -> bool:
-    """Whether the whole is contiguous, if the one shard held here has these strides."""
+    """Whether a tensor is contiguous, if the one shard held here has these strides."""
     strides = inferred_strides(layout.shape, layout.held_shapes[0], steps)
     return torch.empty_strided(layout.shape, strides, device="meta").is_contiguous()
 
@@ -143,7 +143,7 @@ def whole_of(x: Any) -> Any:
 
 @handles(Tensor.tolist, Tensor.__contains__)
 def of_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a function makes of whole tensors that Python is to see."""
+    """What a function makes of gathered tensors, which Python is to see."""
     if on_meta(flat_tensors((args, kwargs))):
         raise needs_data(func, args, kwargs)
     return func(*map(whole_of, args), **kwargs)

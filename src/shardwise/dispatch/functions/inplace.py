@@ -39,16 +39,16 @@ def _reshape_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DT
     with _disabled():
         for shard in shards_of(x):
             func(shard, *args[1:], **kwargs)
-        if (strides := x.__dict__.get("_strides")) is not None:  # those of the whole change as it does
-            whole = torch.empty_strided(x._layout.shape, strides, device="meta")
-            x.__dict__["_strides"] = func(whole, *args[1:], **kwargs).stride()
+        if (strides := x.__dict__.get("_strides")) is not None:  # the global ones change as well
+            on_meta = torch.empty_strided(x._layout.shape, strides, device="meta")
+            x.__dict__["_strides"] = func(on_meta, *args[1:], **kwargs).stride()
     x._layout = layout
     return x
 
 
 @handles(Tensor.resize_, Tensor.resize_as_, torch.resize_as_)
 def _resize_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """To the size that it has: nothing happens, however it lies in memory."""
+    """To the size that it has: nothing happens, whatever its strides."""
     x, *sizes = args
     wanted = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     wanted = wanted.shape if isinstance(wanted, Tensor) else wanted

@@ -24,7 +24,7 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 
 @handles(torch.linalg.vector_norm)
 def _largest(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The largest element of a whole tensor that needs no gradient, pending like other norms."""
+    """The largest element of a tensor that needs no gradient, pending like other norms."""
     if len(args) != 2 or kwargs or args[1] != math.inf or args[0].__class__ is not DTensor:
         return NotImplemented
     x, layout = args[0], args[0]._layout
@@ -47,8 +47,8 @@ def _stack(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if len(numbers) < 2 or not all(x.__class__ is DTensor and not x._layout.shape for x in numbers):
         return NotImplemented
     layouts = {x._layout for x in numbers}
-    if len({layout.mesh for layout in layouts}) > 1:  # once whole, numbers are the same on all meshes
-        return _whole_numbers(func, numbers)
+    if len({layout.mesh for layout in layouts}) > 1:  # once reduced, numbers are the same on all meshes
+        return _reduced_numbers(func, numbers)
     if len(layouts) == 1 or (torch.is_grad_enabled() and any(x.requires_grad for x in numbers)):
         return NotImplemented
     norm = _common_norm(layouts)
@@ -58,12 +58,11 @@ def _stack(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     norms = _stacked(pending, norm)
     if len(pending) == len(numbers):
         return norms
-    whole = norms.redistribute(placements=[Replicate()] * norms._layout.mesh.ndim).unbind()
-    left = iter(whole)
+    left = iter(norms.redistribute(placements=[Replicate()] * norms._layout.mesh.ndim).unbind())
     return func([next(left) if x._layout.has_pending else x for x in numbers])
 
 
-def _whole_numbers(func: Callable, numbers: Sequence[DTensor]) -> Any:
+def _reduced_numbers(func: Callable, numbers: Sequence[DTensor]) -> Any:
     """Those of each mesh with one reduction, where they are norms."""
     found: dict[int, Any] = {}
     for mesh in dict.fromkeys(x._layout.mesh for x in numbers):
@@ -82,7 +81,7 @@ def _common_norm(layouts: Iterable[Layout]) -> Partial | None:
 
 def _stacked(numbers: Sequence[DTensor], norm: Partial) -> DTensor:
     """A stack of norms that are pending along some axis, hence not negative: pending along all axes where one is. What
-    is whole along such an axis becomes as many equal terms."""
+    is replicated along such an axis becomes as many equal terms."""
     mesh = numbers[0]._layout.mesh
     axes = [axis for axis in range(mesh.ndim) if any(x._layout.pending[axis] for x in numbers)]
     assert norm.p is not None

@@ -1,6 +1,6 @@
 """Calls whose results are as long as the data say: where something is, what a mask chooses, what is repeated.
 
-Each rank looks at what it holds, and the parts come in the order of the whole if the ranks hold it in that order: if
+Each rank looks at what it holds, and the parts come in the order of the tensor if the ranks hold it in that order: if
 only the leading dim is cut. So axes that cut another dim are moved there, which costs less than a gather. Then the
 ranks tell each other, in eight bytes each, how much they have found: the result is cut into pieces of these sizes, and
 stays where it is.
@@ -53,7 +53,7 @@ def sizes_of(layouts: Iterable[tuple[Layout, int]], axes: Axes) -> Sizes:
 
 
 def cut(layout: Layout, dim: int, axes: Axes, sizes: Sizes, dims: range, *, pending: bool = False) -> Layout:
-    """A layout with `dim` cut by `axes`, and the others of `dims` whole. What is pending stays so if told."""
+    """A layout with `dim` cut by `axes`, and the others of `dims` not. `pending` keeps what is pending."""
     splits = [axes if d == dim else () if d in dims else split for d, split in enumerate(layout.splits)]
     pieces = [sizes if d == dim else None if d in dims else size for d, size in enumerate(layout.sizes)]
     left = [p if pending and axis not in axes else None for axis, p in enumerate(layout.pending)]
@@ -191,9 +191,8 @@ def _index(x: Any, indices: Sequence[Any]) -> Any:
 
 
 class _Choice:
-    """`x[:, …, mask]`, where the mask stands for the dims of `x` from `at` on: how both lie when ranks choose on their
-    own. The other dims are free: ranks along an axis that cuts one of them look at the same part of the mask. What is
-    pending stays so."""
+    """`x[:, …, mask]`, where the mask stands for the dims of `x` from `at` on: their layouts when each rank chooses for
+    itself. The other dims are free: ranks along an axis that cuts one of them look at the same part of the mask."""
 
     def __init__(self, x: Any, mask: Any, at: int) -> None:
         dims, dim = range(at, at + mask.ndim), at + leading(mask.shape)
@@ -223,7 +222,7 @@ def _chosen(x: Any, mask: Any, at: int) -> DTensor:
 
 def with_chosen(x: Any, indices: Sequence[Any], values: Any) -> Any:
     """`x` with other values where a mask says so, if that is all that chooses and each rank has its own values, or can
-    be sent them: those of a result of the same mask lie so already."""
+    be sent them: those of a result of the same mask have this layout already."""
     ((at, mask), *others) = ((at, item) for at, item in enumerate(indices) if item is not None)
     if others or not is_mask(mask) or not isinstance(values, DTensor) or values.dtype != x.dtype:
         return None
@@ -277,7 +276,7 @@ def _fit(x: Tensor, items: Sequence[Tensor | None]) -> bool:
 def _repeat_interleave(
     x: Any = None, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
 ) -> Any:
-    """Each rank repeats what it holds. If only told how often, it repeats the numbers of the places."""
+    """Each rank repeats what it holds; given only how often, the numbers of the places."""
     if x is None or repeats is None:
         times = repeats if x is None else x
         return _repeat_interleave(everywhere(torch.arange(len(times)), mesh_of(times)), times, 0)
@@ -364,8 +363,7 @@ def _numbers(lengths: Any) -> list[int] | None:
     """What a tensor of integers holds; None where torch has something to complain about."""
     if not isinstance(lengths, Tensor) or lengths.dtype not in INTEGERS:
         return None
-    whole = lengths.full_tensor() if isinstance(lengths, DTensor) else lengths
-    return whole.flatten().tolist()
+    return (lengths.full_tensor() if isinstance(lengths, DTensor) else lengths).flatten().tolist()
 
 
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})

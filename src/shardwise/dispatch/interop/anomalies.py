@@ -35,7 +35,7 @@ def run_backward(meshes: Sequence[Mesh], roots: Sequence[Tensor], *args: Any, **
         for hook in hooks:
             hook.remove()
     with _disabled(), torch.no_grad():
-        elsewhere = [anywhere(mesh, [bool(found)] * len(mesh.held)) for mesh in meshes]
+        somewhere = [anywhere(mesh, [bool(found)] * len(mesh.held)) for mesh in meshes]
     if found:
         node, position = found[0]
         lines = "".join(node.metadata.get("traceback_", []))  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ def run_backward(meshes: Sequence[Mesh], roots: Sequence[Tensor], *args: Any, **
             f"Error detected in {node.name()}. Traceback of forward call that caused the error:\n{lines}", stacklevel=4
         )
         raise RuntimeError(f"Function '{node.name()}' returned nan values in its {position}th output.")
-    if any(elsewhere):
+    if any(somewhere):
         raise RuntimeError("a function returned nan values on another rank, which says which one")
     return out
 

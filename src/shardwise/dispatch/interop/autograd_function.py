@@ -128,8 +128,8 @@ def joined_gradients(flat: Iterable[Tensor | None], layouts: Sequence[Layout | N
         else:
             some = next(part for part in parts if part is not None)
             shapes = layout.held_shapes
-            whole = [some.new_zeros(shape) if x is None else x for x, shape in zip(parts, shapes, strict=True)]
-            found.append(gradient_tensor(whole, layout))
+            grads = [some.new_zeros(shape) if x is None else x for x, shape in zip(parts, shapes, strict=True)]
+            found.append(gradient_tensor(grads, layout))
     return found
 
 
@@ -213,8 +213,8 @@ def _without_arguments(ctx: Any, results: tuple, args: tuple) -> list[Any]:
 
 
 def _is_hidden_view(x: Any, taken: set[int]) -> bool:
-    """Whether shards are views of what only the call has seen, as the whole need not be. Torch lets nobody write to
-    views that a function returns."""
+    """Whether shards are views of what only the call has seen, though the tensor would be none on one device. Torch
+    lets nobody write to views that a function returns."""
     if not isinstance(x, DTensor) or storage_of(x) in taken:
         return False
     with torch._C.DisableTorchFunctionSubclass():
@@ -292,7 +292,7 @@ def _derive(cls: Any) -> Any:
 
 
 # Whoever listens for saved tensors (a checkpoint, offloading) sees shards. C++ would hand a DTensor on as it is: with
-# the data of a shard, and in Python the shape of the whole. So it would a result that its own gradient needs and that
+# the data of a shard, and in Python the global shape. So it would a result that its own gradient needs and that
 # has none itself (the indices of a sort): plain when it is saved, a DTensor once the call returns, so an alias of it is
 # handed on.
 

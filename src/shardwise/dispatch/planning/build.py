@@ -83,7 +83,7 @@ def _runnable(function: Callable, asked: Any) -> tuple[Callable | None, Callable
     if asked is None or function is asked:
         return (None if _is_only_traced(function) else function), function
     treatment = treatment_of(asked)
-    if function is treatment.apart:
+    if function is treatment.unmerged:
         return asked, function
     return (asked, asked) if function is treatment.traced_as else (function, function)
 
@@ -108,10 +108,10 @@ def _takes_shards(function: Callable, lowered: Lowered) -> bool:
 
 def _stays_itself(lowered: Lowered) -> bool:
     """Whether each call of a function would run on the shards as what it is, but for sizes that the function works out;
-    or on whole tensors only."""
+    or on replicated tensors only."""
     if any(call.local is not None and call.local.always for call in lowered.calls):
         return False
-    if _is_whole(lowered):
+    if _is_replicated(lowered):
         return all(call.call.op.namespace == "aten" or call.local is not None for call in lowered.calls)
     sizes = len(lowered.calls) > 1  # a single call is given its sizes
     if any(call.local is not None and not (call.local.resized and sizes) for call in lowered.calls):
@@ -119,7 +119,7 @@ def _stays_itself(lowered: Lowered) -> bool:
     return all(call.call.op.namespace == "aten" for call in lowered.calls)
 
 
-def _is_whole(lowered: Lowered) -> bool:
+def _is_replicated(lowered: Lowered) -> bool:
     layouts = (layout for call in lowered.calls for layout in (*call.layouts.ins, *call.layouts.outs))
     return all(layout.replicated for layout in layouts)
 
@@ -161,8 +161,8 @@ def _reduced_plan(function: Callable, lowered: Lowered, args: tuple, kwargs: dic
     return Direct(reduced_after(moved_first(function, movers, len(args) if not kwargs else 0), reduce), layout)
 
 
-def _joined_to(term: Tensor, whole: Tensor) -> Tensor:
-    return joined(whole, term)
+def _joined_to(term: Tensor, replicated: Tensor) -> Tensor:
+    return joined(replicated, term)
 
 
 def _positions(lowered: Lowered, args: tuple) -> list[int] | None:

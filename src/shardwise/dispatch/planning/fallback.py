@@ -29,7 +29,7 @@ from shardwise.rules.kit.treatments import treat, treatment_of
 from shardwise.tensor import DTensor, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
-_told: set[tuple] = set()
+_reported: set[tuple] = set()
 
 
 def describe(name: str, args: tuple, kwargs: dict[str, Any]) -> str:
@@ -65,9 +65,9 @@ def report(name: str, key: tuple, args: tuple, kwargs: dict[str, Any]) -> None:
         )
     note_fallback(name)
     key = tuple((part.mesh, part.placements) if isinstance(part, Layout) else part for part in key)
-    if key in _told:
+    if key in _reported:
         return
-    _told.add(key)
+    _reported.add(key)
     warnings.warn(
         f"{describe(name, args, kwargs)} cannot run on these shards: they were gathered and it ran replicated",
         FallbackWarning,
@@ -158,8 +158,8 @@ class Gathered:
             return x
         moves = plan_moves(x._layout, Layout(self.mesh, x._layout.shape))
         with _disabled():
-            whole = mover_for(moves)(x) if moves else x
-        return localise(whole) if whole.__class__ is DTensor else whole
+            found = mover_for(moves)(x) if moves else x
+        return localise(found) if found.__class__ is DTensor else found
 
 
 def _lost_write(name: str, args: tuple, kwargs: dict[str, Any]) -> InPlaceError:

@@ -290,8 +290,8 @@ def _writing(plan: Plan, guards: list[Guard], written: Sequence[int], lowered: L
 
 
 def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -> Plan:
-    """The plan of a call that only returns something: copies where torch returns views, perhaps, or what does not show
-    the strides of the whole."""
+    """The plan of a call that only returns something: copies where torch returns views, perhaps, or shards that do
+    not show the global strides."""
     results = lowered.trace.results
     layouts = [lowered.layouts[value.index] for value in results]
     if copies := [at for at, value in enumerate(results) if value.index in lowered.copies]:
@@ -343,7 +343,7 @@ def picked_by_tensor(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
 
 
 class ContiguousOnly:
-    """A plan of a function that reads memory by strides: it is gathered, so the whole must lie as gathered ones do."""
+    """A plan of a function that reads memory by strides: it is gathered, and gathered tensors are contiguous."""
 
     __slots__ = ("plan",)
 
@@ -362,7 +362,7 @@ class ContiguousOnly:
 
 
 def _in_order_of_memory(x: Any) -> DTensor | None:
-    """The tensor with its dims in the order in which they lie, if that makes it contiguous: it lies where `x` does."""
+    """The tensor with its dims in the order of their strides, if that makes it contiguous: it has the memory of `x`."""
     if not isinstance(x, DTensor):
         return None
     strides = global_strides(x)

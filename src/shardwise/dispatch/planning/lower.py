@@ -30,7 +30,7 @@ class LoweredCall:
 
 @dataclass(slots=True)
 class Lowered:
-    """A whole trace, lowered; `layouts` are the values' layouts, `copies` the values that torch would make views of
+    """A trace, lowered; `layouts` are the values' layouts, `copies` the values that torch would make views of
     others and that are copies here; `by_gradient` says that other calls that are alike but for who needs a gradient, or
     is a parameter, may be lowered otherwise."""
 
@@ -215,7 +215,7 @@ def _out_moves(call: Call, realised: Realised, local: Local | None) -> list[tupl
 
 
 class LostWriteError(Exception):
-    """A write that would not be seen where it must be: the function must run whole."""
+    """A write that would not be seen where it must be: the function must be gathered."""
 
 
 class _Aliases:

@@ -1,4 +1,4 @@
-"""From one strategy per axis to whole layouts: the order of axes on a shared dim, and the sizes of its pieces."""
+"""From one strategy per axis to layouts: the order of axes on a shared dim, and the sizes of its pieces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Cut = tuple[tuple[int, ...], tuple[int, ...] | None]
 @dataclass(frozen=True, slots=True)
 class Realised:
     """The layouts a call needs and gives; per input the axes on which it is used as varying, and per output those on
-    which it is whole beside outputs that are not, so that its gradient must count once."""
+    which it is replicated beside outputs that are not, so that its gradient must count once."""
 
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]

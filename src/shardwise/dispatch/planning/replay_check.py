@@ -96,7 +96,7 @@ def _makes_the_calls(
         with torch.no_grad():
             metas = _metas(lowered.trace.inputs, shapes)
             trace = trace_call(function, args, kwargs, metas, torch.device("cpu"))
-    except Exception:  # whatever it is, the function does not do on shards what it does on the whole
+    except Exception:  # whatever it is, it does not do on shards what it does globally
         return False
     if len(trace.calls) != len(lowered.calls) or len(trace.results) != len(lowered.trace.results):
         return False

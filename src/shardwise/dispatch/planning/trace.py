@@ -50,7 +50,7 @@ ResultStrides = list[tuple[tuple[int, ...], bool]]
 
 
 class Trace:
-    """A call as a straight line of aten ops over values. `inputs[i]` is the value of the i-th tensor argument; `output`
+    """A call as a list of aten ops over values. `inputs[i]` is the value of the i-th tensor argument; `output`
     is what the call returned, with values for tensors, and `results` are these; `constants` are tensors the function
     brought along itself."""
 

@@ -210,10 +210,10 @@ def _writing(local: Local, call: Call, outs: Sequence[Layout]) -> Local:
 class _Writing:
     """A function whose results are written to its last arguments, the old values of which gradients may need."""
 
-    __slots__ = ("function", "num_outs", "some_hold_nothing")
+    __slots__ = ("function", "num_outs", "has_empty")
 
-    def __init__(self, function: Callable, num_outs: int, some_hold_nothing: bool) -> None:
-        self.function, self.num_outs, self.some_hold_nothing = function, num_outs, some_hold_nothing
+    def __init__(self, function: Callable, num_outs: int, has_empty: bool) -> None:
+        self.function, self.num_outs, self.has_empty = function, num_outs, has_empty
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given, targets = list(args[: -self.num_outs]), args[-self.num_outs :]
@@ -228,7 +228,7 @@ class _Writing:
     def _write(self, target: Tensor, result: Tensor) -> Tensor:
         if result is target:
             return target
-        if self.some_hold_nothing:
+        if self.has_empty:
             refuse_shared_memory(target)
         return target.copy_(result)
 
@@ -243,8 +243,8 @@ def is_expanded(x: Tensor) -> bool:
     """Whether elements of a shard share memory (those of `expand`), or would if it had any. The strides of an empty
     tensor that is no view, or a view of one that already had such strides, mean nothing."""
     with _disabled():
-        means_nothing = 0 in _size(x) and (not x._is_view() or repeats(x._base))  # type: ignore[arg-type]
-        return repeats(x) and not means_nothing
+        meaningless = 0 in _size(x) and (not x._is_view() or repeats(x._base))  # type: ignore[arg-type]
+        return repeats(x) and not meaningless
 
 
 def repeats(x: Tensor) -> bool:
