@@ -1,4 +1,4 @@
-"""Calls whose results are as long as the data say: where something is, what a mask chooses, what is repeated.
+"""Calls whose results are as long as the data say: where something is, what a mask chooses, how often it is there.
 
 Each rank looks at what it holds, and the parts come in the order of the tensor if the ranks hold it in that order: if
 only the leading dim is cut. So axes that cut another dim are moved there, which costs less than a gather. Then the
@@ -137,16 +137,6 @@ def _where(x: Any) -> Any:
     return _nonzero(x, as_tuple=True)
 
 
-@handles(torch.nonzero_static, Tensor.nonzero_static)
-def _nonzero_static(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The first of the places; or all of them, and a filling."""
-    size, fill = kwargs.get("size", -1), kwargs.get("fill_value", -1)
-    if len(args) != 1 or not any(args[0]._layout.splits) or size < 0 or "out" in kwargs:
-        return NotImplemented
-    places = _nonzero(args[0]).contiguous()
-    return places[:size] if len(places) >= size else F.pad(places, (0, 0, 0, size - len(places)), value=fill)
-
-
 # What a mask chooses
 
 
@@ -269,42 +259,6 @@ def _fit(x: Tensor, items: Sequence[Tensor | None]) -> bool:
     return True
 
 
-# What is repeated
-
-
-@keeps_shards(torch.repeat_interleave, Tensor.repeat_interleave)
-def _repeat_interleave(
-    x: Any = None, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
-) -> Any:
-    """Each rank repeats what it holds; given only how often, the numbers of the places."""
-    if x is None or repeats is None:
-        times = repeats if x is None else x
-        return _repeat_interleave(everywhere(torch.arange(len(times)), mesh_of(times)), times, 0)
-    mesh = mesh_of(x, repeats)
-    x, repeats = on_mesh(x, mesh), on_mesh(repeats, mesh)
-    x, dim = (x.flatten(), 0) if dim is None else (x, dim % x.ndim)
-    each = repeats.ndim == 1 and len(repeats) == x.shape[dim] > 1  # one number for each, not one for all
-    have, look = x._layout, repeats._layout
-    free = (*have.splits[:dim], *have.splits[dim + 1 :])
-    axes = axes_of((have.splits[dim], look.splits[0]) if each else (have.splits[dim],), but=free)
-    sizes = sizes_of([(have, dim), *([(look, 0)] if each else [])], axes)
-    layout = cut(have, dim, axes, sizes, range(dim, dim + 1), pending=True)
-    group = Group(mesh, axes, [])
-    times = shards_in(repeats, cut(look, 0, axes if each else (), sizes if each else None, range(repeats.ndim)))
-    local = shards_in(x, layout)
-    said = gathered_numbers(
-        group, group.map(_lowest_and_sum, times, 1 if each else group.map(lambda x: x.shape[dim], local))
-    )
-    if min(lowest for lowest, _ in said) < 0:
-        torch.repeat_interleave(torch.tensor([-1]))  # torch refuses
-    found = group.map(torch.repeat_interleave, local, times, dim)
-    return wrap(found, with_sizes(layout, dim, [total for _, total in said]))
-
-
-def _lowest_and_sum(times: Tensor, of_each: int) -> Tensor:
-    return torch.stack([times.amin(), times.sum() * of_each]) if times.numel() else times.new_zeros(2)
-
-
 # How often something is there
 
 
@@ -336,15 +290,6 @@ def _counts(length: int, some: bool, x: Tensor, weights: Tensor | None = None) -
     if weights is None:
         return torch.zeros(length, dtype=torch.long, device=x.device)
     return torch.bincount(padded(x, [0]), padded(weights, [0]), minlength=length)  # zeros of the right dtype
-
-
-@keeps_shards(F.one_hot)
-def _one_hot(x: Any, num_classes: int = -1) -> Tensor:
-    """As many classes as the largest number says."""
-    low, high = (int(end) for end in x.aminmax())
-    if low < 0:
-        F.one_hot(torch.tensor([low]))  # torch refuses
-    return F.one_hot(x, high + 1)
 
 
 # Lengths of sequences in tensors. Torch reads them before anything else, which a trace cannot; all ranks must know all
