@@ -5,7 +5,6 @@ They say so once, with the line of the user; strict mode refuses them."""
 from __future__ import annotations
 
 import re
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.cause import is_ours, watchers
+from shardwise.comm.cause import users_line, watchers
 from shardwise.comm.record import note_fallback
 from shardwise.dispatch.aliasing.copied_views import Taking, storage_of, watch_copy
 from shardwise.dispatch.modes import is_strict
@@ -68,20 +67,9 @@ def report(name: str, key: tuple, args: tuple, kwargs: dict[str, Any]) -> None:
     if key in _reported:
         return
     _reported.add(key)
-    warnings.warn(
-        f"{describe(name, args, kwargs)} cannot run on these shards: they were gathered and it ran replicated",
-        FallbackWarning,
-        stacklevel=_user_level(),
-    )
-
-
-def _user_level() -> int:
-    """How far up the stack the user's own line is."""
-    level, frame = 1, sys._getframe(1)
-    while frame is not None and is_ours(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back  # type: ignore[assignment]
-        level += 1
-    return level
+    file, line, _ = users_line()
+    said = f"{describe(name, args, kwargs)} cannot run on these shards: they were gathered and it ran replicated"
+    warnings.warn_explicit(said, FallbackWarning, file, line)
 
 
 _FIRST = ("input", "self", "condition")
