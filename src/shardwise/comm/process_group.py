@@ -35,8 +35,8 @@ _in_flight: WeakSet[Handle[Any]] = WeakSet()
 
 @atexit.register
 def _release_all() -> None:
-    """Groups end while Python still runs: one of Gloo's threads that wants to let go of a tensor later than that, when
-    there is no Python to do it, takes the process down. A mesh of torch's keeps groups that were destroyed, too."""
+    """Release groups while Python still runs: a thread of Gloo's that drops the last reference to a tensor after that
+    crashes the process. torch's meshes keep groups that were destroyed, too."""
     wait_for_all()
     for port in list(_ports):
         port.release()

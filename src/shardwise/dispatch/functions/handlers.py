@@ -215,12 +215,8 @@ def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(*map_tensors(args, kind_of), **map_tensors(kwargs, kind_of))
     if isinstance(x, CopiedView):
         return OfCopies(func)(args, kwargs)
-    if (
-        len(args) == 2
-        and not kwargs
-        and args[1].__class__ is torch.device
-        and args[1] == _on_shard(_device, (), (x,), {})
-    ):
+    to_device = len(args) == 2 and not kwargs and args[1].__class__ is torch.device
+    if to_device and args[1] == _on_shard(_device, (), (x,), {}):
         return x
     if "_peers" in x.__dict__ and _changes_nothing(func, x._peers[-1], args, kwargs):
         return x
@@ -297,7 +293,8 @@ _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def _keep_no_moves(x: DTensor) -> None:
-    """Nor of what this is a view of. (What was moved of a leaf of the graph is forgotten with every write to it.)"""
+    """Forget what was moved of a tensor, and of what it is a view of, and keep nothing from now on. (What was moved of
+    a leaf of the graph is forgotten with every write to it.)"""
     with _disabled():
         base = x._base
     for y in (x, base):

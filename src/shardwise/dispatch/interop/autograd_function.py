@@ -291,10 +291,9 @@ def _derive(cls: Any) -> Any:
     return derived
 
 
-# Whoever listens for saved tensors (a checkpoint, offloading) sees shards. C++ would hand a DTensor on as it is: with
-# the data of a shard, and in Python the global shape. So it would a result that its own gradient needs and that
-# has none itself (the indices of a sort): plain when it is saved, a DTensor once the call returns, so an alias of it is
-# handed on.
+# Whoever listens for saved tensors (a checkpoint, offloading) is given plain shards. C++ would hand a DTensor on as it
+# is: with the data of a shard, and in Python the global shape. A result that is saved for its own gradient and needs
+# none (the indices of a sort) is plain when it is saved, and a DTensor when the call returns: an alias is given.
 
 
 def _as_saved(x: Any) -> Any:

@@ -47,8 +47,8 @@ def meta(x: Tensor) -> Tensor:
 
 
 def only_meta_refuses(error: Exception, tensors: Sequence[Tensor]) -> bool:
-    """Whether it is not the call that is bad: an op has no kernel for meta tensors (in torch's words for its own ops
-    and for custom ones), or it is of nothing, of which those kernels refuse more than others."""
+    """Whether an error may come from the kernels for meta tensors, and not from the call: an op has none (in torch's
+    words for its own ops and for custom ones), or a tensor is empty, and those kernels refuse more of these."""
     words = str(error) if isinstance(error, RuntimeError) else ""
     no_kernel = isinstance(error, NotImplementedError) or "meta" in words or "no fake impl registered" in words
     return no_kernel or not all(math.prod(shape_of(x)) for x in tensors)

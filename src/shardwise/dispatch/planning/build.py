@@ -78,8 +78,8 @@ def _is_only_traced(function: Any) -> bool:
 
 
 def _runnable(function: Callable, asked: Any) -> tuple[Callable | None, Callable]:
-    """What can run on shards, and what must make the planned calls there. One op of ours that stands for a function of
-    torch's runs on meta tensors only; another form of one gives what it gives, on shards too."""
+    """The function that can run on the shards (None for an op of ours, which runs on meta tensors only), and the one
+    whose calls there are compared with the plan: a form of a function computes what the function does."""
     if asked is None or function is asked:
         return (None if _is_only_traced(function) else function), function
     treatment = treatment_of(asked)
