@@ -17,7 +17,7 @@ from shardwise.debug import CommDebugMode
 
 
 def chosen() -> list[Case]:
-    a, times = doubles(5, 3), torch.tensor([2, 0, 1, 3, 1])
+    a = doubles(5, 3)
     rows = torch.tensor([True, False, False, True, True])
     return [
         (lambda x: (x > 0).nonzero(), [a]),
@@ -29,7 +29,6 @@ def chosen() -> list[Case]:
         (lambda x, m: torch.cat([x[m], x[~m]]), [a, rows]),
         (lambda x, m: x[m, beside(x, torch.tensor([2, 0, 1]))], [a, rows]),
         (lambda x: x.masked_select(x[:, :1] > 0).mean(), [a]),
-        (lambda x, n: x.repeat_interleave(n, 0), [a, times]),
     ]
 
 
@@ -38,7 +37,6 @@ def counted() -> list[Case]:
     return [
         (lambda x: (x.bincount(), x.bincount(minlength=9)), [line]),
         (lambda x, w: x.bincount(w.detach()), [line, doubles(9)]),
-        (lambda x: torch.nn.functional.one_hot(x), [line]),
     ]
 
 

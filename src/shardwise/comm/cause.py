@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 listeners: list[Any] = []
-"""Who is told about collectives: lists to which each is appended. A plain list, not a ContextVar: on accelerators the
+"""Who listens for collectives: lists to which each is appended. A plain list, not a ContextVar: on accelerators the
 backward pass, and the collectives in it, run on other threads."""
 
 watchers: list[object] = []
@@ -127,7 +127,7 @@ def inherited(out: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     _mark(_nodes(out), set(_nodes(grads)))
 
 
-def told(node: Any) -> None:
+def mark_again(node: Any) -> None:
     """A node that was there before, and now stands for what runs as well."""
     node.metadata[_KEY] = cause()[0]
 
@@ -162,11 +162,11 @@ def cause() -> tuple[Cause | None, bool]:
         return known[0], True
     scope = _current()
     if scope is not None:
-        return _told(scope), False
+        return _cause_of(scope), False
     if _graph_task() != -1:
         node: Any = torch._C._current_autograd_node()
         return (None if node is None else node.metadata.get(_KEY)), True
-    return _told(_Scope(None, (), None, -1)), False
+    return _cause_of(_Scope(None, (), None, -1)), False
 
 
 def _current() -> _Scope | None:
@@ -175,7 +175,7 @@ def _current() -> _Scope | None:
     return scope if scope is not None and scope.task == _graph_task() else None
 
 
-def _told(scope: _Scope) -> Cause:
+def _cause_of(scope: _Scope) -> Cause:
     file, line, entry = users_line()
     if scope.call is not None:
         return Cause(file, line, scope.call.function, *scope.call.explain(scope.path, scope.x), scope.path)

@@ -35,20 +35,20 @@ class FunctionalGroup(Group):
     def own(self, x: Tensor) -> Tensor:
         return x.contiguous().resolve_conj().resolve_neg()
 
-    def all_reduce(self, x: Tensor, op: str, awaited: bool) -> Result:
+    def all_reduce(self, x: Tensor, op: str, awaited: bool) -> Result[Tensor]:
         return _result(_ops.all_reduce(x, op, self.name))
 
-    def all_gather(self, x: Tensor, awaited: bool) -> Result:
+    def all_gather(self, x: Tensor, awaited: bool) -> Result[Tensor]:
         return _result(_ops.all_gather_into_tensor(movable(x), self.size, self.name), x.dtype)
 
-    def reduce_scatter(self, x: Tensor, op: str, awaited: bool) -> Result:
+    def reduce_scatter(self, x: Tensor, op: str, awaited: bool) -> Result[Tensor]:
         return _result(_ops.reduce_scatter_tensor(x, op, self.size, self.name))
 
-    def all_to_all(self, x: Tensor, receive: list[int], send: list[int], awaited: bool) -> Result:
+    def all_to_all(self, x: Tensor, receive: list[int], send: list[int], awaited: bool) -> Result[Tensor]:
         sizes = in_units(receive, x), in_units(send, x)
         return _result(_ops.all_to_all_single(movable(x), *sizes, self.name), x.dtype)
 
-    def broadcast(self, x: Tensor, source: int, awaited: bool) -> Result:
+    def broadcast(self, x: Tensor, source: int, awaited: bool) -> Result[Tensor]:
         shape = tuple(x.shape)
         sent = _result(_ops.broadcast(movable(x.view(-1)), self.number(source), self.name), x.dtype)
         return lambda: sent().view(shape)
@@ -58,7 +58,7 @@ class FunctionalGroup(Group):
         return self.process_group.group_name
 
 
-def _result(started: Tensor, dtype: torch.dtype | None = None) -> Result:
+def _result(started: Tensor, dtype: torch.dtype | None = None) -> Result[Tensor]:
     def finish() -> Tensor:
         out = _ops.wait_tensor(started)
         return out if dtype is None or out.dtype == dtype else out.view(dtype)

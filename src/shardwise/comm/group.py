@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,8 @@ _ALL_TO_ALL = _both(AllToAllOptions)
 Work = Callable[[], Any]
 """Waits for a collective."""
 
-Result = Callable[[], Tensor]
+_T = TypeVar("_T")
+Result = Callable[[], _T]
 """Waits for a collective, and gives what it brings."""
 
 
@@ -64,7 +65,7 @@ def _work(started: Any) -> Work:
     return started.wait if started is not None else lambda: None
 
 
-def _giving(out: Tensor, wait: Work) -> Result:
+def _giving(out: Tensor, wait: Work) -> Result[Tensor]:
     def finish() -> Tensor:
         wait()
         return out
@@ -117,12 +118,12 @@ class Group:
         """A contiguous tensor of these values that a collective may write to."""
         return x.clone(memory_format=torch.contiguous_format)
 
-    def all_reduce(self, x: Tensor, op: str, awaited: bool) -> Result:
+    def all_reduce(self, x: Tensor, op: str, awaited: bool) -> Result[Tensor]:
         """`x`, which is our own, becomes the reduction."""
         sent = lent(x)
         return _giving(x, self._first("all_reduce", x, allreduce=lambda run: run([sent], ALL_REDUCE[op][awaited])))
 
-    def all_gather(self, x: Tensor, awaited: bool) -> Result:
+    def all_gather(self, x: Tensor, awaited: bool) -> Result[Tensor]:
         """Every member's flat `x`, one after the other."""
         out, options = x.new_empty(self.size * x.numel()), _ALL_GATHER[awaited]
         landing, sent = movable(out), movable(x)
@@ -135,7 +136,7 @@ class Group:
         )
         return _giving(out, work)
 
-    def reduce_scatter(self, x: Tensor, op: str, awaited: bool) -> Result:
+    def reduce_scatter(self, x: Tensor, op: str, awaited: bool) -> Result[Tensor]:
         """Our part, along the first dim, of the reduction of every member's `x`, which is our own."""
         out, options = x.new_empty((len(x) // self.size, *x.shape[1:])), _REDUCE_SCATTER[op][awaited]
         work = self._first(
@@ -151,7 +152,7 @@ class Group:
     def _keep_own(self, out: Tensor, x: Tensor) -> None:
         out.copy_(x.chunk(self.size)[self.number(self.me)])
 
-    def all_to_all(self, x: Tensor, receive: list[int], send: list[int], awaited: bool) -> Result:
+    def all_to_all(self, x: Tensor, receive: list[int], send: list[int], awaited: bool) -> Result[Tensor]:
         """The parts that all members have for us, of the sizes `receive`, for the parts of the flat `x`."""
         out, options = x.new_empty(sum(receive)), _ALL_TO_ALL[awaited]
         landing, sent, receive, send = movable(out), movable(x), in_units(receive, x), in_units(send, x)
@@ -164,7 +165,7 @@ class Group:
         )
         return _giving(out, work)
 
-    def broadcast(self, x: Tensor, source: int, awaited: bool) -> Result:
+    def broadcast(self, x: Tensor, source: int, awaited: bool) -> Result[Tensor]:
         """`x`, which is our own, becomes that of the member numbered `source`."""
         root, sent = self.number(source), lent(movable(x.view(-1)))
         work = self._first(

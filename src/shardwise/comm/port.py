@@ -75,14 +75,18 @@ def communicating(mesh: Mesh, axes: Axes) -> Axes:
     return tuple([axis for axis in axes if mesh.shape[axis] > 1])
 
 
-def _note(kind: str, mesh: Mesh, axes: Axes, shards: Sequence[Tensor]) -> None:
-    """A shard may come as the DTensor that it is the storage of, whose `numel` is global."""
-    record.note(kind, mesh, axes, [_as_subclass(x, Tensor) for x in shards])
+_ALONE: dict[str, Callable[[Any], Any]] = {
+    "all_reduce": lambda x: x.clone(),
+    "all_gather": lambda x: [x.clone()],
+    "reduce_scatter": lambda chunks: chunks[0].clone(),
+    "all_to_all": lambda chunks: [chunks[0].clone()],
+    "broadcast": lambda x: x.clone(),
+}
+"""What a collective gives the only member of a group."""
 
 
 class Port(ABC):
-    """What every port can do. Each implements the underlined forms: they start a collective over axes with several
-    ranks, in the way that suits its being `awaited` at once or not."""
+    """What every port can do. Each has the underlined forms of the collectives, over axes with several ranks."""
 
     overlaps = False
     """Whether collectives go on while the program does; otherwise they are complete when they have been started."""
@@ -92,99 +96,54 @@ class Port(ABC):
 
     def all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
         """Each member gets the reduction (`sum`, `max`, `min`, `product`) over its group."""
-        return self.start_all_reduce(shards, mesh, axes, op, awaited=True).wait()
+        return self._start("all_reduce", shards, mesh, axes, op, awaited=True).wait()
 
     def start_all_reduce(
-        self, shards: Shards, mesh: Mesh, axes: Axes, op: str, *, awaited: bool = False, owned: bool = False
+        self, shards: Shards, mesh: Mesh, axes: Axes, op: str, *, owned: bool = False
     ) -> Handle[list[Tensor]]:
         """`owned` says that the shards are contiguous and nobody else's: they may be written to."""
-        axes = communicating(mesh, axes)
-        if not axes:
-            return done([x.clone() for x in shards])
-        if record.listeners:
-            _note("all_reduce", mesh, axes, shards[:1])
-        return self._all_reduce(shards, mesh, axes, op, awaited, owned)
+        return self._start("all_reduce", shards, mesh, axes, op, owned=owned)
 
     def all_gather(self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes) -> list[list[Tensor]]:
         """Each member gets all members' shards; `shapes[held][member]` are theirs."""
-        return self.start_all_gather(shards, mesh, axes, shapes, awaited=True).wait()
+        return self._start("all_gather", shards, mesh, axes, shapes, awaited=True).wait()
 
-    def start_all_gather(
-        self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes, *, awaited: bool = False
-    ) -> Handle[list[list[Tensor]]]:
-        axes = communicating(mesh, axes)
-        if not axes:
-            return done([[x.clone()] for x in shards])
-        if record.listeners:
-            _note("all_gather", mesh, axes, shards[:1])
-        return self._all_gather(shards, mesh, axes, shapes, awaited)
+    def start_all_gather(self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes) -> Handle[list[list[Tensor]]]:
+        return self._start("all_gather", shards, mesh, axes, shapes)
 
     def reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
         """Each member brings one chunk per member and gets the reduction of the chunks meant for it."""
-        return self.start_reduce_scatter(chunks, mesh, axes, op, awaited=True).wait()
+        return self._start("reduce_scatter", chunks, mesh, axes, op, awaited=True).wait()
 
-    def start_reduce_scatter(
-        self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str, *, awaited: bool = False
-    ) -> Handle[list[Tensor]]:
-        axes = communicating(mesh, axes)
-        if not axes:
-            return done([chunk.clone() for (chunk,) in chunks])
-        if record.listeners:
-            _note("reduce_scatter", mesh, axes, chunks[0])
-        return self._reduce_scatter(chunks, mesh, axes, op, awaited)
+    def start_reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str) -> Handle[list[Tensor]]:
+        return self._start("reduce_scatter", chunks, mesh, axes, op)
 
     def all_to_all(self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes) -> list[list[Tensor]]:
         """Each member brings one chunk per member and gets those meant for it; `shapes[held][member]` are theirs."""
-        return self.start_all_to_all(chunks, mesh, axes, shapes, awaited=True).wait()
+        return self._start("all_to_all", chunks, mesh, axes, shapes, awaited=True).wait()
 
-    def start_all_to_all(
-        self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes, *, awaited: bool = False
-    ) -> Handle[list[list[Tensor]]]:
-        axes = communicating(mesh, axes)
-        if not axes:
-            return done([[chunk.clone()] for (chunk,) in chunks])
-        if record.listeners:
-            _note("all_to_all", mesh, axes, chunks[0])
-        return self._all_to_all(chunks, mesh, axes, shapes, awaited)
+    def start_all_to_all(self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes) -> Handle[list[list[Tensor]]]:
+        return self._start("all_to_all", chunks, mesh, axes, shapes)
 
     def broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int) -> list[Tensor]:
         """Each member gets the shard of the member numbered `source`."""
-        return self.start_broadcast(shards, mesh, axes, source, awaited=True).wait()
+        return self._start("broadcast", shards, mesh, axes, source, awaited=True).wait()
 
-    def start_broadcast(
-        self, shards: Shards, mesh: Mesh, axes: Axes, source: int, *, awaited: bool = False
-    ) -> Handle[list[Tensor]]:
+    def _start(
+        self, kind: str, brought: Sequence[Any], mesh: Mesh, axes: Axes, how: Any, **options: bool
+    ) -> Handle[Any]:
         axes = communicating(mesh, axes)
         if not axes:
-            return done([x.clone() for x in shards])
+            return done([_ALONE[kind](one) for one in brought])
         if record.listeners:
-            _note("broadcast", mesh, axes, shards[:1])
-        return self._broadcast(shards, mesh, axes, source, awaited)
+            sent = brought[:1] if isinstance(brought[0], Tensor) else brought[0]
+            # A shard may come as the DTensor that it is the storage of, whose `numel` is global.
+            record.note(kind, mesh, axes, [_as_subclass(x, Tensor) for x in sent])
+        return self._begin(getattr(self, f"_{kind}"), brought, mesh, axes, how, **options)
 
-    @abstractmethod
-    def _all_reduce(
-        self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool, owned: bool
-    ) -> Handle[list[Tensor]]: ...
-
-    @abstractmethod
-    def _all_gather(
-        self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
-    ) -> Handle[list[list[Tensor]]]: ...
-
-    @abstractmethod
-    def _reduce_scatter(
-        self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str, awaited: bool
-    ) -> Handle[list[Tensor]]: ...
-
-    @abstractmethod
-    def _all_to_all(
-        self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
-    ) -> Handle[list[list[Tensor]]]: ...
-
-    @abstractmethod
-    def _broadcast(
-        self, shards: Shards, mesh: Mesh, axes: Axes, source: int, awaited: bool
-    ) -> Handle[list[Tensor]]: ...
+    def _begin(self, run: Callable[..., Any], *given: Any, awaited: bool = False, **options: bool) -> Handle[Any]:
+        """Begin a collective, which is `awaited` at once or not. Here it is over when it returns."""
+        return done(run(*given))
 
     @abstractmethod
     def rebuild_mesh(self, mesh: Mesh) -> tuple[Any, tuple]:

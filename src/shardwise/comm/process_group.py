@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import record
-from shardwise.comm.group import ALL_REDUCE, Group
+from shardwise.comm.group import ALL_REDUCE, Group, Result
 from shardwise.comm.port import Axes, Chunks, Handle, Port, Shapes, Shards, communicating
 from shardwise.comm.wire import lent, padded, reducible, reducible_dtypes, restored
 from shardwise.errors import MeshError
@@ -35,8 +35,8 @@ _in_flight: WeakSet[Handle[Any]] = WeakSet()
 
 @atexit.register
 def _release_all() -> None:
-    """Groups end while Python still runs: one of Gloo's threads that wants to let go of a tensor later than that, when
-    there is no Python to do it, takes the process down. A mesh of torch's keeps groups that were destroyed, too."""
+    """Release groups while Python still runs: a thread of Gloo's that drops the last reference to a tensor after that
+    crashes the process. torch's meshes keep groups that were destroyed, too."""
     wait_for_all()
     for port in list(_ports):
         port.release()
@@ -99,60 +99,65 @@ class GroupPort(Port):
         self._by_roots[roots] = self.group_type(process_group, members)
         return self._by_roots[roots]
 
+    def _begin(self, run: Callable[..., Any], *given: Any, awaited: bool = False, **options: bool) -> Handle[Any]:
+        handle = Handle(run(*given, awaited, **options))
+        if not awaited:
+            _in_flight.add(handle)
+            _watch_the_end()
+        return handle
+
+    # Each of these starts a collective, and returns what waits for it and gives the result
+
     def _all_reduce(
-        self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool, owned: bool
-    ) -> Handle[list[Tensor]]:
+        self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool, owned: bool = False
+    ) -> Result[list[Tensor]]:
         group = self.group(mesh, axes)
         own = shards[0] if owned else group.own(shards[0])
         dtype = own.dtype
         if op == "product" and own.is_complex():
             rows = _gather(group, own.view(-1), [tuple(own.shape)] * group.size, awaited)
-            return _handle(lambda: [torch.stack(rows()).prod(0)], awaited)
+            return lambda: [torch.stack(rows()).prod(0)]
         reduced = group.all_reduce(*reducible(own, op), awaited)
-        return _handle(lambda: [lent(restored(reduced(), dtype))], awaited)
+        return lambda: [lent(restored(reduced(), dtype))]
 
     def _all_gather(
         self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
-    ) -> Handle[list[list[Tensor]]]:
+    ) -> Result[list[list[Tensor]]]:
         (x,) = shards
         flat = x.reshape(-1)
         if not awaited and flat.untyped_storage()._cdata == x.untyped_storage()._cdata:
             flat = flat.clone()  # what it is gathered from may be written to meanwhile
         rows = _gather(self.group(mesh, axes), flat, shapes[0], awaited)
-        return _handle(lambda: [rows()], awaited)
+        return lambda: [rows()]
 
-    def _reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Handle[list[Tensor]]:
+    def _reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Result[list[Tensor]]:
         (mine,) = chunks
         group = self.group(mesh, axes)
         target = mine[group.me]
         shape, dtype, numel = tuple(target.shape), target.dtype, target.numel()
         if op == "product" and target.is_complex():
             rows = _exchange(group, mine, [shape] * group.size, awaited)
-            return _handle(lambda: [torch.stack(rows()).prod(0)], awaited)
+            return lambda: [torch.stack(rows()).prod(0)]
         room = max(chunk.numel() for chunk in mine)
         if isinstance(mine, Tensor) and group.order is None:  # joined already, and ours to write to
             wire = mine.view(-1)
         else:
             wire = torch.cat([padded(chunk.reshape(-1), room) for chunk in group.to_group(mine)])
         reduced = group.reduce_scatter(*reducible(wire, op), awaited)
-
-        def finish() -> list[Tensor]:
-            part = restored(reduced(), dtype)[:numel].view(shape)
-            return [lent(part)]  # torch refuses writes to views that a function returns
-
-        return _handle(finish, awaited)
+        # torch refuses writes to views that a function returns
+        return lambda: [lent(restored(reduced(), dtype)[:numel].view(shape))]
 
     def _all_to_all(
         self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
-    ) -> Handle[list[list[Tensor]]]:
+    ) -> Result[list[list[Tensor]]]:
         (mine,) = chunks
         rows = _exchange(self.group(mesh, axes), mine, shapes[0], awaited)
-        return _handle(lambda: [rows()], awaited)
+        return lambda: [rows()]
 
-    def _broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int, awaited: bool) -> Handle[list[Tensor]]:
+    def _broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int, awaited: bool) -> Result[list[Tensor]]:
         group = self.group(mesh, axes)
         sent = group.broadcast(group.own(shards[0]), source, awaited)
-        return _handle(lambda: [sent()], awaited)
+        return lambda: [sent()]
 
 
 class ProcessGroupPort(GroupPort):
@@ -237,14 +242,6 @@ def mesh_over(port: GroupPort, origin: DeviceMesh | None) -> Mesh:
 # Collectives of shards that are uneven, in any order of the members: started, and then waited for
 
 
-def _handle(finish: Callable[[], Any], awaited: bool) -> Handle[Any]:
-    handle = Handle(finish)
-    if not awaited:
-        _in_flight.add(handle)
-        _watch_the_end()
-    return handle
-
-
 def _watch_the_end() -> None:
     """From now on groups are not destroyed before what is under way in them has arrived."""
     theirs = distributed_c10d.destroy_process_group
@@ -264,7 +261,7 @@ def _watch_the_end() -> None:
 _watched: list[Callable[..., Any]] = []
 
 
-def _gather(group: Group, flat: Tensor, shapes: Sequence[tuple], awaited: bool) -> Callable[[], list[Tensor]]:
+def _gather(group: Group, flat: Tensor, shapes: Sequence[tuple], awaited: bool) -> Result[list[Tensor]]:
     """Every member's tensor. The largest sets the room that each gets, so all members must know all shapes."""
     numels = [math.prod(shape) for shape in shapes]
     room = max(numels)
@@ -277,9 +274,7 @@ def _gather(group: Group, flat: Tensor, shapes: Sequence[tuple], awaited: bool) 
     return finish
 
 
-def _exchange(
-    group: Group, chunks: Sequence[Tensor], shapes: Sequence[tuple], awaited: bool
-) -> Callable[[], list[Tensor]]:
+def _exchange(group: Group, chunks: Sequence[Tensor], shapes: Sequence[tuple], awaited: bool) -> Result[list[Tensor]]:
     """The chunk that each member has for us; `shapes` are theirs."""
     outgoing, incoming = group.to_group(chunks), group.to_group(shapes)
     numels = [math.prod(shape) for shape in incoming]

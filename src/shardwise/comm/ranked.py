@@ -165,11 +165,9 @@ def join(results: Sequence[Any], func: Callable | None = None) -> Any:
     first = results[0]
     if isinstance(first, Tensor):
         if type(first) is not Ranked:
-            whole = first.__dict__.get("_all")
-            if whole is not None and all(
-                result is peer for result, peer in zip(results[1:], whole._peers, strict=True)
-            ):
-                return whole  # the function returned its own argument, of which it was given an alias
+            given = first.__dict__.get("_all")
+            if given is not None and all(x is peer for x, peer in zip(results[1:], given._peers, strict=True)):
+                return given  # the function returned its own argument, of which it was given an alias
             return ranked(results)
         if all(result is peer for result, peer in zip(results[1:], first._peers, strict=True)):
             return first  # the function returned its own argument

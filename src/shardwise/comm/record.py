@@ -75,7 +75,7 @@ def _explained(kind: str, axes: tuple[int, ...]) -> dict[str, Any]:
 def _ends(
     cause: Cause, kind: str, axes: tuple[int, ...], of_gradient: bool
 ) -> tuple[Layout | None, Layout | None, str]:
-    """From where to where a collective moves something, and why. Programs inside of functions move no whole value."""
+    """From where to where a collective moves something, and why. Programs inside of functions move parts of values."""
     why = f"gradient: {cause.why}" if of_gradient else cause.why
     if not cause.path or cause.why == causes.INSIDE:
         return None, None, why

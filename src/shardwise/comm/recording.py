@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.port import Axes, Chunks, Handle, Port, Shapes, Shards, done
+from shardwise.comm.port import Axes, Chunks, Port, Shapes, Shards
 from shardwise.comm.simulated import checked_axes
 from shardwise.layout import Mesh
 
@@ -21,26 +21,20 @@ class RecordingPort(Port):
         self.shape = shape
         self.names = names
 
-    def _all_reduce(
-        self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool, owned: bool
-    ) -> Handle[list[Tensor]]:
-        return done([x.clone(memory_format=torch.contiguous_format) for x in shards])
+    def _all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
+        return [x.clone(memory_format=torch.contiguous_format) for x in shards]
 
-    def _all_gather(
-        self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
-    ) -> Handle[list[list[Tensor]]]:
-        return done([[shards[0].new_empty(shape) for shape in shapes[0]]])
+    def _all_gather(self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes) -> list[list[Tensor]]:
+        return [[shards[0].new_empty(shape) for shape in shapes[0]]]
 
-    def _reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Handle[list[Tensor]]:
-        return done([chunks[0][0].clone(memory_format=torch.contiguous_format)])
+    def _reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
+        return [chunks[0][0].clone(memory_format=torch.contiguous_format)]
 
-    def _all_to_all(
-        self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
-    ) -> Handle[list[list[Tensor]]]:
-        return done([[chunks[0][0].new_empty(shape) for shape in shapes[0]]])
+    def _all_to_all(self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes) -> list[list[Tensor]]:
+        return [[chunks[0][0].new_empty(shape) for shape in shapes[0]]]
 
-    def _broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int, awaited: bool) -> Handle[list[Tensor]]:
-        return done([x.clone(memory_format=torch.contiguous_format) for x in shards])
+    def _broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int) -> list[Tensor]:
+        return [x.clone(memory_format=torch.contiguous_format) for x in shards]
 
     def rebuild_mesh(self, mesh: Mesh) -> tuple[Any, tuple]:
         return rebuild_recording, (self.shape, self.names, mesh.names)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.port import Axes, Chunks, Handle, Port, Shapes, Shards, done
+from shardwise.comm.port import Axes, Chunks, Port, Shapes, Shards
 from shardwise.errors import MeshError
 from shardwise.layout import Mesh
 
@@ -49,40 +49,31 @@ class SimulatedPort(Port):
                 results[rank] = result
         return results
 
-    def _all_reduce(
-        self, shards: Shards, mesh: Mesh, axes: Axes, op: str, awaited: bool, owned: bool
-    ) -> Handle[list[Tensor]]:
-        combine = _REDUCE[op]
-
+    def _all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
         def run(group: list[int]) -> list[Tensor]:
-            total = reduce(combine, [shards[rank] for rank in group])
+            total = reduce(_REDUCE[op], [shards[rank] for rank in group])
             return [total.clone() for _ in group]
 
-        return done(self._each(mesh, axes, run))
+        return self._each(mesh, axes, run)
 
-    def _all_gather(
-        self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
-    ) -> Handle[list[list[Tensor]]]:
-        return done(self._each(mesh, axes, lambda group: [[shards[rank] for rank in group]] * len(group)))
+    def _all_gather(self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes) -> list[list[Tensor]]:
+        return self._each(mesh, axes, lambda group: [[shards[rank] for rank in group]] * len(group))
 
-    def _reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str, awaited: bool) -> Handle[list[Tensor]]:
-        combine = _REDUCE[op]
-
+    def _reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
         def run(group: list[int]) -> list[Tensor]:
-            return [reduce(combine, [chunks[rank][member] for rank in group]).clone() for member in range(len(group))]
+            mine = [[chunks[rank][member] for rank in group] for member in range(len(group))]
+            return [reduce(_REDUCE[op], terms).clone() for terms in mine]
 
-        return done(self._each(mesh, axes, run))
+        return self._each(mesh, axes, run)
 
-    def _all_to_all(
-        self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
-    ) -> Handle[list[list[Tensor]]]:
+    def _all_to_all(self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes) -> list[list[Tensor]]:
         def run(group: list[int]) -> list[list[Tensor]]:
             return [[chunks[rank][member].clone() for rank in group] for member in range(len(group))]
 
-        return done(self._each(mesh, axes, run))
+        return self._each(mesh, axes, run)
 
-    def _broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int, awaited: bool) -> Handle[list[Tensor]]:
-        return done(self._each(mesh, axes, lambda group: [shards[group[source]].clone() for _ in group]))
+    def _broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int) -> list[Tensor]:
+        return self._each(mesh, axes, lambda group: [shards[group[source]].clone() for _ in group])
 
     def rebuild_mesh(self, mesh: Mesh) -> tuple[Any, tuple]:
         return rebuild_simulated, (self.shape, self.names, mesh.device_type, mesh.names)

@@ -32,8 +32,8 @@ def lent(out: Tensor) -> Tensor:
 
 
 def movable(flat: Tensor) -> Tensor:
-    """A contiguous flat tensor as any backend moves it: as bytes where the dtype may be unknown there. One of a single
-    element is contiguous whatever its stride is, but has no bytes to be seen through that."""
+    """A contiguous flat tensor as any backend moves it: as bytes where the dtype may be unknown there. (A single
+    element is contiguous with any stride, but is seen as bytes only with a stride of one.)"""
     return flat if flat.dtype in KNOWN else flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 

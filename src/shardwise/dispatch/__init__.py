@@ -4,46 +4,13 @@
 `aliasing` knows what shares memory with what; `interop` meets autograd and the rest of torch.
 """
 
-from shardwise.dispatch import fast_entry
+from shardwise.dispatch import fast_entry  # noqa: F401  # this and the next say how functions are treated
 from shardwise.dispatch.call import CacheInfo, cache_info, clear_cache, dispatch, make_plan
-from shardwise.dispatch.functions import (
-    assignment,
-    conjugates,
-    exports,
-    init,
-    inplace_shapes,
-    lengths,
-    norm_stacking,
-    ragged,
-    zero_grad,
-)
-from shardwise.dispatch.interop import autograd, autograd_function, compiled, transforms
+from shardwise.dispatch.functions import assignment, exports, inplace, norm_stacking, ragged  # noqa: F401
+from shardwise.dispatch.interop import autograd, autograd_function, compiled, transforms  # noqa: F401
 from shardwise.dispatch.modes import implicit_replication, strict
-from shardwise.dispatch.planning import autocast
+from shardwise.dispatch.planning import autocast  # noqa: F401
 
-__all__ = [
-    "CacheInfo",
-    "assignment",
-    "autocast",
-    "autograd",
-    "autograd_function",
-    "cache_info",
-    "clear_cache",
-    "compiled",
-    "conjugates",
-    "dispatch",
-    "exports",
-    "fast_entry",
-    "implicit_replication",
-    "init",
-    "inplace_shapes",
-    "lengths",
-    "make_plan",
-    "norm_stacking",
-    "ragged",
-    "strict",
-    "transforms",
-    "zero_grad",
-]
+__all__ = ["CacheInfo", "cache_info", "clear_cache", "dispatch", "implicit_replication", "make_plan", "strict"]
 
 compiled.mark_entry_points()

@@ -16,13 +16,8 @@ from shardwise.comm.cause import watchers, without_plan
 from shardwise.dispatch.interop.mixing import mixed, takes_replicated
 from shardwise.dispatch.key import PlainTensor, Uncacheable, key_of, long_key
 from shardwise.dispatch.modes import implicit_replication, unseen
-from shardwise.dispatch.plan import (
-    Direct,
-    Plan,
-    wrap_fresh,
-)
+from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
 from shardwise.dispatch.planning.first_call import make_plan, misses
-from shardwise.dispatch.planning.no_data import WithoutData, on_meta
 from shardwise.dispatch.positional import by_position
 from shardwise.dispatch.watch import watched
 from shardwise.rules.kit.treatments import handlers
@@ -120,7 +115,7 @@ def dispatch(
 def _without_key(reason: Exception, func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> Any:
     """A call with arguments that cannot be part of a key: planned each time, or with plain tensors as replicated."""
     if isinstance(reason, Uncacheable):
-        plan = _new_plan(func, args, kwargs or {})
+        plan = unseen(make_plan, func, args, kwargs or {})
         return watched(plan, func, args, kwargs) if watchers else plan(args, kwargs)
     if not takes_replicated(func, args, kwargs):
         raise mixed(func, args, kwargs) from None
@@ -130,19 +125,13 @@ def _without_key(reason: Exception, func: Callable, args: tuple, kwargs: dict[st
 
 def _remember(key: tuple, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     misses.count += 1
-    plan: Any = _new_plan(func, args, kwargs)
+    plan: Any = unseen(make_plan, func, args, kwargs)
     if not isinstance(plan, (Direct, FunctionType)):
         plan = plan.__call__  # bound: a call of an object that is not a function takes a detour
     while len(_plans) >= MAX_PLANS:
         del _plans[next(iter(_plans))]
     _plans[key] = plan
     return plan
-
-
-def _new_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
-    if not on_meta(args, kwargs):
-        return unseen(make_plan, func, args, kwargs)
-    return WithoutData(WithoutData(partial(unseen, make_plan, func), func)(args, kwargs), func)
 
 
 DTensor.__torch_function__ = MethodType(dispatch, DTensor)  # type: ignore[method-assign]  # bound once, not per look-up

@@ -52,10 +52,6 @@ class Guarded:
         return out
 
 
-def guarded(plan: Plan, guards: Sequence[Guard]) -> Plan:
-    return Guarded(plan, guards) if guards else plan
-
-
 class Changes(Guard):
     """Writes to tensors of which some keep what was pending on them, reduced: that is another value now."""
 

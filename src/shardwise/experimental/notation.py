@@ -20,18 +20,18 @@ Reduction = str | None
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """The letters of one tensor's dims; `rest` is where `...` stands, -1 if it does not."""
+    """The letters of one tensor's dims; `rest` is where `...` stands, -1 if it does not; `replicated` for any dims."""
 
     text: str
     letters: tuple[str, ...]
     rest: int
-    whole: bool = False
+    replicated: bool = False
 
     @staticmethod
     def parse(text: str, notation: str) -> Term:
         inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         if inner == "*":
-            return Term(text, (), -1, whole=True)
+            return Term(text, (), -1, replicated=True)
         if not re.fullmatch(r"[A-Za-z]*(\.\.\.)?[A-Za-z]*", inner) or len(set(inner)) < len(inner.replace("..", "")):
             raise RuleError(
                 f"{text!r} in {notation!r} is no term: it takes letters, each once, '...' at most once, or '*'"
@@ -40,8 +40,8 @@ class Term:
         return Term(text, (*before, *after), len(before) if dots else -1)
 
     def factors(self, value: Value, where: str) -> list[Factor]:
-        """A factor for each dim of a tensor; None for dims that must be whole."""
-        if self.whole:
+        """A factor for each dim of a tensor; None for dims that must not be sharded."""
+        if self.replicated:
             return [None] * value.ndim
         extra = value.ndim - len(self.letters)
         if extra < 0 or (extra and self.rest < 0):
@@ -153,7 +153,7 @@ def _sizes(dims: Sequence[Sequence[Factor]], values: Sequence[Value]) -> dict[Fa
 
 
 def _writes_its_part(call: Call, way: Strategy) -> bool:
-    """What is written to is sharded with the rest, or pending: a whole tensor cannot take one rank's part."""
+    """What is written to is sharded with the rest, or pending: a replicated tensor cannot take one rank's part."""
     if all(placement is None for placement in way.ins):
         return True
     return all(way.ins[position] is not None for position in call.mutated)

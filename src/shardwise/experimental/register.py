@@ -23,11 +23,9 @@ from shardwise.rules import (
     Strategy,
     Value,
     flat_values,
-    register,
     replicated,
-    rule_for,
-    rule_named,
 )
+from shardwise.rules.kit.registry import register_overload
 from shardwise.rules.kit.treatments import composite_ops
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -70,9 +68,9 @@ def register_sharding(
     >>> scaled_mm(x, w, scale=sw.distribute_tensor(torch.ones(2), mesh)).placements
     (Partial('sum'),)
 
-    - A capital letter is a dim that must be whole: `"bC -> bC"` for a softmax over the last dim.
+    - A capital letter is a dim that must not be sharded: `"bC -> bC"` for a softmax over the last dim.
     - `...` stands for any further dims, counted from the right: `"...C -> ...C"`.
-    - `*` is a tensor of any rank that must be whole.
+    - `*` is a tensor of any rank that must be replicated.
     - `[ij]` is a list of tensors, each of which looks like that.
     - Optional tensors have a term too; it does not count where they are not given.
     - `reduce` names the reduction that is pending on an output without a sharded letter: "sum", "avg", "max", "min",
@@ -141,16 +139,11 @@ def _register(rules: Mapping[Any, Rule]) -> None:
         ):
             raise RuleError(f"{op} is made of other ops, which are sharded one by one: give those a rule")
     for op, rule in rules.items():
-        if _takes_out(op):
-            rule = Rule(rule.strategies)  # the registry sees to what it writes to
-        elif op.namespace != "aten":
-            rule = Rule(rule.strategies, _as_itself)
-        register(op._schema.name, rule=_with_overload(op, rule))
+        takes_out = any(argument.is_out for argument in op._schema.arguments)  # the registry sees to that
+        runs_as_itself = op.namespace != "aten" and not takes_out
+        local = _as_itself if runs_as_itself else None if takes_out else rule.local
+        register_overload(op, Rule(rule.strategies, local))
     clear_cache()
-
-
-def _takes_out(op: Any) -> bool:
-    return any(argument.is_out for argument in op._schema.arguments)
 
 
 def _as_itself(call: Call, ins: Any, outs: Any) -> Local:
@@ -170,41 +163,6 @@ class _AsItself:
         args = map_tensors(args, lambda x: x.as_subclass(Tensor) if type(x) is Ranked else x)
         split = len(args) - len(self.names)
         return self.op(*args[:split], **dict(zip(self.names, args[split:], strict=True)))
-
-
-class _ByOverload:
-    """The rules of overloads of one name that were given their own, and the rule of the others, if they have one."""
-
-    __slots__ = ("otherwise", "rules")
-
-    def __init__(self, rules: Mapping[Any, Rule], otherwise: Rule | None) -> None:
-        self.rules, self.otherwise = rules, otherwise
-
-    def strategies(self, call: Call) -> list[Strategy]:
-        rule = self.rules.get(call.op, self.otherwise)
-        return [replicated(call)] if rule is None else rule.strategies(call)
-
-    def local(self, call: Call, ins: Any, outs: Any) -> Local | None:
-        rule = self.rules.get(call.op, self.otherwise)
-        return None if rule is None or rule.local is None else rule.local(call, ins, outs)
-
-
-def _with_overload(op: Any, rule: Rule) -> Rule:
-    """The rule of an op's name, with another one for this overload."""
-    known = rule_named(op._schema.name) or _rule_of_kind(op)
-    table = getattr(known.strategies, "__self__", None) if known is not None else None
-    if isinstance(table, _ByOverload):
-        table = _ByOverload({**table.rules, op: rule}, table.otherwise)
-    else:
-        table = _ByOverload({op: rule}, known)
-    return Rule(table.strategies, table.local, sees_all=known is not None and known.sees_all)
-
-
-def _rule_of_kind(op: Any) -> Rule | None:
-    """The rule that overloads of an op's name have without one of their own; those with `out=` have theirs from it."""
-    packet = op._overloadpacket
-    overloads = [op, *(getattr(packet, name) for name in packet.overloads())]
-    return next((rule for one in overloads if not _takes_out(one) and (rule := rule_for(one)) is not None), None)
 
 
 # Torch's form

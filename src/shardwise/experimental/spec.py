@@ -1,4 +1,4 @@
-"""What a sharding rule in torch's form is told of each tensor argument."""
+"""What a sharding rule in torch's form is given for each tensor argument."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
-from shardwise.comm.cause import inherited, is_moving, listeners, moved, told
+from shardwise.comm.cause import inherited, is_moving, listeners, mark_again, moved
 from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
 from shardwise.redistribute.averages import finish, prepare
@@ -149,7 +149,7 @@ def in_place(move: Move) -> Callable[[Tensor], Tensor]:
         if node is not None:
             node.metadata[SECOND_ORDER] = dual  # type: ignore[index]
             if listeners:
-                told(node)
+                mark_again(node)
         return x
 
     return reduce_in_place

@@ -2,7 +2,7 @@
 
 from shardwise.rules import lookup, math, nn, shapes
 from shardwise.rules.kit import guards
-from shardwise.rules.kit.registry import register, rule_for, rule_named
+from shardwise.rules.kit.registry import register, rule_for
 from shardwise.rules.kit.types import (
     PENDING,
     SUM,
@@ -35,6 +35,5 @@ __all__ = [
     "register",
     "replicated",
     "rule_for",
-    "rule_named",
     "shapes",
 ]

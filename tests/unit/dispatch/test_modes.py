@@ -25,11 +25,11 @@ def sharded(*shape: int) -> sw.DTensor:
 
 
 @pytest.fixture
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallback, "_told", set())
+def nothing_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallback, "_reported", set())
 
 
-@pytest.mark.usefixtures("nothing_told")
+@pytest.mark.usefixtures("nothing_reported")
 def test_a_fallback_is_right_and_says_so_once_with_the_users_line() -> None:
     d = sharded(4, 4)
     with warnings.catch_warnings(record=True) as caught:
@@ -45,7 +45,7 @@ def test_a_fallback_is_right_and_says_so_once_with_the_users_line() -> None:
     )
 
 
-@pytest.mark.usefixtures("nothing_told")
+@pytest.mark.usefixtures("nothing_reported")
 def test_replicated_inputs_are_no_fallback() -> None:
     x = torch.rand(4, 4, dtype=torch.float64)
     with sw.strict():

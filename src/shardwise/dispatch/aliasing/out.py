@@ -18,9 +18,9 @@ from shardwise.dispatch.aliasing.inplace_via_copy import overwrite
 from shardwise.dispatch.plan import Plan, has_terms, reduced_first
 from shardwise.dispatch.planning.ask_torch import meta
 from shardwise.dispatch.planning.randomness import check_in_step
-from shardwise.dispatch.planning.trace import flat_tensors, map_tensors, trace_call
+from shardwise.dispatch.planning.trace import flat_tensors, trace_call
 from shardwise.errors import InPlaceError
-from shardwise.rules import Value, flat_values
+from shardwise.rules import Value
 from shardwise.tensor import DTensor, distribute_tensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -67,16 +67,10 @@ def _foresee(func: Callable, args: tuple, kwargs: dict[str, Any], targets: Seque
     """Refuse targets before anything runs, where a trace tells shapes: functions may write to other arguments too."""
     if not flat_tensors((args, kwargs)):
         return  # a factory, which may draw numbers: it is looked at what it makes
-    metas: list[Tensor] = []
-
-    def stand_in(x: Tensor) -> Tensor:
-        metas.append(meta(x))
-        return metas[-1]
-
+    metas = [meta(x) for x in flat_tensors((args, kwargs))]
     try:
         with torch.no_grad():
-            on_meta = map_tensors(args, stand_in), map_tensors(kwargs, stand_in)
-            results = flat_values(trace_call(func, *on_meta, metas, torch.device("cpu")).output)
+            results = trace_call(func, args, kwargs, metas, torch.device("cpu")).results
     except Exception:  # no kernel for meta tensors, or bad arguments: the call itself says so
         return
     for target, result in zip(targets, results):

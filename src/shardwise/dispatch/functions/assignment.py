@@ -3,7 +3,7 @@ written in that view, by `index_put_`: each rank writes what falls into its piec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from shardwise.dispatch.functions.subscripts import everywhere, in_full, is_mask
 from shardwise.dispatch.interop.mixing import mixed
 from shardwise.dispatch.modes import replicates_implicitly
 from shardwise.dispatch.planning.trace import map_tensors
-from shardwise.errors import MixedTensorError
+from shardwise.errors import InPlaceError, MixedTensorError
 from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -117,8 +117,7 @@ def _is_lone_mask(items: Sequence[Any]) -> bool:
 
 
 def _copy(view: DTensor, lost: Sequence[int], value: Any) -> None:
-    if _expanded_dims(view):
-        torch.zeros(()).expand(2)[:] = 0  # torch refuses
+    _refuse_expanded(view, range(view.ndim))
     if not isinstance(value, Tensor):
         view.fill_(value)
     elif not value.dim():
@@ -147,40 +146,23 @@ def _fill(view: DTensor, chosen: Sequence[Tensor | None], value: Any) -> None:
 def _put(view: Any, indices: Sequence[Tensor | None], value: Any) -> None:
     if not isinstance(value, Tensor):
         value = torch.tensor(value, dtype=view.dtype)
-    free = [dim for dim in _expanded_dims(view) if dim >= len(indices) or indices[dim] is None]
-    if free:
-        torch.zeros(()).expand(2)[[0]] = 0  # torch warns
-    for dim in free:
-        value = _last(value, _place_of(dim, view, indices))
-        view = view.narrow(dim, 0, 1)
+    _refuse_expanded(view, [dim for dim in range(view.ndim) if dim >= len(indices) or indices[dim] is None])
     torch.ops.aten.index_put_.default(view, list(indices), value)
 
 
-def _expanded_dims(view: DTensor) -> list[int]:
-    """The dims along which all elements are one in memory. Torch fills such a part by indices, with a warning, and not
-    otherwise. On all ranks alike: a dim that is cut is not looked at, nor are strides that nothing has by chance."""
+def _refuse_expanded(view: DTensor, dims: Iterable[int]) -> None:
+    """Refuse dims along which all elements are one in memory (those of `expand`). On all ranks alike: a dim that is cut
+    is not looked at, nor are strides that empty shards have by chance."""
     layout = view._layout
     with _disabled():
         steps, base = view.stride(), view._base
         if 0 in torch._C.TensorBase.size(view) and (base is None or not all(base.stride())):
-            return []
-    return [d for d, step in enumerate(steps) if not step and layout.shape[d] > 1 and not layout.splits[d]]
-
-
-def _place_of(dim: int, view: DTensor, indices: Sequence[Tensor | None]) -> int:
-    """The dim, counted from the last, of a value for the places that indices name in which it has a dim of the view
-    that none of them names."""
-    every = [*indices, *[None] * (view.ndim - len(indices))]
-    rest = [d for d in range(view.ndim) if every[d] is None]
-    after = len(rest) - 1 - rest.index(dim)
-    if rest.index(dim) < _first(range(view.ndim), every):
-        after += len(torch.broadcast_shapes(*(item.shape for item in indices if item is not None)))
-    return -1 - after
-
-
-def _last(value: Tensor, dim: int) -> Tensor:
-    """Of values that are written to one place, the last."""
-    return value.narrow(dim, -1, 1) if value.dim() >= -dim and value.shape[dim] > 1 else value
+            return
+    if any(not steps[dim] and layout.shape[dim] > 1 and not layout.splits[dim] for dim in dims):
+        raise InPlaceError(
+            "more than one element of the written-to tensor refers to a single memory location, as after expand(). "
+            "Nothing was changed; clone() the tensor first"
+        )
 
 
 def _as_written(view: DTensor, lost: Sequence[int], indices: Sequence[Tensor | None], value: Tensor) -> Tensor:

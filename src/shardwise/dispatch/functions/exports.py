@@ -16,13 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.dispatch.functions.handlers import handles, kind_of, of_data, shards_of
-from shardwise.dispatch.interop.mixing import mixed
+from shardwise.dispatch.functions.handlers import handles, kind_of, of_data
 from shardwise.dispatch.planning.fallback import describe
 from shardwise.errors import ShardMemoryError
-from shardwise.tensor import DTensor, as_layout
-
-_disabled = torch._C.DisableTorchFunctionSubclass
+from shardwise.tensor import DTensor
 
 
 def _methods(*names: str) -> list[Any]:
@@ -37,9 +34,12 @@ def refusal(name: str, x: DTensor) -> ShardMemoryError:
     )
 
 
-@handles(*_methods("data_ptr", "const_data_ptr", "untyped_storage", "storage", "storage_offset"))
+@handles(
+    *_methods("data_ptr", "const_data_ptr", "untyped_storage", "storage", "storage_offset"),
+    *(Tensor.is_set_to, Tensor.apply_, Tensor.map_, Tensor.map2_),  # the last with a function of Python, by element
+)
 def _address(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    raise refusal(func.__name__, args[0])
+    raise refusal(func.__name__, next(x for x in args if isinstance(x, DTensor)))
 
 
 @handles(Tensor.numpy, Tensor.__array__)
@@ -84,31 +84,3 @@ def _cuda_array_interface(func: Callable, args: tuple, kwargs: dict[str, Any]) -
     if args[0].is_cuda:
         raise refusal("__cuda_array_interface__", args[0])
     return func(kind_of(args[0]))  # torch has none for it, in its own words
-
-
-@handles(Tensor.is_set_to)
-def _is_set_to(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether two tensors are the same memory seen alike: on every rank, if on any."""
-    x, other = args
-    if not (isinstance(x, DTensor) and isinstance(other, DTensor)) or x._layout is not other._layout:
-        return False
-    with _disabled():
-        return all(func(a, b) for a, b in zip(shards_of(x), shards_of(other), strict=True))
-
-
-@handles(Tensor.apply_, Tensor.map_, Tensor.map2_)
-def _by_element(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
-    """A function of Python, given the elements one by one: values, and so never the terms of pending ones."""
-    x, *others, function = args
-    if not all(isinstance(tensor, DTensor) for tensor in (x, *others)):
-        raise mixed(func, args, kwargs)
-    if x.requires_grad:  # torch refuses, in its own words
-        return func(*(kind_of(tensor).requires_grad_() for tensor in (x, *others)), function)
-    layout = x._layout.with_(pending=[None] * x._layout.mesh.ndim)
-    with torch.no_grad():
-        made = as_layout(x.detach().clone(), layout, "self")
-        given = [as_layout(other.expand_as(x), layout, "other") for other in others]
-        with _disabled():
-            for shard, *parts in zip(shards_of(made), *map(shards_of, given), strict=True):
-                func(shard, *parts, function)
-        return x.copy_(made)

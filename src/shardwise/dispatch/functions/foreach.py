@@ -18,7 +18,7 @@ from shardwise.dispatch.aliasing.result_strides import WithStrides
 from shardwise.dispatch.aliasing.views import OfCopies, Writes
 from shardwise.dispatch.guarded import Guarded
 from shardwise.dispatch.interop.autograd_function import flat_shards, joined
-from shardwise.dispatch.interop.nodes import pass_nothing_on
+from shardwise.dispatch.interop.nodes import pass_none_on
 from shardwise.dispatch.plan import Mover, Plan, direct_list, has_terms, mover_of, reduced_first, runs_in_cpp
 from shardwise.dispatch.planning.ask_torch import refused
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
@@ -193,7 +193,7 @@ class _Recorded:
         shared = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *(kwargs or {}).values()))
         out = (_each(self.func) if shared else self.plan)(args, kwargs)
         if several and not self.in_place:
-            pass_nothing_on(out)
+            pass_none_on(out)
         return out
 
 

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import ranked
+from shardwise.comm import ranked, shards_of
 from shardwise.dispatch.aliasing.copied_views import CopiedView, watch_view
 from shardwise.dispatch.aliasing.global_strides import copied, inferred_strides, on_one_device, shards_contiguous
 from shardwise.dispatch.aliasing.views import OfCopies
 from shardwise.dispatch.plan import reduce_terms
-from shardwise.dispatch.planning.no_data import WithoutData, needs_data, on_meta
-from shardwise.dispatch.planning.trace import map_tensors
+from shardwise.dispatch.planning.fallback import WithoutData, needs_data, on_meta
+from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.dispatch.steps import Whole
 from shardwise.errors import MixedTensorError
 from shardwise.layout import Layout
 from shardwise.rules.kit.treatments import Handler, treat
-from shardwise.tensor import DTensor, as_layout, distribute_tensor, observe, wrap
+from shardwise.tensor import DTensor, as_layout, distribute_tensor, localise, observe, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _on_shard = torch._C._disabled_torch_function_impl
@@ -38,12 +38,7 @@ def handles(*functions: Any) -> Callable[[Handler], Handler]:
     return add
 
 
-def shards_of(x: DTensor) -> tuple[Tensor, ...]:
-    """The tensors of all ranks held here; the first is `x` itself."""
-    return (x, *x.__dict__.get("_peers", ()))
-
-
-# Facts that are the same for the shard and the whole
+# Facts that are the same for the shard and the tensor
 
 
 def _getters(*names: str) -> list[Any]:
@@ -54,38 +49,14 @@ def _getters(*names: str) -> list[Any]:
     *_getters(
         *("dtype", "device", "layout", "requires_grad", "is_leaf", "_version", "output_nr", "names", "name"),
         *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_nested"),
-        *(
-            "is_mps",
-            "is_xpu",
-            "is_xla",
-            "is_ipu",
-            "is_vulkan",
-            "is_maia",
-            "is_mtia",
-            "itemsize",
-            "retains_grad",
-            "_cdata",
-        ),
+        *("is_mps", "is_xpu", "is_xla", "is_ipu", "is_vulkan", "is_maia", "is_mtia"),
+        *("itemsize", "retains_grad", "_cdata"),
         *("_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad_fn", "grad_dtype", "volatile"),
     ),
     Tensor._backward_hooks.__set__,  # type: ignore[union-attr]  # autograd sets it, with the tensor's lock held
     *(Tensor.element_size, Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
-    *(
-        Tensor.is_signed,
-        torch.is_signed,
-        Tensor.get_device,
-        Tensor.is_inference,
-        torch.is_inference,
-        Tensor._is_view,
-    ),
-    *(
-        Tensor.is_conj,
-        torch.is_conj,
-        Tensor.is_neg,
-        torch.is_neg,
-        Tensor.is_pinned,
-        Tensor.is_coalesced,
-    ),
+    *(Tensor.is_signed, torch.is_signed, Tensor.get_device, Tensor.is_inference, torch.is_inference, Tensor._is_view),
+    *(Tensor.is_conj, torch.is_conj, Tensor.is_neg, torch.is_neg, Tensor.is_pinned, Tensor.is_coalesced),
     *(Tensor.dense_dim, Tensor.sparse_dim, Tensor.is_shared, Tensor.storage_type, Tensor._is_zerotensor),
     *(torch._is_zerotensor, Tensor.is_distributed, torch.is_distributed),
     *(getattr(Tensor, name) for name in ("has_names",) if hasattr(Tensor, name)),  # of torch 2.11
@@ -120,7 +91,7 @@ def _contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
 
 @lru_cache(maxsize=1024)
 def _shows_contiguous(layout: Layout, steps: tuple[int, ...]) -> bool:
-    """Whether the whole is contiguous, if the one shard held here has these strides."""
+    """Whether a tensor is contiguous, if the one shard held here has these strides."""
     strides = inferred_strides(layout.shape, layout.held_shapes[0], steps)
     return torch.empty_strided(layout.shape, strides, device="meta").is_contiguous()
 
@@ -143,31 +114,20 @@ def _is_contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     return (len(args) == 1 and not kwargs and shards_contiguous(x)) or func(on_one_device(x), *args[1:], **kwargs)
 
 
-@handles(
-    *_getters("shape", "ndim", "nbytes"),
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    torch.numel,
-    Tensor.nelement,
-    Tensor.__len__,
-)
-def _of_the_whole(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    if func == Tensor.shape.__get__:  # type: ignore[attr-defined]
-        return x.shape
-    if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]
-        return x.numel() * x.element_size()
-    if func == Tensor.ndim.__get__ or func is Tensor.dim:  # type: ignore[attr-defined]
-        return x.ndim
-    if func is Tensor.size:
-        return x.size(*args[1:], **kwargs)
-    return len(x) if func is Tensor.__len__ else x.numel()
+_OF_SHAPE: dict[Any, Callable[..., Any]] = {
+    Tensor.shape.__get__: lambda x: x.shape,  # type: ignore[attr-defined]
+    Tensor.nbytes.__get__: lambda x: x.numel() * x.element_size(),  # type: ignore[attr-defined]
+    **dict.fromkeys((Tensor.ndim.__get__, Tensor.dim), lambda x: x.ndim),  # type: ignore[attr-defined]
+    **dict.fromkeys((Tensor.numel, torch.numel, Tensor.nelement), lambda x: x.numel()),
+    **dict.fromkeys((Tensor.is_same_size, torch.is_same_size), lambda x, y: x.shape == y.shape),
+    Tensor.size: lambda x, *dim, **named: x.size(*dim, **named),
+    Tensor.__len__: len,
+}
 
 
-@handles(Tensor.is_same_size, torch.is_same_size)
-def _is_same_size(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    return args[0].shape == args[1].shape
+@handles(*_OF_SHAPE)
+def _of_shape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return _OF_SHAPE[func](*args, **kwargs)
 
 
 # Values that leave for Python
@@ -181,9 +141,10 @@ def whole_of(x: Any) -> Any:
         return x.detach().full_tensor()
 
 
+@handles(Tensor.tolist, Tensor.__contains__)
 def of_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a function makes of whole tensors that Python is to see."""
-    if on_meta(args, kwargs):
+    """What a function makes of gathered tensors, which Python is to see."""
+    if on_meta(flat_tensors((args, kwargs))):
         raise needs_data(func, args, kwargs)
     return func(*map(whole_of, args), **kwargs)
 
@@ -196,11 +157,6 @@ def _to_number(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if x._layout.numel != 1:  # torch refuses, in its own words
         return func(torch.zeros((), dtype=x.dtype).expand(x.shape))
-    return of_data(func, args, kwargs)
-
-
-@handles(Tensor.tolist, Tensor.__contains__)
-def _to_python(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return of_data(func, args, kwargs)
 
 
@@ -259,12 +215,8 @@ def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(*map_tensors(args, kind_of), **map_tensors(kwargs, kind_of))
     if isinstance(x, CopiedView):
         return OfCopies(func)(args, kwargs)
-    if (
-        len(args) == 2
-        and not kwargs
-        and args[1].__class__ is torch.device
-        and args[1] == _on_shard(_device, (), (x,), {})
-    ):
+    to_device = len(args) == 2 and not kwargs and args[1].__class__ is torch.device
+    if to_device and args[1] == _on_shard(_device, (), (x,), {}):
         return x
     if "_peers" in x.__dict__ and _changes_nothing(func, x._peers[-1], args, kwargs):
         return x
@@ -304,30 +256,22 @@ def kind_of(x: Tensor) -> Tensor:
 # State that every shard has
 
 
-@handles(Tensor.requires_grad_)
-def _requires_grad_(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
-    if all((*args[1:], *kwargs.values())):
-        reduce_terms(args[0])
-    with _disabled():
-        for shard in shards_of(args[0]):
-            func(shard, *args[1:], **kwargs)
-    return args[0]
+_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 @handles(
-    *(Tensor.requires_grad.__set__, Tensor.retain_grad, Tensor.detach_, Tensor.record_stream, Tensor.share_memory_),  # type: ignore[attr-defined]
-    *([Tensor.grad_dtype.__set__] if hasattr(Tensor, "grad_dtype") else []),  # type: ignore[union-attr]
+    *(_SET_REQUIRES_GRAD, Tensor.requires_grad_, Tensor.retain_grad, Tensor.detach_, Tensor.record_stream),
+    *(Tensor.share_memory_, *([Tensor.grad_dtype.__set__] if hasattr(Tensor, "grad_dtype") else [])),  # type: ignore[union-attr]
 )
 def _on_every_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    if func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
-        if args[1]:
-            reduce_terms(args[0])
+    if func in (_SET_REQUIRES_GRAD, Tensor.requires_grad_) and all((*args[1:], *kwargs.values())):
+        reduce_terms(args[0])
     if func is Tensor.retain_grad:
         observe(args[0])
     with _disabled():
         for shard in shards_of(args[0]):
             func(shard, *args[1:], **kwargs)
-    return args[0] if func in (Tensor.detach_, Tensor.share_memory_) else None
+    return args[0] if func in (Tensor.requires_grad_, Tensor.detach_, Tensor.share_memory_) else None
 
 
 @handles(Tensor.data.__get__, Tensor.detach, torch.detach)  # type: ignore[attr-defined]
@@ -349,7 +293,8 @@ _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def _keep_no_moves(x: DTensor) -> None:
-    """Nor of what this is a view of. (What was moved of a leaf of the graph is forgotten with every write to it.)"""
+    """Forget what was moved of a tensor, and of what it is a view of, and keep nothing from now on. (What was moved of
+    a leaf of the graph is forgotten with every write to it.)"""
     with _disabled():
         base = x._base
     for y in (x, base):
@@ -409,3 +354,26 @@ def _new_tensor(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     with _disabled():
         made = args[0].new_tensor(args[1], **kwargs)
     return distribute_tensor(made, args[0]._layout.mesh, src_data_rank=None)
+
+
+# Conjugates and negatives that torch leaves for later: a bit of the tensor, which a trace on meta tensors lacks. Every
+# shard has it, and ops on the shards heed it; only who wants them computed must ask every shard
+
+
+@handles(Tensor.resolve_conj, torch.resolve_conj, Tensor.resolve_neg, torch.resolve_neg)
+def _resolve(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
+    x = args[0] if args else kwargs["input"]
+    if isinstance(x, CopiedView):
+        return NotImplemented  # asked again by `OfCopies`, with a usual tensor
+    with _disabled():
+        is_left = x.is_neg() if "neg" in func.__name__ else x.is_conj()
+    return x if not is_left else wrap(func(localise(x)), x._layout)
+
+
+@handles(torch.real, torch.imag, Tensor.real.__get__, Tensor.imag.__get__)  # type: ignore[attr-defined]
+def _part(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Of a conjugate, torch makes these of other ops than a trace shows."""
+    x = args[0]
+    with _disabled():
+        left_for_later = x.is_conj()
+    return wrap(func(localise(x)), x._layout) if left_for_later and x.__class__ is DTensor else NotImplemented

@@ -1,8 +1,7 @@
 """Numbers reduced together: a stack of norms, each pending along axes of its own, takes one collective.
 
 `clip_grad_norm_` stacks the norms of all gradients. Each is pending along the axes that split its parameter; stacked as
-they are, they would be reduced one by one, in as many collectives as there are parameters. Largest elements are norms
-of that kind as long as nobody wants their gradient, which all elements that are as large share, on whatever rank.
+they are, they would be reduced one by one, in as many collectives as there are parameters.
 """
 
 from __future__ import annotations
@@ -14,31 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import ranked
-from shardwise.dispatch.functions.handlers import handles, shards_of
+from shardwise.comm import ranked, shards_of
+from shardwise.dispatch.functions.handlers import handles
 from shardwise.layout import Layout, Partial, Replicate
 from shardwise.tensor import DTensor, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
-
-
-@handles(torch.linalg.vector_norm)
-def _largest(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The largest element of a whole tensor that needs no gradient, pending like other norms."""
-    if len(args) != 2 or kwargs or args[1] != math.inf or args[0].__class__ is not DTensor:
-        return NotImplemented
-    x, layout = args[0], args[0]._layout
-    axes = {axis for split in layout.splits for axis in split}
-    if not axes or layout.has_pending or not layout.numel or not (x.is_floating_point() or x.is_complex()):
-        return NotImplemented
-    if torch.is_grad_enabled() and x.requires_grad:
-        return NotImplemented
-    with _disabled(), torch.no_grad():
-        none = torch.zeros((), dtype=x.dtype.to_real(), device=x.device)  # what an empty shard contributes
-        held = zip(shards_of(x), layout.held_shapes, strict=True)
-        found = [func(shard, math.inf) if math.prod(shape) else none.clone() for shard, shape in held]
-    pending = [Partial("norm", math.inf) if axis in axes else None for axis in range(layout.mesh.ndim)]
-    return wrap(found[0] if len(found) == 1 else ranked(found), Layout(layout.mesh, ()).with_(pending=pending))
 
 
 @handles(torch.stack)
@@ -47,8 +27,8 @@ def _stack(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if len(numbers) < 2 or not all(x.__class__ is DTensor and not x._layout.shape for x in numbers):
         return NotImplemented
     layouts = {x._layout for x in numbers}
-    if len({layout.mesh for layout in layouts}) > 1:  # once whole, numbers are the same on all meshes
-        return _whole_numbers(func, numbers)
+    if len({layout.mesh for layout in layouts}) > 1:  # once reduced, numbers are the same on all meshes
+        return _reduced_numbers(func, numbers)
     if len(layouts) == 1 or (torch.is_grad_enabled() and any(x.requires_grad for x in numbers)):
         return NotImplemented
     norm = _common_norm(layouts)
@@ -58,12 +38,11 @@ def _stack(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     norms = _stacked(pending, norm)
     if len(pending) == len(numbers):
         return norms
-    whole = norms.redistribute(placements=[Replicate()] * norms._layout.mesh.ndim).unbind()
-    left = iter(whole)
+    left = iter(norms.redistribute(placements=[Replicate()] * norms._layout.mesh.ndim).unbind())
     return func([next(left) if x._layout.has_pending else x for x in numbers])
 
 
-def _whole_numbers(func: Callable, numbers: Sequence[DTensor]) -> Any:
+def _reduced_numbers(func: Callable, numbers: Sequence[DTensor]) -> Any:
     """Those of each mesh with one reduction, where they are norms."""
     found: dict[int, Any] = {}
     for mesh in dict.fromkeys(x._layout.mesh for x in numbers):
@@ -82,7 +61,7 @@ def _common_norm(layouts: Iterable[Layout]) -> Partial | None:
 
 def _stacked(numbers: Sequence[DTensor], norm: Partial) -> DTensor:
     """A stack of norms that are pending along some axis, hence not negative: pending along all axes where one is. What
-    is whole along such an axis becomes as many equal terms."""
+    is replicated along such an axis becomes as many equal terms."""
     mesh = numbers[0]._layout.mesh
     axes = [axis for axis in range(mesh.ndim) if any(x._layout.pending[axis] for x in numbers)]
     assert norm.p is not None
@@ -90,7 +69,7 @@ def _stacked(numbers: Sequence[DTensor], norm: Partial) -> DTensor:
         terms = []
         for x in numbers:
             count = math.prod(mesh.shape[axis] for axis in axes if x._layout.pending[axis] is None)
-            share = 1.0 if math.isinf(norm.p) else count ** (1 / norm.p)
+            share = count ** (1 / norm.p)  # an infinite norm is its largest term: 1
             terms.append([shard if share == 1 else shard / share for shard in shards_of(x)])
         shards = [torch.stack(held) for held in zip(*terms, strict=True)]
     layout = Layout(mesh, (len(numbers),)).with_(pending=[norm if axis in axes else None for axis in range(mesh.ndim)])

@@ -1,6 +1,6 @@
-"""Calls whose results are as long as the data say: where something is, what a mask chooses, what is repeated.
+"""Calls whose results are as long as the data say: where something is, what a mask chooses, how often it is there.
 
-Each rank looks at what it holds, and the parts come in the order of the whole if the ranks hold it in that order: if
+Each rank looks at what it holds, and the parts come in the order of the tensor if the ranks hold it in that order: if
 only the leading dim is cut. So axes that cut another dim are moved there, which costs less than a gather. Then the
 ranks tell each other, in eight bytes each, how much they have found: the result is cut into pieces of these sizes, and
 stays where it is.
@@ -8,7 +8,7 @@ stays where it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def sizes_of(layouts: Iterable[tuple[Layout, int]], axes: Axes) -> Sizes:
 
 
 def cut(layout: Layout, dim: int, axes: Axes, sizes: Sizes, dims: range, *, pending: bool = False) -> Layout:
-    """A layout with `dim` cut by `axes`, and the others of `dims` whole. What is pending stays so if told."""
+    """A layout with `dim` cut by `axes`, and the others of `dims` not. `pending` keeps what is pending."""
     splits = [axes if d == dim else () if d in dims else split for d, split in enumerate(layout.splits)]
     pieces = [sizes if d == dim else None if d in dims else size for d, size in enumerate(layout.sizes)]
     left = [p if pending and axis not in axes else None for axis, p in enumerate(layout.pending)]
@@ -137,16 +137,6 @@ def _where(x: Any) -> Any:
     return _nonzero(x, as_tuple=True)
 
 
-@handles(torch.nonzero_static, Tensor.nonzero_static)
-def _nonzero_static(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The first of the places; or all of them, and a filling."""
-    size, fill = kwargs.get("size", -1), kwargs.get("fill_value", -1)
-    if len(args) != 1 or not any(args[0]._layout.splits) or size < 0 or "out" in kwargs:
-        return NotImplemented
-    places = _nonzero(args[0]).contiguous()
-    return places[:size] if len(places) >= size else F.pad(places, (0, 0, 0, size - len(places)), value=fill)
-
-
 # What a mask chooses
 
 
@@ -191,9 +181,8 @@ def _index(x: Any, indices: Sequence[Any]) -> Any:
 
 
 class _Choice:
-    """`x[:, …, mask]`, where the mask stands for the dims of `x` from `at` on: how both lie when ranks choose on their
-    own. The other dims are free: ranks along an axis that cuts one of them look at the same part of the mask. What is
-    pending stays so."""
+    """`x[:, …, mask]`, where the mask stands for the dims of `x` from `at` on: their layouts when each rank chooses for
+    itself. The other dims are free: ranks along an axis that cuts one of them look at the same part of the mask."""
 
     def __init__(self, x: Any, mask: Any, at: int) -> None:
         dims, dim = range(at, at + mask.ndim), at + leading(mask.shape)
@@ -223,7 +212,7 @@ def _chosen(x: Any, mask: Any, at: int) -> DTensor:
 
 def with_chosen(x: Any, indices: Sequence[Any], values: Any) -> Any:
     """`x` with other values where a mask says so, if that is all that chooses and each rank has its own values, or can
-    be sent them: those of a result of the same mask lie so already."""
+    be sent them: those of a result of the same mask have this layout already."""
     ((at, mask), *others) = ((at, item) for at, item in enumerate(indices) if item is not None)
     if others or not is_mask(mask) or not isinstance(values, DTensor) or values.dtype != x.dtype:
         return None
@@ -270,42 +259,6 @@ def _fit(x: Tensor, items: Sequence[Tensor | None]) -> bool:
     return True
 
 
-# What is repeated
-
-
-@keeps_shards(torch.repeat_interleave, Tensor.repeat_interleave)
-def _repeat_interleave(
-    x: Any = None, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
-) -> Any:
-    """Each rank repeats what it holds. If only told how often, it repeats the numbers of the places."""
-    if x is None or repeats is None:
-        times = repeats if x is None else x
-        return _repeat_interleave(everywhere(torch.arange(len(times)), mesh_of(times)), times, 0)
-    mesh = mesh_of(x, repeats)
-    x, repeats = on_mesh(x, mesh), on_mesh(repeats, mesh)
-    x, dim = (x.flatten(), 0) if dim is None else (x, dim % x.ndim)
-    each = repeats.ndim == 1 and len(repeats) == x.shape[dim] > 1  # one number for each, not one for all
-    have, look = x._layout, repeats._layout
-    free = (*have.splits[:dim], *have.splits[dim + 1 :])
-    axes = axes_of((have.splits[dim], look.splits[0]) if each else (have.splits[dim],), but=free)
-    sizes = sizes_of([(have, dim), *([(look, 0)] if each else [])], axes)
-    layout = cut(have, dim, axes, sizes, range(dim, dim + 1), pending=True)
-    group = Group(mesh, axes, [])
-    times = shards_in(repeats, cut(look, 0, axes if each else (), sizes if each else None, range(repeats.ndim)))
-    local = shards_in(x, layout)
-    said = gathered_numbers(
-        group, group.map(_lowest_and_sum, times, 1 if each else group.map(lambda x: x.shape[dim], local))
-    )
-    if min(lowest for lowest, _ in said) < 0:
-        torch.repeat_interleave(torch.tensor([-1]))  # torch refuses
-    found = group.map(torch.repeat_interleave, local, times, dim)
-    return wrap(found, with_sizes(layout, dim, [total for _, total in said]))
-
-
-def _lowest_and_sum(times: Tensor, of_each: int) -> Tensor:
-    return torch.stack([times.amin(), times.sum() * of_each]) if times.numel() else times.new_zeros(2)
-
-
 # How often something is there
 
 
@@ -339,10 +292,26 @@ def _counts(length: int, some: bool, x: Tensor, weights: Tensor | None = None) -
     return torch.bincount(padded(x, [0]), padded(weights, [0]), minlength=length)  # zeros of the right dtype
 
 
-@keeps_shards(F.one_hot)
-def _one_hot(x: Any, num_classes: int = -1) -> Tensor:
-    """As many classes as the largest number says."""
-    low, high = (int(end) for end in x.aminmax())
-    if low < 0:
-        F.one_hot(torch.tensor([low]))  # torch refuses
-    return F.one_hot(x, high + 1)
+# Lengths of sequences in tensors. Torch reads them before anything else, which a trace cannot; all ranks must know all
+# of them anyway, so they are read once, and the call is planned with numbers
+
+
+def _with_numbers(function: Callable) -> Callable[..., Any]:
+    def run(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any) -> Any:
+        numbers = [_numbers(input_lengths), _numbers(target_lengths)]
+        return NotImplemented if None in numbers else function(log_probs, targets, *numbers, *args, **kwargs)
+
+    return run
+
+
+def _numbers(lengths: Any) -> list[int] | None:
+    """What a tensor of integers holds; None where torch has something to complain about."""
+    if not isinstance(lengths, Tensor) or lengths.dtype not in INTEGERS:
+        return None
+    return (lengths.full_tensor() if isinstance(lengths, DTensor) else lengths).flatten().tolist()
+
+
+INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+for _function in (F.ctc_loss, torch.ctc_loss):
+    keeps_shards(_function)(_with_numbers(_function))

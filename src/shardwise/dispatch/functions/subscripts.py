@@ -66,18 +66,18 @@ def in_full(x: DTensor, items: list[Any]) -> list[Any]:
     if missing < 0 or (missing and len(at) > 1):
         raise IndexError(f"too many indices for tensor of dimension {x.ndim}")
     after = [item for item in items[at[0] :] if item is not Ellipsis]
-    whole = [*items[: at[0]], *[slice(None)] * missing, *after]
+    found = [*items[: at[0]], *[slice(None)] * missing, *after]
     dim = 0
-    for position, item in enumerate(whole):
+    for position, item in enumerate(found):
         if type(item) is int:
             size = x.shape[dim]
             if not -size <= item < size:
                 raise IndexError(f"index {item} is out of bounds for dimension {dim} with size {size}")
-            whole[position] = item % size
+            found[position] = item % size
         elif is_mask(item) and item.shape != x.shape[dim : dim + item.dim()]:
             raise IndexError(f"the shape of the mask {list(item.shape)} does not match the tensor's at dimension {dim}")
         dim += num_dims(item)
-    return whole
+    return found
 
 
 def numbered(items: Sequence[Any]) -> list[Any]:

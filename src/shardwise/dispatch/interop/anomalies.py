@@ -35,11 +35,7 @@ def run_backward(meshes: Sequence[Mesh], roots: Sequence[Tensor], *args: Any, **
         for hook in hooks:
             hook.remove()
     with _disabled(), torch.no_grad():
-        flags = [[torch.tensor(bool(found), device=mesh.device_type)] * len(mesh.held) for mesh in meshes]
-        anywhere = [
-            mesh.port.all_reduce([flag.int() for flag in held], mesh, tuple(range(mesh.ndim)), "max")[0].item()
-            for mesh, held in zip(meshes, flags, strict=True)
-        ]
+        somewhere = [anywhere(mesh, [bool(found)] * len(mesh.held)) for mesh in meshes]
     if found:
         node, position = found[0]
         lines = "".join(node.metadata.get("traceback_", []))  # type: ignore[attr-defined]
@@ -47,9 +43,16 @@ def run_backward(meshes: Sequence[Mesh], roots: Sequence[Tensor], *args: Any, **
             f"Error detected in {node.name()}. Traceback of forward call that caused the error:\n{lines}", stacklevel=4
         )
         raise RuntimeError(f"Function '{node.name()}' returned nan values in its {position}th output.")
-    if any(anywhere):
+    if any(somewhere):
         raise RuntimeError("a function returned nan values on another rank, which says which one")
     return out
+
+
+def anywhere(mesh: Mesh, held: Sequence[bool]) -> bool:
+    """Whether something holds for any rank."""
+    flags = [torch.tensor(int(flag), device=mesh.device_type) for flag in held]
+    found = mesh.port.all_reduce(flags, mesh, tuple(range(mesh.ndim)), "max")[0]
+    return any(held) if found.is_meta else bool(found)
 
 
 def _below(nodes: Sequence[Node]) -> list[Node]:

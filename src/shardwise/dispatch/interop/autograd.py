@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
+from shardwise.comm import shards_of
 from shardwise.comm.rendezvous import Rendezvous, expect, rendezvous, rendezvous_of
 from shardwise.dispatch.aliasing.result_strides import with_strides_of
-from shardwise.dispatch.functions.handlers import handles, shards_of
-from shardwise.dispatch.interop.anomalies import dispatch_modes, run_backward
+from shardwise.dispatch.functions.handlers import handles
+from shardwise.dispatch.interop.anomalies import anywhere, dispatch_modes, run_backward
 from shardwise.dispatch.interop.autograd_function import joined_gradients
 from shardwise.dispatch.interop.nodes import Handles, nodes_of
-from shardwise.layout import Layout, Mesh
+from shardwise.layout import Layout
 from shardwise.redistribute import alone, anchors, flush, forget, let_go, second_order, tied, trail, unreduced
 from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, kernels_see, localise, observe
 
@@ -49,7 +50,8 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """`loss.backward()`, straight from Python. The ordinary case, a whole scalar and no options, needs no thought."""
+    """`loss.backward()`, without torch's argument parser; and in the ordinary case, of a replicated scalar without
+    options, straight to the engine."""
     facts = self.__dict__
     simple = gradient is None and inputs is None and not create_graph and len(facts) == 1  # nothing but a layout
     plain = _enabled() and not _anomaly() and not dispatch_modes()
@@ -189,17 +191,10 @@ def _of_empty_shards(inputs: Sequence[Any], grads: Sequence[Tensor | None]) -> l
         if isinstance(x, DTensor) and x._layout.has_empty:
             with _disabled(), torch.no_grad():
                 lacking = [grad is None and bool(_numel(shard)) for shard, grad in zip(shards, own, strict=True)]
-                if not _anywhere(x._layout.mesh, lacking):
+                if not anywhere(x._layout.mesh, lacking):
                     own = [torch.zeros_like(y) if grad is None else grad for y, grad in zip(shards, own, strict=True)]
         found += own
     return found
-
-
-def _anywhere(mesh: Mesh, held: Sequence[bool]) -> bool:
-    """Whether something holds for any rank."""
-    flags = [torch.tensor(int(flag), device=mesh.device_type) for flag in held]
-    found = mesh.port.all_reduce(flags, mesh, tuple(range(mesh.ndim)), "max")[0]
-    return any(held) if found.is_meta else bool(found)
 
 
 def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[tuple, tuple]:
@@ -209,7 +204,7 @@ def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tup
     for x, gradient in zip(tensors, gradients, strict=True):
         _refuse_edge(x)
         if isinstance(x, DTensor):
-            x = _settled(x)
+            x = _with_sums_only(x)
             seeds += _seed(x, gradient)
             roots += _uses(x)
         else:
@@ -219,7 +214,7 @@ def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tup
     return tuple(roots), tuple(seeds)
 
 
-def _settled(x: DTensor) -> DTensor:
+def _with_sums_only(x: DTensor) -> DTensor:
     """The tensor with reductions other than sums done, so that its gradient has the seed's layout."""
     keep = [p if p is not None and p.reduce_op == "sum" else None for p in x._layout.pending]
     with torch.enable_grad():  # a pass may begin where nothing is recorded, as that of a reentrant checkpoint does
@@ -252,7 +247,7 @@ def _uses(x: DTensor) -> tuple[Tensor, ...]:
     if not rendezvous:
         return shards_of(x)
     with torch.enable_grad():
-        return shards_of(localise(x))  # type: ignore[arg-type]
+        return shards_of(localise(x))
 
 
 def _refuse_edge(x: Any) -> None:

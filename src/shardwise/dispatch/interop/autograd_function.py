@@ -18,11 +18,10 @@ from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.utils.checkpoint import CheckpointFunction
 
-from shardwise.comm import ranked
+from shardwise.comm import ranked, shards_of
 from shardwise.comm.rendezvous import expect
 from shardwise.dispatch.aliasing.copied_views import CopiedView, Part, StaleView, renew, storage_of
-from shardwise.dispatch.functions.handlers import shards_of
-from shardwise.dispatch.interop.nodes import pass_nothing_on
+from shardwise.dispatch.interop.nodes import pass_none_on
 from shardwise.dispatch.modes import as_now
 from shardwise.layout import Layout
 from shardwise.redistribute import own_node
@@ -51,7 +50,7 @@ _KINDS = frozenset({DTensor, InFlight, CopiedView, Part, StaleView})
 def _apply_to_dtensors(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     function = cls.__dict__.get("_on_dtensors") or _derive(cls)
     call = _Call(args, function.users_backward)
-    pass_nothing_on(x for x in args if isinstance(x, DTensor))
+    pass_none_on(x for x in args if isinstance(x, DTensor))
     out = _apply(function, call, *flat_shards(args), **kwargs)
     results = joined(out if isinstance(out, tuple) else (out,), call.outputs, call.strides)
     if cls is CheckpointFunction:
@@ -129,8 +128,8 @@ def joined_gradients(flat: Iterable[Tensor | None], layouts: Sequence[Layout | N
         else:
             some = next(part for part in parts if part is not None)
             shapes = layout.held_shapes
-            whole = [some.new_zeros(shape) if x is None else x for x, shape in zip(parts, shapes, strict=True)]
-            found.append(gradient_tensor(whole, layout))
+            grads = [some.new_zeros(shape) if x is None else x for x, shape in zip(parts, shapes, strict=True)]
+            found.append(gradient_tensor(grads, layout))
     return found
 
 
@@ -214,8 +213,8 @@ def _without_arguments(ctx: Any, results: tuple, args: tuple) -> list[Any]:
 
 
 def _is_hidden_view(x: Any, taken: set[int]) -> bool:
-    """Whether shards are views of what only the call has seen, as the whole need not be. Torch lets nobody write to
-    views that a function returns."""
+    """Whether shards are views of what only the call has seen, though the tensor would be none on one device. Torch
+    lets nobody write to views that a function returns."""
     if not isinstance(x, DTensor) or storage_of(x) in taken:
         return False
     with torch._C.DisableTorchFunctionSubclass():
@@ -292,10 +291,9 @@ def _derive(cls: Any) -> Any:
     return derived
 
 
-# Whoever listens for saved tensors (a checkpoint, offloading) sees shards. C++ would hand a DTensor on as it is: with
-# the data of a shard, and in Python the shape of the whole. So it would a result that its own gradient needs and that
-# has none itself (the indices of a sort): plain when it is saved, a DTensor once the call returns, so an alias of it is
-# handed on.
+# Whoever listens for saved tensors (a checkpoint, offloading) is given plain shards. C++ would hand a DTensor on as it
+# is: with the data of a shard, and in Python the global shape. A result that is saved for its own gradient and needs
+# none (the indices of a sort) is plain when it is saved, and a DTensor when the call returns: an alias is given.
 
 
 def _as_saved(x: Any) -> Any:

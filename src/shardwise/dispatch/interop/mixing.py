@@ -89,15 +89,11 @@ def refuse_collective(*_: Any, **__: Any) -> Any:
     )
 
 
-def is_collective(func: Any) -> bool:
-    """Whether a call is one of torch.distributed's own."""
-    return getattr(func, "__module__", None) in _COLLECTIVES
-
-
-_COLLECTIVES = {
+COLLECTIVES = {
     "torch.distributed.distributed_c10d",
     *(f"torch._ops.{name}" for name in ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")),
 }
+"""The modules of torch.distributed's functions and ops."""
 
 
 def refusing_collectives(original: Callable) -> Callable:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from shardwise.dispatch.functions.handlers import handles, shards_of
+from shardwise.comm import shards_of
+from shardwise.dispatch.functions.handlers import handles
 from shardwise.redistribute import WATCHED, tied
 from shardwise.tensor import DTensor
 
@@ -24,7 +25,7 @@ _get_grad_fn = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
 
 @handles(_get_grad_fn)
-def _grad_fn(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Node | None:
+def _grad_fn(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Node | Nodes | None:
     return _as_one(nodes_of(shards_of(args[0])))
 
 
@@ -34,7 +35,7 @@ def nodes_of(shards: Sequence[Tensor]) -> list[Node]:
         return [node for shard in shards if (node := _get_grad_fn(shard)) is not None]
 
 
-def _as_one(nodes: Iterable[Node | None]) -> Node | None:
+def _as_one(nodes: Iterable[Node | None]) -> Node | Nodes | None:
     found = list(dict.fromkeys(_behind_aliases(node) for node in nodes if node is not None))
     return Nodes(found) if len(found) > 1 else next(iter(found), None)
 
@@ -46,8 +47,10 @@ def _behind_aliases(node: Node) -> Node:
     return node
 
 
-class Nodes(Node):
-    """The nodes of several ranks as one: what it is asked, the first of them says."""
+@Node.register
+class Nodes:
+    """The nodes of several ranks as one: what it is asked, the first of them says. Equal if the nodes are, so that who
+    walks through a graph knows what it has seen."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = tuple(nodes)
@@ -64,27 +67,10 @@ class Nodes(Node):
     def __hash__(self) -> int:
         return hash(self._nodes)
 
-    def name(self) -> str:
-        return self._nodes[0].name()
-
     @property
-    def metadata(self) -> dict:  # type: ignore[override]
-        return self._nodes[0].metadata  # type: ignore[return-value]
-
-    @property
-    def next_functions(self) -> tuple[tuple[Node | None, int], ...]:
+    def next_functions(self) -> tuple[tuple[Node | Nodes | None, int], ...]:
         following = zip(*(node.next_functions for node in self._nodes), strict=False)
         return tuple((_as_one(node for node, _ in edges), edges[0][1]) for edges in following)
-
-    def _sequence_nr(self) -> int:
-        return self._nodes[0]._sequence_nr()
-
-    @property
-    def _input_metadata(self) -> list[Any]:
-        return self._nodes[0]._input_metadata
-
-    def _register_hook_dict(self, tensor: Tensor) -> None:
-        raise NotImplementedError("hooks of tensors are kept on tensors; use register_hook")
 
     def register_hook(self, fn: Callable[..., Any]) -> Any:
         return Handles([node.register_hook(fn) for node in self._nodes])
@@ -110,24 +96,24 @@ class Handles:
         self.remove()
 
 
-# Gradients that are not there. A node of several results, or a function of the user's, may give no gradient at all to
-# what it was computed from. Torch's own nodes pass that on, and a leaf's gradient stays None; a function in Python
-# takes it for zeros, which ours must not turn into gradients. Ranks agree in this: they all run the same program.
+# Gradients that are None. A node of several results, or a function of the user's, may give no gradient at all to what
+# it was computed from. Torch's own nodes pass that on, and a leaf's gradient stays None; a function in Python is given
+# zeros, which ours must not turn into gradients. Ranks agree in this: they all run the same program.
 
 
-NOTHING = "shardwise.nothing"
-"""Under this name a node knows that it passes on what is not there, as do those before it."""
+PASSES_NONE = "shardwise.passes_none"
+"""Under this name a node knows that it passes None on, as do those before it."""
 
 
-def pass_nothing_on(tensors: Iterable[DTensor]) -> None:
-    """Let the graph that some tensors come from pass on gradients that are not there."""
+def pass_none_on(tensors: Iterable[DTensor]) -> None:
+    """Let the graph that some tensors come from pass on gradients that are None."""
     todo: list[Any] = [*nodes_of([shard for x in tensors for shard in shards_of(x)])]
     while todo:
         node = todo.pop()
-        if NOTHING not in node.metadata:
-            node.metadata[NOTHING] = True
+        if PASSES_NONE not in node.metadata:
+            node.metadata[PASSES_NONE] = True
             if _is_ours(node):
-                node.register_hook(_nothing_of_nothing)
+                node.register_hook(_none_of_none)
             todo += [following for following, _ in node.next_functions if following is not None]
 
 
@@ -136,7 +122,7 @@ def _is_ours(node: Any) -> bool:
     return module.startswith("shardwise.") and module != tied.__module__  # which is there to give zeros
 
 
-def _nothing_of_nothing(gave: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> Any:
+def _none_of_none(gave: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> Any:
     return None if any(grad is not None for grad in got) else (None,) * len(gave)
 
 

@@ -1,4 +1,4 @@
-"""Transforms of functions, which would take a DTensor's shard for the whole: refused in words.
+"""Transforms of functions, which would take a DTensor's shard for the tensor: refused in words.
 
 `torch.func` and forward-mode differentiation wrap tensors in C++, which knows only the shard, and collectives are not
 part of what they transform. `torch.export`, `torch.jit.trace` and `make_fx` write down what happens to plain tensors;

@@ -47,8 +47,8 @@ def meta(x: Tensor) -> Tensor:
 
 
 def only_meta_refuses(error: Exception, tensors: Sequence[Tensor]) -> bool:
-    """Whether it is not the call that is bad: an op has no kernel for meta tensors (in torch's words for its own ops
-    and for custom ones), or it is of nothing, of which those kernels refuse more than others."""
+    """Whether an error may come from the kernels for meta tensors, and not from the call: an op has none (in torch's
+    words for its own ops and for custom ones), or a tensor is empty, and those kernels refuse more of these."""
     words = str(error) if isinstance(error, RuntimeError) else ""
     no_kernel = isinstance(error, NotImplementedError) or "meta" in words or "no fake impl registered" in words
     return no_kernel or not all(math.prod(shape_of(x)) for x in tensors)
@@ -58,9 +58,9 @@ def refuse_early(lowered: Lowered, func: Callable, args: tuple, kwargs: dict[str
     """Try out a planned call that would communicate, or that runs otherwise on the shards."""
     if not all(map(_can_be_tried, lowered.trace.calls)):
         return
-    some_hold_nothing = any(layout.has_empty for call in lowered.calls for layout in call.layouts.ins)
+    has_empty = [layout.has_empty for call in lowered.calls for layout in call.layouts.ins]
     computed = sum(value.numel for value in lowered.trace.values)
-    if some_hold_nothing or (computed <= SMALL and any(map(_is_changed, lowered.calls))):
+    if any(has_empty) or (computed <= SMALL and any(map(_is_changed, lowered.calls))):
         if (refusal := refused(func, args, kwargs, most=LARGE)) is not None:
             raise refusal
 

@@ -1,9 +1,8 @@
 """Autocast, for functions that do not run as one call on the shards.
 
-Autocast works inside C++, on whole functions: `cross_entropy` of half precision is computed in single precision. A
-function that runs as it is on the shards gets that for free. One that was traced does not: the trace, on meta tensors,
-sees no autocast, and its steps are ops that autocast does not know. So for these functions the arguments are converted
-here, as torch would, and the function runs outside autocast.
+Autocast works inside C++, on functions as they are called: `cross_entropy` of half precision is computed in single
+precision. A function that runs as itself on the shards gets that for free. One that was traced does not: its steps are
+ops that autocast does not know. So its arguments are converted here, as torch would, and it runs outside autocast.
 """
 
 from __future__ import annotations

@@ -5,12 +5,13 @@ The choice is predictable before it is clever; it looks at one call, never at th
 1. Nothing moves that need not: a strategy that needs no communication before it runs is taken, whether or not its
    result is pending. Slicing what is replicated, and masking a bias so that it counts once, move nothing. (But a
    pending value is not converted to a wider dtype.)
-2. No placement is invented: a strategy is open only if some input already lies as it asks, or if it takes everything
-   whole. So a pending sum that must be reduced becomes whole, or takes the placement of an operand it meets.
+2. No placement is invented: a strategy is open only if some input already has the placement it asks for, or if it
+   takes everything replicated. So a pending sum that must be reduced becomes replicated, or takes the placement of an
+   operand it meets.
 3. Where operands conflict, the strategy that sends least is taken, forward and, where a gradient will flow, backward,
    with the reduction of a pending result counted, and the way back to where an activation was sharded. A parameter is
    gathered, never sharded along another dim.
-4. A pending value that an earlier call has reduced is whole from then on.
+4. A pending value that an earlier call has reduced counts as replicated from then on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shardwise.dispatch.planning.trace import Trace
 from shardwise.layout import Layout, Mesh, Partial
 from shardwise.redistribute import DUAL, TABLE, wire_bytes
 from shardwise.rules import PENDING as ANY_REDUCTION
-from shardwise.rules import SUM, AxisPlacement, Call, Strategy, Value, replicated, rule_for
+from shardwise.rules import SUM, AxisPlacement, Call, Strategy, Value, replicated
 
 IMPOSSIBLE = float("inf")
 
@@ -32,12 +33,6 @@ STAY = 1.25
 should not tip for the size of a bias."""
 
 Ban = tuple[int, Strategy]
-
-
-def strategies_of(call: Call) -> list[Strategy]:
-    """The strategies of a call by its rule; without one, everything is replicated."""
-    rule = rule_for(call.op)
-    return [replicated(call)] if rule is None else rule.strategies(call)
 
 
 def placement_of(layout: Layout, axis: int) -> AxisPlacement:
@@ -69,7 +64,7 @@ class Chooser:
         self._reduced = {(index, axis) for index in trace.reduced for axis in range(mesh.ndim)}
 
     def choose(self, position: int, have: Sequence[Layout], banned: Set[Ban]) -> list[Strategy]:
-        """One strategy per axis. Axes along which nothing need move are settled first; what the others send depends on
+        """One strategy per axis. Axes along which nothing need move are decided first; what the others send depends on
         how the results are sharded along those."""
         call = self.trace.calls[position]
         at = [self._at(call, have, axis) for axis in range(self.mesh.ndim)]
@@ -88,8 +83,8 @@ class Chooser:
         return found  # type: ignore[return-value]
 
     def deferred(self, position: int, have: Sequence[Layout], chosen: Sequence[Strategy]) -> Sequence[Strategy]:
-        """The strategies as chosen, but where a pending sum is only reduced to be added to whole operands of its size,
-        the result may be pending instead, and be reduced in its own memory."""
+        """The strategies as chosen; but where a pending sum would be reduced only to be added to replicated operands of
+        its size, the result is pending instead, and reduced in its own memory."""
         call = self.trace.calls[position]
         if len(call.outputs) != 1 or len(call.inputs) < 2 or call.is_view or call.mutated:
             return chosen
@@ -219,8 +214,8 @@ def _widens(way: Strategy, call: Call) -> bool:
 
 
 def _is_bias(way: Strategy, call: Call, i: int) -> bool:
-    """Whether a whole input that is added to pending terms broadcasts to them, and leaves no more to be reduced. One of
-    their own shape does not wait: the sum is reduced there (see `Chooser.deferred`)."""
+    """Whether a replicated input that is added to pending terms broadcasts to them, and leaves no more to be reduced.
+    With one of their own shape the sum is reduced there (see `Chooser.deferred`)."""
     if any(call.inputs[i].shape == out.shape for out in call.outputs):
         return False
     makes_terms = any(isinstance(p, int) for p in way.ins)
@@ -231,7 +226,7 @@ def _is_bias(way: Strategy, call: Call, i: int) -> bool:
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """What a call's strategies send along an axis of some ranks: `at` is where inputs are, `ins` and `outs` the bytes
-    that inputs and outputs have where they are whole along the axis."""
+    that inputs and outputs would have if replicated along the axis."""
 
     ranks: int
     at: tuple[AxisPlacement, ...]
@@ -247,8 +242,8 @@ class Traffic:
 
     def _rank(self, way: Strategy) -> tuple[bool, float, bool, bool]:
         sent = self.of(way)
-        whole = any(isinstance(now, int) for now in self.at) and all(p is None for p in way.ins)
-        is_last = whole or sent == IMPOSSIBLE
+        gathers = any(isinstance(now, int) for now in self.at) and all(p is None for p in way.ins)
+        is_last = gathers or sent == IMPOSSIBLE
         return is_last, sent, any(isinstance(p, Partial) for p in way.outs), self._left(way)
 
     def _left(self, way: Strategy) -> bool:

@@ -4,22 +4,23 @@ They say so once, with the line of the user; strict mode refuses them."""
 
 from __future__ import annotations
 
-import sys
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.cause import is_ours, watchers
+from shardwise.comm.cause import users_line, watchers
 from shardwise.comm.record import note_fallback
 from shardwise.dispatch.aliasing.copied_views import Taking, storage_of, watch_copy
 from shardwise.dispatch.modes import is_strict
-from shardwise.dispatch.plan import mover_for, wrap_fresh
+from shardwise.dispatch.plan import Plan, mover_for, wrap_fresh
+from shardwise.dispatch.planning.ask_torch import is_number
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.dispatch.watch import gathered
-from shardwise.errors import FallbackWarning, InPlaceError, StrictModeError
+from shardwise.errors import FallbackWarning, InPlaceError, NoDataError, StrictModeError
 from shardwise.layout import Layout, Mesh
 from shardwise.local import check_strided, single, spread
 from shardwise.redistribute import plan_moves
@@ -27,7 +28,7 @@ from shardwise.rules.kit.treatments import treat, treatment_of
 from shardwise.tensor import DTensor, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
-_told: set[tuple] = set()
+_reported: set[tuple] = set()
 
 
 def describe(name: str, args: tuple, kwargs: dict[str, Any]) -> str:
@@ -63,23 +64,12 @@ def report(name: str, key: tuple, args: tuple, kwargs: dict[str, Any]) -> None:
         )
     note_fallback(name)
     key = tuple((part.mesh, part.placements) if isinstance(part, Layout) else part for part in key)
-    if key in _told:
+    if key in _reported:
         return
-    _told.add(key)
-    warnings.warn(
-        f"{describe(name, args, kwargs)} cannot run on these shards: they were gathered and it ran replicated",
-        FallbackWarning,
-        stacklevel=_user_level(),
-    )
-
-
-def _user_level() -> int:
-    """How far up the stack the user's own line is."""
-    level, frame = 1, sys._getframe(1)
-    while frame is not None and is_ours(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back  # type: ignore[assignment]
-        level += 1
-    return level
+    _reported.add(key)
+    file, line, _ = users_line()
+    said = f"{describe(name, args, kwargs)} cannot run on these shards: they were gathered and it ran replicated"
+    warnings.warn_explicit(said, FallbackWarning, file, line)
 
 
 _FIRST = ("input", "self", "condition")
@@ -156,8 +146,8 @@ class Gathered:
             return x
         moves = plan_moves(x._layout, Layout(self.mesh, x._layout.shape))
         with _disabled():
-            whole = mover_for(moves)(x) if moves else x
-        return localise(whole) if whole.__class__ is DTensor else whole
+            found = mover_for(moves)(x) if moves else x
+        return localise(found) if found.__class__ is DTensor else found
 
 
 def _lost_write(name: str, args: tuple, kwargs: dict[str, Any]) -> InPlaceError:
@@ -180,7 +170,7 @@ def _with_sizes(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if module.split(".")[0] != "torch" or isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return NotImplemented  # what users wrote, or named by its schema, is given what they gave
     first = next(iter(flat_tensors((args, kwargs))), None)
-    numbers = [x for x in flat_tensors((args, kwargs)) if x is not first and _is_size(x)]
+    numbers = [x for x in flat_tensors((args, kwargs)) if x is not first and is_number(x)]
     if not numbers:
         return NotImplemented
 
@@ -193,12 +183,42 @@ def _with_sizes(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return NotImplemented
 
 
-def _is_size(x: Tensor) -> bool:
-    """Whether a tensor may stand for a size or the number of a dim."""
-    with _disabled():
-        counts = not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
-    return counts and not x.shape
-
-
 def _writes(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+
+
+# Tensors without data, as all are on a mesh that only records: what depends on data is refused in words
+
+
+def on_meta(tensors: Sequence[Tensor]) -> bool:
+    return any(isinstance(x, DTensor) and x._layout.mesh.device_type == "meta" for x in tensors)
+
+
+class WithoutData:
+    """A plan on the meta device. Where torch has no kernel for that, the reason is that there is no data to look at."""
+
+    __slots__ = ("func", "plan")
+
+    def __init__(self, plan: Plan, func: Callable) -> None:
+        self.plan, self.func = plan, func
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+        try:
+            return self.plan(args, kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if isinstance(error, NoDataError) or not speaks_of_meta(error):
+                raise
+            raise needs_data(self.func, args, kwargs or {}) from error
+
+
+def speaks_of_meta(error: Exception) -> bool:
+    """Whether torch complains about a meta tensor: its words differ from op to op."""
+    return re.search(r"(\b|_)meta\b", str(error), re.IGNORECASE) is not None
+
+
+def needs_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> NoDataError:
+    name = getattr(func, "__name__", str(func))
+    return NoDataError(
+        f"{describe(name, args, kwargs)} depends on data, and these tensors have none: they are on the meta device. "
+        f"Leave it out where collectives are counted, or run the program on shardwise.simulate"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,17 +25,17 @@ from shardwise.dispatch.aliasing.views import (
     only_views,
 )
 from shardwise.dispatch.functions.foreach import plan_list_call
-from shardwise.dispatch.guarded import Changes, Guard, Guarded, Retains, Settles, Unrecorded, guarded
-from shardwise.dispatch.interop.mixing import is_collective, refuse_collective
+from shardwise.dispatch.guarded import Changes, Guard, Guarded, Retains, Settles, Unrecorded
+from shardwise.dispatch.interop.mixing import COLLECTIVES, refuse_collective
 from shardwise.dispatch.key import variant_key
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.plan import Plan, has_terms, reduced_first, runs_in_cpp
 from shardwise.dispatch.planning.ask_torch import LARGE, is_number, only_meta_refuses, refuse_early, refused
 from shardwise.dispatch.planning.autocast import Autocast, autocast_dtype
-from shardwise.dispatch.planning.build import build
-from shardwise.dispatch.planning.fallback import Gathered, describe, report
-from shardwise.dispatch.planning.lower import LostWriteError, Lowered, is_builtin, lower
-from shardwise.dispatch.planning.trace import Trace, flat_tensors, map_tensors, trace_call
+from shardwise.dispatch.planning.build import build, is_builtin
+from shardwise.dispatch.planning.fallback import Gathered, WithoutData, describe, on_meta, report
+from shardwise.dispatch.planning.lower import LostWriteError, Lowered, lower
+from shardwise.dispatch.planning.trace import Trace, flat_tensors, trace_call
 from shardwise.dispatch.steps import Steps, Whole
 from shardwise.dispatch.watch import labelled
 from shardwise.errors import InPlaceError, MeshError, ShardwiseError, StrideError
@@ -60,11 +61,17 @@ misses = Misses()
 
 def make_plan(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     """Plan one call."""
-    if is_collective(func):
+    if getattr(func, "__module__", None) in COLLECTIVES:
         return refuse_collective
+    tensors = flat_tensors((args, kwargs))
+    if not on_meta(tensors):
+        return _plan_for(func, args, kwargs, tensors)
+    return WithoutData(WithoutData(partial(_plan_for, func, tensors=tensors), func)(args, kwargs), func)
+
+
+def _plan_for(func: Callable, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Plan:
     if is_list_op(func):
         return plan_list_call(func, args, kwargs)
-    tensors = flat_tensors((args, kwargs))
     if any(isinstance(x, CopiedView) for x in tensors):
         return OfCopies(func)
     if "out" in kwargs and (into := plan_out(func, args, kwargs)) is not None:
@@ -195,27 +202,24 @@ def _planned(call: Asked) -> tuple[Plan, bool]:
 
 def _traced(call: Asked) -> Trace | Plan:
     """The ops that a call makes; or, where meta tensors cannot tell, the plan that does without."""
-    metas: list[Tensor] = []
-
-    def meta(x: Tensor) -> Tensor:
-        """One for each argument, even where two are the same tensor: the plan must hold for two that are not."""
-        shape = x._layout.shape if isinstance(x, DTensor) else tuple(x.shape)
-        made = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
-        metas.append(made.clone() if x.requires_grad and not is_leaf(x) else made)  # functions may branch on either
-        return metas[-1]
-
     with _disabled(), torch.inference_mode(False):
-        parameters = [is_parameter(x) for x in call.tensors]
-        args, kwargs = map_tensors(call.args, meta), map_tensors(call.kwargs, meta)
+        facts = [(is_parameter(x), x.requires_grad and not is_leaf(x)) for x in call.tensors]
+        # One for each argument, even where two are the same tensor: the plan must hold for two that are not. Functions
+        # may branch on who needs a gradient, and on who is a leaf.
+        metas = [
+            torch.empty(layout.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+            for x, layout in zip(call.tensors, call.layouts, strict=True)
+        ]
+        metas = [x.clone() if is_inner else x for x, (_, is_inner) in zip(metas, facts, strict=True)]
     try:
-        trace = trace_call(call.func, args, kwargs, metas, call.device)
+        trace = trace_call(call.func, call.args, call.kwargs, metas, call.device)
     except Exception as error:
         if call.func is Tensor.__getitem__ and _has_tensor_indices(call.args[1]):
             return picked_by_tensor
         if not isinstance(error, ShardwiseError) and only_meta_refuses(error, metas):
             return call.gathered()
         raise
-    trace.parameters = {value.index for value, is_one in zip(trace.inputs, parameters, strict=True) if is_one}
+    trace.parameters = {value.index for value, (is_one, _) in zip(trace.inputs, facts, strict=True) if is_one}
     trace.reduced = {value.index for value, layout in zip(trace.inputs, call.layouts, strict=True) if layout.reduced}
     return trace
 
@@ -286,19 +290,19 @@ def _writing(plan: Plan, guards: list[Guard], written: Sequence[int], lowered: L
 
 
 def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -> Plan:
-    """The plan of a call that only returns something: copies where torch returns views, perhaps, or what does not show
-    the strides of the whole."""
+    """The plan of a call that only returns something: copies where torch returns views, perhaps, or shards that do
+    not show the global strides."""
     results = lowered.trace.results
     layouts = [lowered.layouts[value.index] for value in results]
     if copies := [at for at, value in enumerate(results) if value.index in lowered.copies]:
         guards.append(Copies(call.func, copies))
     is_view = copies or any(made.call.is_view for made in lowered.calls[-1:])
     allowed = without_terms if is_view else within_graph  # what writes pass through stays as it is
-    if any(allowed(layout) is not layout.unreduced for layout in layouts):
+    if any(layout.has_pending and allowed(layout) is not layout.unreduced for layout in layouts):
         guards.append(Settles())
     if isinstance(plan, (Autocast, Steps, Whole)) and not lowered.trace.seen_arguments:
         guards.append(Unrecorded())
-    return _with_strides(guarded(plan, guards), lowered, call)
+    return _with_strides(Guarded(plan, guards) if guards else plan, lowered, call)
 
 
 def _with_strides(plan: Plan, lowered: Lowered, call: Asked) -> Plan:
@@ -339,7 +343,7 @@ def picked_by_tensor(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
 
 
 class ContiguousOnly:
-    """A plan of a function that reads memory by strides: it is gathered, so the whole must lie as gathered ones do."""
+    """A plan of a function that reads memory by strides: it is gathered, and gathered tensors are contiguous."""
 
     __slots__ = ("plan",)
 
@@ -358,7 +362,7 @@ class ContiguousOnly:
 
 
 def _in_order_of_memory(x: Any) -> DTensor | None:
-    """The tensor with its dims in the order in which they lie, if that makes it contiguous: it lies where `x` does."""
+    """The tensor with its dims in the order of their strides, if that makes it contiguous: it has the memory of `x`."""
     if not isinstance(x, DTensor):
         return None
     strides = global_strides(x)
@@ -388,7 +392,7 @@ def _is_invariant(plan: Plan, lowered: Lowered, args: tuple, kwargs: dict[str, A
         return False
     if any(layout.has_empty for layout in call.layouts.ins):
         return False  # ranks that hold nothing would not say what torch has against a dtype
-    return all(within_graph(layout) is layout.unreduced for layout in call.layouts.outs)
+    return all(not layout.has_pending or within_graph(layout) is layout.unreduced for layout in call.layouts.outs)
 
 
 class Reports(Guard):

@@ -2,62 +2,18 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from shardwise.comm import PerRank, ranked, shards_of
-from shardwise.comm.ranked import join, pick
-from shardwise.dispatch.planning.bindings import fast_callable
-from shardwise.dispatch.planning.choose import Ban, Chooser, NoStrategyError, strategies_of
-from shardwise.dispatch.planning.meta_results import SHAPES
+from shardwise.dispatch.planning.choose import Ban, Chooser, NoStrategyError
 from shardwise.dispatch.planning.realise import CannotRealise, Realised, realise
-from shardwise.dispatch.planning.trace import Trace, map_tensors
+from shardwise.dispatch.planning.trace import Trace
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh
-from shardwise.redistribute import Group, Move, Typed, own_node, parameter_moves, plan_moves
-from shardwise.rules import Call, HeldValues, Local, Strategy, Value, rule_for
-from shardwise.rules.kit.kernels import kernel_for
-
-_disabled = torch._C.DisableTorchFunctionSubclass
-_BUILTIN = (
-    types.BuiltinFunctionType,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-    types.MethodWrapperType,
-    types.GetSetDescriptorType,
-)
-
-
-def is_builtin(function: Any) -> bool:
-    """Whether a function runs in C++, where a DTensor is nothing but its shard. Custom ops may run in Python."""
-    if isinstance(function, torch._ops.OpOverload):
-        return function.namespace == "aten"
-    return isinstance(function, _BUILTIN)
-
-
-_composites: dict[Any, bool] = {}
-
-
-def has_composites(op: Any) -> bool:
-    """Whether some overload of an op is made of other ops, so that its binding may do more than call the op. Overloads
-    for named dims are, but nothing here has names."""
-    packet = op.overloadpacket
-    found = _composites.get(packet)
-    if found is None:
-        overloads = [getattr(packet, overload) for overload in packet.overloads()]
-        names = [overload.name() for overload in overloads if "dimname" not in str(overload._schema).lower()]
-        found = _composites[packet] = any(
-            torch._C._dispatch_has_kernel(name)
-            and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
-            for name in names
-        )
-    return found
+from shardwise.redistribute import Move, Typed, parameter_moves, plan_moves
+from shardwise.rules import Call, Local, Rule, Strategy, Value, rule_for
+from shardwise.rules.kit.registry import strategies_of
 
 
 @dataclass(slots=True)
@@ -74,7 +30,7 @@ class LoweredCall:
 
 @dataclass(slots=True)
 class Lowered:
-    """A whole trace, lowered; `layouts` are the values' layouts, `copies` the values that torch would make views of
+    """A trace, lowered; `layouts` are the values' layouts, `copies` the values that torch would make views of
     others and that are copies here; `by_gradient` says that other calls that are alike but for who needs a gradient, or
     is a parameter, may be lowered otherwise."""
 
@@ -123,13 +79,6 @@ def _cannot_write(call: Call, trace: Trace, layouts: Sequence[Layout]) -> InPlac
     )
 
 
-class Banned(Exception):
-    """The strategies chosen for a call do not go together: along `axis` it must be another than `strategy`."""
-
-    def __init__(self, axis: int, strategy: Strategy) -> None:
-        self.axis, self.strategy = axis, strategy
-
-
 class Choosing(Protocol):
     """Who chooses strategies for calls, one after the other: see `Chooser`."""
 
@@ -148,22 +97,25 @@ def lower_calls(
     chooser: Choosing,
 ) -> Lowered:
     """Turn the strategies chosen for each call in turn into layouts, moves and local calls. `options` are all that each
-    call had. Raises `Banned` where the chooser insists on strategies of different axes that do not go together."""
+    call had. Raises `CannotRealise` where the chooser insists on strategies that do not go together."""
     current = {value.index: layout for value, layout in zip(trace.inputs, layouts, strict=True)}
     current.update({value.index: Layout(mesh, value.shape) for value, _ in trace.constants})
     aliases = _Aliases(trace)
-    last = max((i for i, call in enumerate(trace.calls) if _takes_whole(call, options[i])), default=-1)
+    rules = [rule_for(call.op) for call in trace.calls]
+    gathered = [at for at, call in enumerate(trace.calls) if _needs_all(call, rules[at], options[at])]
     calls = []
-    for position, call in enumerate(trace.calls):
+    for position, (call, rule) in enumerate(zip(trace.calls, rules, strict=True)):
         have = [current[value.index] for value in call.inputs]
         ways, realised = _realised(call, position, have, mesh, chooser)
-        lowered = _lowered_call(call, realised, have, is_only=len(trace.calls) == 1)
+        lowered = _lowered_call(call, rule, realised, have, is_only=len(trace.calls) == 1)
         later = chooser.deferred(position, have, ways)
         if later is not ways and any(a is not b for a, b in zip(later, ways, strict=True)):
-            lowered = _reduced_after(call, realise(call, later, have, mesh), realised, have)
-        rule = rule_for(call.op)
+            pending = realise(call, later, have, mesh)  # a fresh result, which is then reduced
+            lowered = _lowered_call(call, rule, pending, have, is_only=False)
+            lowered.out_moves = [plan_moves(pending.outs[0], realised.outs[0])]
         sees_all = rule is not None and rule.sees_all
-        lowered.gathers = not sees_all and _gathers(ways, have, options[position], position <= last)
+        doomed = bool(gathered) and position <= gathered[-1]
+        lowered.gathers = not sees_all and _gathers(ways, have, options[position], doomed)
         aliases.follow(lowered, position, have)
         chooser.follow(call, have, ways)
         calls.append(lowered)
@@ -209,11 +161,13 @@ def _realised(
             return ways, realise(call, ways, have, mesh)
         except CannotRealise as cannot:
             if (cannot.axis, cannot.strategy) in banned:
-                raise Banned(cannot.axis, cannot.strategy) from None
+                raise
             banned.add((cannot.axis, cannot.strategy))
 
 
-def _lowered_call(call: Call, realised: Realised, have: Sequence[Layout], *, is_only: bool) -> LoweredCall:
+def _lowered_call(
+    call: Call, rule: Rule | None, realised: Realised, have: Sequence[Layout], *, is_only: bool
+) -> LoweredCall:
     wanted = zip(call.inputs, have, realised.ins, realised.varying, strict=True)
     moves = [
         ()
@@ -221,7 +175,6 @@ def _lowered_call(call: Call, realised: Realised, have: Sequence[Layout], *, is_
         else (parameter_moves if value.is_parameter else plan_moves)(source, target, varying)
         for value, source, target, varying in wanted
     ]
-    rule = rule_for(call.op)
     local = rule.local(call, realised.ins, realised.outs) if rule is not None and rule.local is not None else None
     if local is not None and local.resized and not any(any(o.splits) for o in (*realised.ins, *realised.outs)):
         # Nothing is sharded: the global sizes are the local ones. But what a function does to contiguous tensors by a
@@ -231,33 +184,20 @@ def _lowered_call(call: Call, realised: Realised, have: Sequence[Layout], *, is_
     return LoweredCall(call, realised, moves, _out_moves(call, realised, local), local, gathers=False)
 
 
-def _reduced_after(call: Call, pending: Realised, wanted: Realised, have: Sequence[Layout]) -> LoweredCall:
-    """A call whose fresh result is a pending sum, which is then reduced."""
-    lowered = _lowered_call(call, pending, have, is_only=False)
-    lowered.out_moves = [plan_moves(pending.outs[0], wanted.outs[0])]
-    return lowered
-
-
-def _takes_whole(call: Call, options: list[Strategy]) -> bool:
+def _needs_all(call: Call, rule: Rule | None, options: list[Strategy]) -> bool:
     """Whether no strategy of a call takes anything split, though there is something to split."""
-    rule = rule_for(call.op)
     if all(value.numel < 2 for value in call.inputs) or (rule is not None and rule.sees_all):
         return False
     return not any(isinstance(placement, int) for way in options for placement in way.ins)
 
 
 def _gathers(chosen: Sequence[Strategy], have: Sequence[Layout], options: list[Strategy], doomed: bool) -> bool:
-    """Whether some input that is split along an axis is made whole there because no strategy takes it split, or none of
+    """Whether some input that is split along an axis is gathered there because no strategy takes it split, or none of
     a call to come does."""
     for axis, strategy in enumerate(chosen):
-        if any(placement is not None for placement in strategy.ins):
-            continue
-        for position, layout in enumerate(have):
-            if (
-                layout.numel
-                and layout.axis_dims[axis] is not None
-                and (doomed or not any(isinstance(way.ins[position], int) for way in options))
-            ):
+        if all(placement is None for placement in strategy.ins):
+            split = [i for i, layout in enumerate(have) if layout.numel and layout.axis_dims[axis] is not None]
+            if any(doomed or not any(isinstance(way.ins[i], int) for way in options) for i in split):
                 return True
     return False
 
@@ -275,7 +215,7 @@ def _out_moves(call: Call, realised: Realised, local: Local | None) -> list[tupl
 
 
 class LostWriteError(Exception):
-    """A write that would not be seen where it must be: the function must run whole."""
+    """A write that would not be seen where it must be: the function must be gathered."""
 
 
 class _Aliases:
@@ -319,84 +259,3 @@ class _Aliases:
             return True
         later = (*(call.inputs for call in self.trace.calls[at + 1 :]), self.trace.results)
         return value not in call.outputs and any(value in values for values in later)
-
-
-# How a lowered call runs: a function and a template of its arguments
-
-
-def local_call(lowered: LoweredCall, mesh: Mesh) -> tuple[Callable, list[Any], dict[str, Any]]:
-    """The function that runs on the shards and its arguments, in which `Value`s stand for shards."""
-    call, local = lowered.call, lowered.local
-    if local is None:
-        return _binding(call), list(call.args), dict(call.kwargs)
-    groups = [Group(mesh, axes, lowered.layouts.ins) for axes in local.groups]
-    args = [*groups, *(_held(arg) for arg in local.args)]
-    function = kernel_for(local.function, mesh.device_type)
-    if not groups:
-        function = function if len(mesh.held) == 1 else EachRank(function, len(mesh.held))
-    elif all(returned.alias_info is None for returned in call.op._schema.returns):
-        function = partial(_of_program, function)
-    return function, args, {name: _held(arg) for name, arg in local.kwargs.items()}
-
-
-def _of_program(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Results that are views only of what the program made on the way are none to autograd, as torch's are none: to a
-    view that is written to, or whose base is, its hooks are lost. Those that are not the first of their node, as other
-    ranks' in the simulator are not, have one of their own: where torch keeps a gradient for them after a write to a
-    view of theirs, it looks for the first, and dies."""
-    return map_tensors(function(*args, **kwargs), _of_its_own)
-
-
-def _of_its_own(x: Tensor) -> Tensor:
-    held = shards_of(x)
-    with _disabled():
-        if not x.requires_grad or not any(shard._is_view() or (len(held) > 1 and shard.output_nr) for shard in held):
-            return x
-        shards = [own_node(shard) for shard in held]
-    return shards[0] if len(shards) == 1 else ranked(shards)
-
-
-_bindings: dict[tuple, Callable] = {}
-MAX_BINDINGS = 4096
-
-
-def _binding(call: Call) -> Callable:
-    """The quickest callable for a call's op, which is found by trying: once for all calls that differ in sizes only."""
-    key = (call.op, _kind_of(call.args, call.op), _kind_of(tuple(call.kwargs.items()), call.op))
-    found = _bindings.get(key)
-    if found is None:
-        if len(_bindings) >= MAX_BINDINGS:
-            _bindings.clear()
-        found = _bindings[key] = fast_callable(call)
-    return found
-
-
-def _kind_of(tree: Any, op: Any) -> Any:
-    """An argument as bindings see it. Those that are made of other ops may look at sizes too."""
-    if isinstance(tree, Value):
-        sees_sizes = has_composites(op) and op not in SHAPES
-        return (Value, tree.dtype, tree.shape if sees_sizes else tree.ndim)
-    if isinstance(tree, (list, tuple)):
-        return tuple([_kind_of(item, op) for item in tree])
-    return (tree.__class__, tree)
-
-
-class EachRank:
-    """An ordinary local function, run for every rank of the simulator."""
-
-    __slots__ = ("function", "num_ranks")
-
-    def __init__(self, function: Callable, num_ranks: int) -> None:
-        self.function, self.num_ranks = function, num_ranks
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _disabled():
-            return join([self.function(*pick(args, rank), **pick(kwargs, rank)) for rank in range(self.num_ranks)])
-
-
-def _held(argument: Any) -> Any:
-    """An argument per held rank as the runner wants it: plain where there is one rank or all agree."""
-    if isinstance(argument, HeldValues):
-        first = argument.values[0]
-        return first if all(value == first for value in argument.values) else PerRank(argument.values)
-    return argument

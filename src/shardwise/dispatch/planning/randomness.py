@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.comm.ranked import join, pick, ranked, shards_of
 from shardwise.comm.record import off_the_record
-from shardwise.dispatch.planning.lower import EachRank
+from shardwise.dispatch.planning.local_calls import EachRank
 from shardwise.dispatch.planning.realise import Realised
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.errors import ReplicaError
@@ -167,7 +167,7 @@ class RandomCall:
 
 
 class ExactCall:
-    """A function that fills a tensor, run once for the whole tensor, as one device would run it (in the order of a
+    """A function that fills a tensor, run once for all of the tensor, as one device would run it (in the order of a
     contiguous tensor); every shard takes its part."""
 
     __slots__ = ("boxes", "function", "in_place", "mesh", "shape")
@@ -185,8 +185,8 @@ class ExactCall:
                 check_in_step(self.mesh)
             shards = shards_of(x)
             with torch.no_grad():
-                whole = self.function(torch.empty(self.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
-            parts = [_part(whole, *box) for box in self.boxes]
+                drawn_all = self.function(torch.empty(self.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
+            parts = [_part(drawn_all, *box) for box in self.boxes]
             if self.in_place:
                 for shard, part in zip(shards, parts, strict=True):
                     shard.copy_(part)
@@ -195,7 +195,7 @@ class ExactCall:
             return ranked(made) if len(made) > 1 else made[0]
 
 
-def _part(whole: Tensor, starts: Sequence[int], extents: Sequence[int]) -> Tensor:
+def _part(x: Tensor, starts: Sequence[int], extents: Sequence[int]) -> Tensor:
     for dim, (start, extent) in enumerate(zip(starts, extents, strict=True)):
-        whole = whole.narrow(dim, start, extent)
-    return whole
+        x = x.narrow(dim, start, extent)
+    return x

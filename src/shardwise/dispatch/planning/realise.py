@@ -1,4 +1,4 @@
-"""From one strategy per axis to whole layouts: the order of axes on a shared dim, and the sizes of its pieces."""
+"""From one strategy per axis to layouts: the order of axes on a shared dim, and the sizes of its pieces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.layout import Layout, Mesh, Partial, chunk_sizes
-from shardwise.rules import Call, Strategy
+from shardwise.rules import Call, Strategy, Value
 
 Cut = tuple[tuple[int, ...], tuple[int, ...] | None]
 """How a dim is cut: the axes, major first, and explicit sizes of the pieces if they are not `torch.chunk`'s."""
@@ -15,7 +15,7 @@ Cut = tuple[tuple[int, ...], tuple[int, ...] | None]
 @dataclass(frozen=True, slots=True)
 class Realised:
     """The layouts a call needs and gives; per input the axes on which it is used as varying, and per output those on
-    which it is whole beside outputs that are not, so that its gradient must count once."""
+    which it is replicated beside outputs that are not, so that its gradient must count once."""
 
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
@@ -42,27 +42,15 @@ def realise(call: Call, chosen: Sequence[Strategy], current: Sequence[Layout], m
     for strategy, axes in by_strategy.items():
         if any(isinstance(p, int) for p in (*strategy.ins, *strategy.outs)):
             _cut_dims(call, strategy, axes, current, mesh, in_cuts, out_cuts)
-    ins = tuple(
-        [
-            _layout(mesh, value.shape, in_cuts[i], [strategy.ins[i] for strategy in chosen])
-            for i, value in enumerate(call.inputs)
-        ]
-    )
-    outs = tuple(
-        [
-            _layout(mesh, value.shape, out_cuts[i], [strategy.outs[i] for strategy in chosen])
-            for i, value in enumerate(call.outputs)
-        ]
-    )
+    sought = [strategy.ins for strategy in chosen], [strategy.outs for strategy in chosen]
+    ins = _layouts(mesh, call.inputs, in_cuts, sought[0])
+    outs = _layouts(mesh, call.outputs, out_cuts, sought[1])
     varies = [axis for axis, strategy in enumerate(chosen) if strategy.outs.count(None) < len(strategy.outs)]
-    varying = tuple([_whole_along(varies, [strategy.ins[i] for strategy in chosen]) for i in range(len(ins))])
-    alike = tuple([_whole_along(varies, [strategy.outs[i] for strategy in chosen]) for i in range(len(outs))])
+    varying, alike = (
+        tuple([frozenset([axis for axis in varies if placements[axis][i] is None]) for i in range(len(layouts))])
+        for layouts, placements in zip((ins, outs), sought, strict=True)
+    )
     return Realised(ins, outs, varying, alike)
-
-
-def _whole_along(axes: list[int], placements: Sequence[object]) -> frozenset[int]:
-    """Those of some axes along which a value is whole."""
-    return frozenset([axis for axis in axes if placements[axis] is None])
 
 
 def _cut_dims(
@@ -124,10 +112,17 @@ def _common_cut(call: Call, strategy: Strategy, axes: list[int], current: Sequen
     return order, sizes if sizes is not None and lengths == {sum(sizes)} else None
 
 
-def _layout(mesh: Mesh, shape: tuple[int, ...], cuts: dict[int, Cut], placements: Sequence[object]) -> Layout:
-    pending = [p if isinstance(p, Partial) else None for p in placements]
-    if not cuts:
-        return Layout(mesh, shape, None, pending)
-    splits = [cuts[d][0] if d in cuts else () for d in range(len(shape))]
-    sizes = [cuts[d][1] if d in cuts else None for d in range(len(shape))]
-    return Layout(mesh, shape, splits, pending, sizes)
+def _layouts(
+    mesh: Mesh, values: Sequence[Value], cuts: Sequence[dict[int, Cut]], sought: Sequence[Sequence[object]]
+) -> tuple[Layout, ...]:
+    """The layouts of some values: `cuts` says how their dims are cut, `sought`, axis by axis, what is pending."""
+    described = [
+        (
+            value.shape,
+            [cut[d][0] if d in cut else () for d in range(value.ndim)] if cut else None,
+            [p if isinstance(p := placements[i], Partial) else None for placements in sought],
+            [cut[d][1] if d in cut else None for d in range(value.ndim)] if cut else None,
+        )
+        for i, (value, cut) in enumerate(zip(values, cuts, strict=True))
+    ]
+    return tuple([Layout(mesh, *one) for one in described])

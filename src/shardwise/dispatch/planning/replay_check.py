@@ -1,22 +1,24 @@
-"""Whether a function may run whole: on the shards it must make the very calls that were planned for them.
+"""Whether a function may run as itself: on the shards it must make the very calls that were planned for them.
 
 A function may read sizes off its arguments, or be given some, and on shards those are other sizes. So where it could
-have, it is traced once more, on meta tensors of the shards' shapes, and the two traces are compared.
+have, it runs once more, on meta tensors of the shards' shapes, and its calls are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.dispatch.modes import ThinkingMode
-from shardwise.dispatch.planning.lower import Lowered, LoweredCall, has_composites
-from shardwise.dispatch.planning.trace import Trace, map_tensors, trace_call
-from shardwise.rules import Call, HeldValues, Value
+from shardwise.dispatch.planning.local_calls import comparable, has_composites, makes_call
+from shardwise.dispatch.planning.lower import Lowered, LoweredCall
+from shardwise.dispatch.planning.trace import map_tensors, trace_call
+from shardwise.rules import Call, Value
 from shardwise.rules.kit.treatments import treatment_of
+
+Shapes = Sequence[tuple[int, ...]]
 
 
 def runs_alike(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -24,9 +26,9 @@ def runs_alike(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[s
     wanted = [_needed_layout(lowered, position) for position in range(len(lowered.trace.inputs))]
     if not any(any(layout.splits) for layout in wanted) or treatment_of(function).op is not None:
         return True
-    if _is_plain(lowered, args, kwargs) or _is_binding(function, lowered, args, kwargs):
+    if _has_no_sizes(lowered, args, kwargs) or _is_binding(function, lowered, args, kwargs):
         return True
-    same = _rehearsed if len(lowered.calls) == 1 else _same_on
+    same = _makes_the_call if len(lowered.calls) == 1 else _makes_the_calls
     ranks = {tuple(layout.held_shapes[rank] for layout in wanted): rank for rank in range(len(lowered.mesh.held))}
     return all(same(function, lowered, args, kwargs, shapes, rank) for shapes, rank in ranks.items())
 
@@ -41,7 +43,7 @@ def _needed_layout(lowered: Lowered, position: int) -> Any:
     return lowered.layouts[value.index]
 
 
-def _is_plain(lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
+def _has_no_sizes(lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> bool:
     """One op that uses every tensor, in a call without any number that could be a size: nothing to read sizes from."""
     if len(lowered.calls) != 1 or len(lowered.calls[0].call.inputs) != len(lowered.trace.inputs):
         return False
@@ -55,15 +57,13 @@ def _is_binding(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[
         return False
     call = lowered.calls[0].call
     name = function._schema.name.split("::")[1] if isinstance(function, torch._ops.OpOverload) else function.__name__
-    if call.name != name or has_composites(call.op) or len(args) > len(call.op._schema.arguments):
+    if call.name != name or has_composites(call.op) or len(args) > len(call.bound) or kwargs.keys() - call.bound:
         return False
     left = iter(lowered.trace.inputs)
     given_args, given_kwargs = map_tensors((args, kwargs), lambda _: next(left))
-    given = Call(call.op, given_args, given_kwargs, (), ())
-    if not call.bound.keys() >= kwargs.keys():
-        return False
-    got = [_plain(argument) for argument in call.bound.values()]
-    return all(x == y or [x] == y for x, y in zip(map(_plain, given.bound.values()), got, strict=True))
+    given = Call(call.op, given_args, given_kwargs, (), ()).bound.values()
+    pairs = zip(map(comparable, given), map(comparable, call.bound.values()), strict=True)
+    return all(x == y or [x] == y for x, y in pairs)
 
 
 def _has_int(tree: Any) -> bool:
@@ -72,108 +72,45 @@ def _has_int(tree: Any) -> bool:
     return isinstance(tree, int) and not isinstance(tree, bool)
 
 
-Shapes = tuple[tuple[int, ...], ...]
+def _makes_the_call(
+    function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any], shapes: Shapes, rank: int
+) -> bool:
+    """The same for a function that makes one call. Its kernel need not run, if what it gives on the shards is known."""
+    (call,) = lowered.calls
+    metas = _metas(lowered.trace.inputs, shapes)
+    left = iter(metas)
+    args, kwargs = map_tensors((args, kwargs), lambda _: next(left))
+    known = {id(meta): value for meta, value in zip(metas, lowered.trace.inputs, strict=True)}
+    kinds = {str(returned.type) for returned in call.call.op._schema.returns}
+    is_fresh = not call.call.mutated and not call.call.is_view and kinds <= {"Tensor", "List[Tensor]"}
+    results = (
+        _metas(call.call.outputs, [layout.held_shapes[rank] for layout in call.layouts.outs]) if is_fresh else None
+    )
+    return makes_call(function, args, kwargs, call.call, known, results)
 
 
-def _metas(lowered: Lowered, args: tuple, kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, Any, list[Tensor]]:
-    """The arguments with meta tensors of the shards' shapes, and these."""
-    metas: list[Tensor] = []
-    left = iter(zip(shapes, lowered.trace.inputs, strict=True))
-
-    def meta(_: Tensor) -> Tensor:
-        shape, value = next(left)
-        metas.append(torch.empty(shape, dtype=value.dtype, device="meta"))
-        return metas[-1]
-
-    return map_tensors(args, meta), map_tensors(kwargs, meta), metas
-
-
-def _same_on(
+def _makes_the_calls(
     function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any], shapes: Shapes, rank: int
 ) -> bool:
     try:
         with torch.no_grad():
-            local_args, local_kwargs, metas = _metas(lowered, args, kwargs, shapes)
-            trace = trace_call(function, local_args, local_kwargs, metas, torch.device("cpu"))
-    except Exception:  # whatever it is, the function does not do on shards what it does on the whole
+            metas = _metas(lowered.trace.inputs, shapes)
+            trace = trace_call(function, args, kwargs, metas, torch.device("cpu"))
+    except Exception:  # whatever it is, it does not do on shards what it does globally
         return False
-    return _same_calls(trace, lowered, rank)
-
-
-def _rehearsed(
-    function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, Any], shapes: Shapes, rank: int
-) -> bool:
-    """The same for a function that makes one call: it need not run, for what it gives on the shards is known."""
-    (call,) = lowered.calls
-    kinds = {str(returned.type) for returned in call.call.op._schema.returns}
-    if call.call.mutated or call.call.is_view or not kinds <= {"Tensor", "List[Tensor]"}:
-        return _same_on(function, lowered, args, kwargs, shapes, rank)
-    local_args, local_kwargs, metas = _metas(lowered, args, kwargs, shapes)
-    known = {id(meta): value for meta, value in zip(metas, lowered.trace.inputs, strict=True)}
-    results = [layout.held_shapes[rank] for layout in call.layouts.outs]
-    rehearsal = _Rehearsal(call.call, known, results)
-    try:
-        with torch.no_grad(), rehearsal:
-            function(*local_args, **local_kwargs)
-    except Exception:  # as above
-        return False
-    return rehearsal.num_calls == 1
-
-
-class _Rehearsal(ThinkingMode):
-    """Expects one call, and gives its results without computing anything."""
-
-    def __init__(self, call: Call, known: dict[int, Value], results: list[tuple[int, ...]]) -> None:
-        super().__init__()
-        self.call, self.known, self.results = call, known, results
-        self.num_calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_calls += 1
-        given = map_tensors((tuple(args), kwargs or {}), lambda x: self.known[id(x)])
-        if func is not self.call.op or _plain(given) != _plain((self.call.args, self.call.kwargs)):
-            raise _AnotherCall
-        made = iter(
-            torch.empty(shape, dtype=value.dtype, device="meta")
-            for shape, value in zip(self.results, self.call.outputs, strict=True)
-        )
-        returns = [next(made) if _is_one(returned) else list(made) for returned in func._schema.returns]
-        return returns[0] if len(returns) == 1 else tuple(returns)
-
-
-def _is_one(returned: Any) -> bool:
-    return str(returned.type) == "Tensor"
-
-
-class _AnotherCall(Exception):
-    """Not the call that was expected."""
-
-
-def _same_calls(trace: Trace, lowered: Lowered, rank: int) -> bool:
-    """Whether a trace on the shards of one rank makes the calls that are planned for it."""
-    if len(trace.calls) != len(lowered.calls):
-        return False
-    if len(trace.results) != len(lowered.trace.results):
+    if len(trace.calls) != len(lowered.calls) or len(trace.results) != len(lowered.trace.results):
         return False
     pairs = zip(trace.calls, lowered.calls, strict=True)
-    return all(x.op is y.call.op and _plain((x.args, x.kwargs)) == _planned(y, rank) for x, y in pairs)
+    return all(x.op is y.call.op and comparable((x.args, x.kwargs)) == _planned(y, rank) for x, y in pairs)
 
 
 def _planned(lowered: LoweredCall, rank: int) -> Any:
     """The arguments that a call is to have on one rank."""
     if lowered.local is None:
-        return _plain((lowered.call.args, lowered.call.kwargs))
-    return _plain((tuple(lowered.local.args), dict(lowered.local.kwargs)), rank)
+        return comparable((lowered.call.args, lowered.call.kwargs))
+    return comparable((tuple(lowered.local.args), dict(lowered.local.kwargs)), rank)
 
 
-def _plain(tree: Any, rank: int = 0) -> Any:
-    """Arguments with each value as its number: shapes differ, everything else must not."""
-    if isinstance(tree, Value):
-        return ("value", tree.index)
-    if isinstance(tree, HeldValues):
-        return _plain(tree.values[rank])
-    if isinstance(tree, (list, tuple)):
-        return [_plain(item, rank) for item in tree]
-    if isinstance(tree, dict):
-        return {name: _plain(item, rank) for name, item in tree.items() if name != "device"}
-    return tree
+def _metas(values: Sequence[Value], shapes: Shapes) -> list[Tensor]:
+    pairs = zip(shapes, values, strict=True)
+    return [torch.empty(shape, dtype=value.dtype, device="meta") for shape, value in pairs]

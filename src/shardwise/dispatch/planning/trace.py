@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,10 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.dispatch.modes import ThinkingMode
-from shardwise.dispatch.planning.fuse import fused
 from shardwise.dispatch.planning.meta_results import run_on_meta
 from shardwise.errors import InPlaceError
-from shardwise.rules import Call, Value, flat_values
+from shardwise.rules import Call, Value
 from shardwise.rules.kit.treatments import treat, treatment_of
 
 aten = torch.ops.aten
@@ -49,8 +50,9 @@ ResultStrides = list[tuple[tuple[int, ...], bool]]
 
 
 class Trace:
-    """A call as a straight line of aten ops over values. `inputs[i]` is the value of the i-th tensor argument; `output`
-    is what the call returned, with values for tensors; `constants` are tensors the function brought along itself."""
+    """A call as a list of aten ops over values. `inputs[i]` is the value of the i-th tensor argument; `output`
+    is what the call returned, with values for tensors, and `results` are these; `constants` are tensors the function
+    brought along itself."""
 
     def __init__(self, *, needs_grad: bool = False) -> None:
         self.needs_grad = needs_grad
@@ -59,46 +61,24 @@ class Trace:
         self.inputs: list[Value] = []
         self.constants: list[tuple[Value, Tensor]] = []
         self.output: Any = None
+        self.results: list[Value] = []
         self.result_strides: ResultStrides = []
-        self.dtypes: tuple[torch.dtype, ...] = ()
         self.need_grad: set[int] = set()  # inputs that need a gradient
         self.parameters: set[int] = set()  # inputs that are parameters, or other leaves that need a gradient
         self.reduced: set[int] = set()  # inputs that are pending, and keep what that has come to
 
-    def new_value(self, tensor: Tensor) -> Value:
-        value = Value(len(self.values), tuple(tensor.shape), tensor.dtype)
+    def new_value(self, like: Tensor | Value, shape: tuple[int, ...] | None = None) -> Value:
+        value = Value(len(self.values), tuple(like.shape) if shape is None else shape, like.dtype)
         value.may_need_grad = self.needs_grad
-        self.values.append(value)
-        return value
-
-    def value_like(self, shape: tuple[int, ...], other: Value) -> Value:
-        """A new value of a shape, otherwise like another."""
-        value = Value(len(self.values), shape, other.dtype)
-        value.may_need_grad = other.may_need_grad
         self.values.append(value)
         return value
 
     # What follows from a finished trace
 
     @cached_property
-    def returned(self) -> dict[int, int]:
-        """How often each value is among the results."""
-        found: dict[int, int] = {}
-        for value in self.results:
-            found[value.index] = found.get(value.index, 0) + 1
-        return found
-
-    @cached_property
-    def last_uses(self) -> dict[int, frozenset[int]]:
-        """The values that no call after some call uses."""
-        last: dict[int, int] = {}
-        for position, call in enumerate(self.calls):
-            for value in (*call.inputs, *call.outputs):
-                last[value.index] = position
-        uses: dict[int, list[int]] = {}
-        for index, position in last.items():
-            uses.setdefault(position, []).append(index)
-        return {position: frozenset(indices) for position, indices in uses.items()}
+    def returned(self) -> set[int]:
+        """The indices of the results."""
+        return {value.index for value in self.results}
 
     @cached_property
     def pinned(self) -> set[int]:
@@ -128,15 +108,11 @@ class Trace:
         return {index: root for index, root in self.families.items() if root in written}
 
     @cached_property
-    def results(self) -> list[Value]:
-        """The values that the call returns."""
-        return flat_values(self.output)
-
-    @cached_property
     def written_arguments(self) -> list[int]:
         """Positions of the tensor arguments that the call writes to, or to a view of."""
+        families = self.written_families
         values = [call.inputs[i].index for call in self.calls for i in call.mutated]
-        written = {*values, *(self.written_families[index] for index in values if index in self.written_families)}
+        written = {*values, *(families[index] for index in values if index in families)}
         return [position for position, value in enumerate(self.inputs) if value.index in written]
 
     @cached_property
@@ -243,23 +219,22 @@ class _InOnePiece(TorchFunctionMode):
 def trace_call(
     function: Callable, args: Sequence[Any], kwargs: dict[str, Any], metas: Sequence[Tensor], device: torch.device
 ) -> Trace:
-    """Trace `function(*args, **kwargs)`, where the tensors in the arguments are already the meta tensors `metas`, which
-    stand for tensors on `device`."""
+    """Trace `function(*args, **kwargs)` with the meta tensors `metas`, all different, in place of the tensors in the
+    arguments, which are on `device`."""
+    left = iter(metas)
+    args, kwargs = map_tensors((args, kwargs), lambda _: next(left))
     trace = Trace(needs_grad=torch.is_grad_enabled() and any(meta.requires_grad for meta in metas))
-    known: dict[int, Value] = {}
-    for meta in metas:
-        if id(meta) not in known:
-            known[id(meta)] = trace.new_value(meta)
-        trace.inputs.append(known[id(meta)])
+    trace.inputs = [Value(index, tuple(meta.shape), meta.dtype) for index, meta in enumerate(metas)]
+    for value, meta in zip(trace.inputs, metas, strict=True):
+        value.may_need_grad = trace.needs_grad
         if trace.needs_grad and meta.requires_grad:
-            trace.need_grad.add(known[id(meta)].index)
-    trace.dtypes = tuple(meta.dtype for meta in metas)
-    recorder = _Recorder(trace, known, device)
-    with_gradients = torch.is_grad_enabled()
+            trace.need_grad.add(value.index)
+    trace.values = list(trace.inputs)
+    recorder = _Recorder(trace, dict(zip(map(id, metas), trace.inputs, strict=True)), device)
+    with_gradients, known_as = torch.is_grad_enabled(), treatment_of(function)
     # Whoever listens for saved tensors (a checkpoint) must not hear of ours.
     unheard = saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.inference_mode(False), torch.set_grad_enabled(with_gradients), unheard:
-        known_as = treatment_of(function)
         if known_as.op is not None:
             out = function(*args, **kwargs)
             recorder.record(known_as.op, tuple(args), kwargs, out)
@@ -269,7 +244,8 @@ def trace_call(
     given = {meta.untyped_storage()._cdata for meta in metas}
     trace.result_strides = [(x.stride(), x.untyped_storage()._cdata in given) for x in flat_tensors(out)]
     trace.output = map_tensors(out, recorder.value_of)
-    trace.calls = fused(trace.calls, trace.output, trace.value_like)
+    trace.results = [recorder.value_of(x) for x in flat_tensors(out)]
+    trace.calls = fused(trace)
     return trace
 
 
@@ -300,3 +276,66 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
 
 def _rebuild(like: tuple, items: list[Any]) -> tuple:
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)  # a namedtuple, or torch's own kind
+
+
+# What torch takes apart on its way down, put together again: `linear` inside of a function is traced as views around a
+# product of matrices, and viewing rows of several dims as rows of one would lose where they are cut.
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+def fused(trace: Trace) -> list[Call]:
+    """The calls of a trace, with products of flattened rows as `linear`."""
+    calls = trace.calls
+    products = [i for i, call in enumerate(calls) if call.op in (aten.addmm.default, aten.mm.default)]
+    if not products:
+        return calls
+    uses = Counter(value.index for call in calls for value in call.inputs)
+    uses.update(value.index for value in trace.results)
+    found: list[list[Call]] = [[call] for call in calls]
+    for i in products:
+        product = _Product.at(calls, i)
+        if product is not None and all(uses[calls[j].outputs[0].index] == 1 for j in product.parts):
+            for j in product.parts:
+                found[j] = []
+            found[product.after] = product.as_linear(trace)
+    return [call for parts in found for call in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product of flattened rows with a turned weight: the calls that flatten, turn and multiply, and the one `after`
+    them, which gives the rows their dims back."""
+
+    calls: Sequence[Call]
+    parts: tuple[int, int, int]
+    after: int
+
+    @staticmethod
+    def at(calls: Sequence[Call], i: int) -> _Product | None:
+        made = {value.index: j for j, call in enumerate(calls[:i]) for value in call.outputs}
+        after = next((j for j in range(i + 1, len(calls)) if calls[i].outputs[0] in calls[j].inputs), None)
+        rows, weight = (made.get(value.index) for value in calls[i].inputs[-2:])
+        if rows is None or weight is None or after is None:
+            return None
+        views = calls[rows].op in _VIEWS and calls[after].op in _VIEWS and calls[weight].op is aten.t.default
+        found = _Product(calls, (rows, weight, i), after)
+        return found if views and found._is_linear() else None
+
+    def _is_linear(self) -> bool:
+        rows, _, product = (self.calls[i] for i in self.parts)
+        x, out = rows.inputs[0].shape, self.calls[self.after].outputs[0].shape
+        keeps_rows = len(out) > 2 and x[: len(out) - 1] == out[:-1] and out[-1] == product.outputs[0].shape[1]
+        plain = product.bound.get("alpha", 1) == 1 == product.bound.get("beta", 1)
+        return keeps_rows and plain and (len(product.inputs) == 2 or product.inputs[0].ndim == 1)
+
+    def as_linear(self, trace: Trace) -> list[Call]:
+        rows, turned, product = (self.calls[i] for i in self.parts)
+        x, out = rows.inputs[0], self.calls[self.after].outputs[0]
+        shape = (*out.shape[:-1], rows.outputs[0].shape[1])
+        before = []
+        if x.shape != shape:  # the last dims were flattened as well
+            flat = trace.new_value(x, shape)
+            before, x = [Call(rows.op, (x, list(shape)), {}, (x,), (flat,))], flat
+        inputs = (x, turned.inputs[0], *product.inputs[:-2])
+        return [*before, Call(aten.linear.default, inputs, {}, inputs, (out,))]

@@ -66,7 +66,7 @@ def _judged(
     meshes = [mesh] * len(tensors) if isinstance(mesh, Mesh) else mesh
     placements = _with_those_of_results(case, meshes, placements)
     inputs = [place(x, on, where, case.seed + i) for i, (x, on, where) in enumerate(zip(tensors, meshes, placements))]
-    fallback._told.clear()  # so that each call says that it gathers
+    fallback._reported.clear()  # so that each call says that it gathers
     with warnings.catch_warnings(record=True) as told, CommDebugMode() as comms:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", category=FallbackWarning)

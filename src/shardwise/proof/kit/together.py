@@ -15,7 +15,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from shardwise.comm import Ranked, shards_of
 from shardwise.comm.ranked import join, pick
-from shardwise.dispatch.planning.lower import EachRank
+from shardwise.dispatch.planning.local_calls import EachRank
 from shardwise.dispatch.planning.randomness import RandomCall
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.redistribute import Group

@@ -81,10 +81,9 @@ def recorded_call(op: Any, args: Any, kwargs: Any, out: Any, tensors: Sequence[T
         return seen[id(tensor)]
 
     trace.output = map_tensors(out, result)
-    outputs = tuple(flat_values(trace.output))
-    call = Call(op, bound_args, bound_kwargs, tuple(trace.inputs), outputs)
+    trace.results = flat_values(trace.output)
+    call = Call(op, bound_args, bound_kwargs, tuple(trace.inputs), tuple(trace.results))
     trace.calls.append(call)
-    trace.dtypes = tuple(value.dtype for value in trace.inputs)
     return Case(call, tuple(tensors), trace, origin)
 
 

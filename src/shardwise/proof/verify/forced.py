@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shardwise.comm import ranked
 from shardwise.dispatch.planning.build import build
-from shardwise.dispatch.planning.lower import Banned, lower_calls
+from shardwise.dispatch.planning.lower import lower_calls
+from shardwise.dispatch.planning.realise import CannotRealise
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.layout import Layout, Mesh, Partial
 from shardwise.proof.kit.compare import Wrong, check, check_shards, whole
@@ -173,7 +174,7 @@ class _Forced:
 def _run(case: Case, trial: Trial, layouts: Sequence[Layout], leaves: Sequence[DTensor]) -> list[DTensor]:
     try:
         lowered = lower_calls(case.trace, trial.mesh, layouts, [list(trial.chosen)], _Forced(trial.chosen))
-    except Banned as error:  # dispatch would not combine them
+    except CannotRealise as error:  # dispatch would not combine them
         raise Impossible from error
     used = case.targets_copied(leaves)
     args, kwargs = case.arguments(used)

@@ -21,7 +21,7 @@ def agreed(group: Collectives, bad: Callable[[Tensor], Tensor], x: Tensor) -> bo
 
 
 def unknown(group: Collectives, x: Tensor, dtype: torch.dtype = torch.int64) -> None:
-    """Where there is no data the ranks confer about nothing, so that as much is recorded as on the CPU."""
+    """Without data: the same reduction as on the CPU, so that as much is recorded."""
     group.reduce(x.new_empty((), dtype=dtype), "max")
 
 

@@ -48,7 +48,7 @@ def checked(x: Tensor, check: str) -> Tensor:
 
 
 def _free(call: Call) -> list[Strategy]:
-    """Any part may be looked at. (A part of a row may be zero though the row is not; then the whole is looked at.)"""
+    """Any part may be looked at. (A part of a row may be zero though the row is not; then all of it is gathered.)"""
     names = dims_of(call.inputs[0].ndim)
     return Factors([names], [names]).strategies()
 

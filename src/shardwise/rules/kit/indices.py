@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.errors import IndexRangeError
 from shardwise.layout import Layout
 from shardwise.rules.kit.agreement import unknown
-from shardwise.rules.kit.types import Call, Collectives, HeldValues, Local
+from shardwise.rules.kit.types import Call, Collectives, HeldValues, Local, Value
 
 IN_RANGE = torch.iinfo(torch.int64).max
 
@@ -55,35 +55,27 @@ def _first_outside(index: Tensor, allowed: range) -> Tensor:
 
 def checked_call(bound: Bound, index: Layout, local: Local, argument: int) -> Local:
     """A local call, of positional arguments, after a check of one of them, which has the layout `index`."""
-    return Local(_checked, [bound, argument, local.function, *local.args], local.kwargs, (axes_of([index]),))
-
-
-def _checked(group: Collectives, bound: Bound, argument: int, function: Any, *args: Any, **kwargs: Any) -> Any:
-    bound.check(group, args[argument])
-    return group.map(partial(function, **kwargs) if kwargs else function, *args)
+    return Local(_checked, [[bound], argument, local.function, *local.args], local.kwargs, (axes_of([index]),))
 
 
 def guarded_call(
-    call: Call,
-    step: Callable[..., Any],
-    bounds: Sequence[Bound | None],
-    ins: Sequence[Layout],
-    indices: Sequence[Layout],
+    call: Call, step: Callable[..., Any], bounds: Sequence[Bound | None], ins: Sequence[Layout], index: Sequence[Layout]
 ) -> Local:
-    """`step` on where the shards start and the call's arguments, after a check of the indices, which have layouts
-    `indices`."""
-    args = [step, bounds, HeldValues(ins[0].held_starts), *call.args]
-    return Local(_guarded, args, groups=(axes_of(indices),))
+    """`step` on where the shards start and the call's arguments, after a check of the index, or the list of indices,
+    which is the first argument after the tensor that is one or holds some, and has the layouts `index`."""
+    at = next(at for at, arg in enumerate(call.args) if at and isinstance(arg, (Value, list, tuple)))
+    args = [bounds, at + 1, step, HeldValues(ins[0].held_starts), *call.args]
+    return Local(_checked, args, groups=(axes_of(index),))
 
 
-def _guarded(group: Collectives, step: Callable[..., Any], bounds: Sequence[Bound | None], *args: Any) -> Any:
-    """`args` are: where the shard starts, the shard, and the op's other arguments, of which the index, or the list of
-    them, is the first that is or holds a tensor."""
-    indices = next(arg for arg in args[2:] if isinstance(arg, (Tensor, list)))
-    for index, bound in zip([indices] if isinstance(indices, Tensor) else indices, bounds, strict=True):
+def _checked(
+    group: Collectives, bounds: Sequence[Bound | None], argument: int, function: Any, *args: Any, **kwargs: Any
+) -> Any:
+    given = args[argument]
+    for index, bound in zip([given] if isinstance(given, Tensor) else given, bounds, strict=True):
         if bound is not None and index is not None:
             bound.check(group, index)
-    return group.map(step, *args)
+    return group.map(partial(function, **kwargs) if kwargs else function, *args)
 
 
 def axes_of(layouts: Sequence[Layout]) -> tuple[int, ...]:

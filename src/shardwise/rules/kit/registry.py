@@ -15,11 +15,12 @@ from torch import Tensor
 from shardwise.layout import Layout
 from shardwise.rules.kit.kernels import kernels
 from shardwise.rules.kit.treatments import treat
-from shardwise.rules.kit.types import Call, Local, Rule, Strategy
+from shardwise.rules.kit.types import Call, Local, Rule, Strategy, replicated
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _size = torch._C.TensorBase.size
 _rules: dict[str, Rule] = {}
+_overloads: dict[Any, Rule] = {}
 _homes: dict[str, str] = {}
 _found: dict[Any, Rule | None] = {}
 _library = torch.library.Library("shardwise", "FRAGMENT")
@@ -34,6 +35,13 @@ def register(*names: str, rule: Rule) -> Rule:
     return rule
 
 
+def register_overload(op: Any, rule: Rule) -> None:
+    """Give one overload a rule; its in-place and `out=` forms follow, and others of its name keep theirs."""
+    _overloads[op] = rule
+    _homes[op._schema.name] = _calling_module()
+    _found.clear()
+
+
 def homes() -> dict[str, str]:
     """Every op with a rule of its own, and the module that gave it."""
     return dict(_homes)
@@ -42,7 +50,7 @@ def homes() -> dict[str, str]:
 @contextmanager
 def restored() -> Iterator[None]:
     """Afterwards the rules, where they come from, and kernels are what they were before: to try them out."""
-    tables: tuple[dict[Any, Any], ...] = (_rules, _homes, kernels)
+    tables: tuple[dict[Any, Any], ...] = (_rules, _overloads, _homes, kernels)
     before = [(known, dict(known)) for known in tables]
     _found.clear()
     try:
@@ -105,11 +113,6 @@ def register_pointwise(rule: Rule) -> None:
     _rules["pointwise"] = rule
 
 
-def rule_named(name: str) -> Rule | None:
-    """The rule registered for `namespace::name` itself."""
-    return _rules.get(name)
-
-
 def rule_for(op: Any) -> Rule | None:
     """The rule of an op, of the op it is the in-place form of, or of its kind (element-wise); None if there is none."""
     try:
@@ -119,13 +122,21 @@ def rule_for(op: Any) -> Rule | None:
         return rule
 
 
+def strategies_of(call: Call) -> list[Strategy]:
+    """The strategies of a call by its rule; without one, everything is replicated."""
+    rule = rule_for(call.op)
+    return [replicated(call)] if rule is None else rule.strategies(call)
+
+
 def _look_up(op: Any) -> Rule | None:
     name = op._schema.name
-    rule = _rules.get(name)
-    if rule is None and name.endswith("_") and not name.endswith("__"):
-        rule = _rules.get(name[:-1])
+    of_base = _overloads.get(functional(op)) if _overloads else None
+    rule = _overloads.get(op)
+    if rule is None and name.endswith("_") and not name.endswith("__") and name not in _rules:
+        rule = of_base or _rules.get(name[:-1])
         if rule is not None and torch.Tag.inplace_view not in op.tags:
             rule = _in_place(rule)
+    rule = rule or of_base or _rules.get(name)
     if rule is None and _is_pointwise(op):
         rule = _rules["pointwise"]
     if rule is not None and any(argument.is_out for argument in op._schema.arguments):
@@ -181,7 +192,9 @@ def _without_out(call: Call) -> Call:
 def functional(op: Any) -> Any:
     """The overload that returns its result, of one that writes it to an argument; itself if there is none."""
     namespace, name = op._schema.name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"))
+    packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"), None)
+    if packet is None:
+        return op
     wanted = [(argument.name, str(argument.type)) for argument in op._schema.arguments if not argument.is_out]
     for overload in (getattr(packet, overload) for overload in packet.overloads()):
         if [(argument.name, str(argument.type)) for argument in overload._schema.arguments] == wanted:
@@ -197,10 +210,10 @@ def _writing(local: Local, call: Call, outs: Sequence[Layout]) -> Local:
 class _Writing:
     """A function whose results are written to its last arguments, the old values of which gradients may need."""
 
-    __slots__ = ("function", "num_outs", "some_hold_nothing")
+    __slots__ = ("function", "num_outs", "has_empty")
 
-    def __init__(self, function: Callable, num_outs: int, some_hold_nothing: bool) -> None:
-        self.function, self.num_outs, self.some_hold_nothing = function, num_outs, some_hold_nothing
+    def __init__(self, function: Callable, num_outs: int, has_empty: bool) -> None:
+        self.function, self.num_outs, self.has_empty = function, num_outs, has_empty
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given, targets = list(args[: -self.num_outs]), args[-self.num_outs :]
@@ -215,7 +228,7 @@ class _Writing:
     def _write(self, target: Tensor, result: Tensor) -> Tensor:
         if result is target:
             return target
-        if self.some_hold_nothing:
+        if self.has_empty:
             refuse_shared_memory(target)
         return target.copy_(result)
 
@@ -230,8 +243,8 @@ def is_expanded(x: Tensor) -> bool:
     """Whether elements of a shard share memory (those of `expand`), or would if it had any. The strides of an empty
     tensor that is no view, or a view of one that already had such strides, mean nothing."""
     with _disabled():
-        means_nothing = 0 in _size(x) and (not x._is_view() or repeats(x._base))  # type: ignore[arg-type]
-        return repeats(x) and not means_nothing
+        meaningless = 0 in _size(x) and (not x._is_view() or repeats(x._base))  # type: ignore[arg-type]
+        return repeats(x) and not meaningless
 
 
 def repeats(x: Tensor) -> bool:

@@ -27,8 +27,8 @@ class Treatment:
     """The binding that a Python function calls with the same arguments: it is traced and run instead."""
     traced_as: Callable | None = None
     """What is traced in place of a function. The shards run the function itself, or what the rules say."""
-    apart: Callable | None = None
-    """For a function that merges dims which may be sharded: a form that keeps them apart. It is traced, and run where
+    unmerged: Callable | None = None
+    """For a function that merges dims which may be sharded: a form that does not. It is traced, and run where
     the shards cannot run the function itself."""
     keeps_composites: bool = False
     """For such a form: the composite functions with an `op` that it calls are recorded as that."""
@@ -46,7 +46,7 @@ class Treatment:
     @property
     def stand_in(self) -> Callable | None:
         """What is planned in place of the function."""
-        return self.runs_as or self.traced_as or self.apart
+        return self.runs_as or self.traced_as or self.unmerged
 
 
 _table: dict[Any, Treatment] = {}

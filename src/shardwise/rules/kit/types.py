@@ -213,28 +213,24 @@ _signatures: dict[Any, Signature] = {}
 
 
 class Call:
-    """One aten op applied to global tensors."""
+    """One aten op applied to global tensors. `name` is the op's without namespace and overload; `is_view` says whether
+    outputs share storage with inputs; `mutated` are the positions among `inputs` that the op writes to."""
 
     def __init__(
         self, op: Any, args: tuple, kwargs: dict[str, Any], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
     ) -> None:
-        self.op = op
-        self.args = args
-        self.kwargs = kwargs
-        self.inputs = inputs
-        self.outputs = outputs
-
-    @cached_property
-    def name(self) -> str:
-        """The op's name without namespace and overload."""
-        return Signature.of(self.op).name
+        self.op, self.args, self.kwargs, self.inputs, self.outputs = op, args, kwargs, inputs, outputs
+        self.signature = Signature.of(op)
+        self.name = self.signature.name
+        self.is_view = self.signature.returns_view
+        self.mutated = self._mutated() if self.signature.may_write else ()
 
     @cached_property
     def bound(self) -> _Arguments:
         """All arguments by schema name, defaults filled in."""
         found = _Arguments()
         args, kwargs = self.args, self.kwargs
-        for position, (name, default, kwarg_only, _) in enumerate(Signature.of(self.op).parameters):
+        for position, (name, default, kwarg_only, _) in enumerate(self.signature.parameters):
             if position < len(args) and not kwarg_only:
                 found[name] = args[position]
             else:
@@ -256,31 +252,22 @@ class Call:
                 raise IndexError(f"Dimension out of range (expected to be in range of [{low}, {high}], but got {d})")
         return tuple(d % ndim if ndim else 0 for d in dims)
 
-    @cached_property
-    def mutated(self) -> tuple[int, ...]:
-        """Positions among `inputs` that the op writes to."""
-        if not Signature.of(self.op).may_write:
-            return ()
+    def _mutated(self) -> tuple[int, ...]:
+        if "batch_norm" in self.name and self.bound.get("training") is False:
+            return ()  # whatever the schema says
         written: set[int] = set()
-        for position, parameter in enumerate(Signature.of(self.op).parameters):
+        for position, parameter in enumerate(self.signature.parameters):
             if parameter.is_written:
                 held = self.args[position] if position < len(self.args) else self.kwargs.get(parameter.name)
                 written.update(id(value) for value in flat_values(held))
-        if "batch_norm" in self.name and self.bound.get("training") is False:
-            return ()  # whatever the schema says
         if self.name in UNDECLARED_WRITES and self.bound.get("training", True):
             written.update(id(self.bound[name]) for name in UNDECLARED_WRITES[self.name])
         return tuple(i for i, value in enumerate(self.inputs) if id(value) in written)
 
-    @cached_property
-    def is_view(self) -> bool:
-        """Whether outputs share storage with inputs."""
-        return Signature.of(self.op).returns_view
-
     def replace(self, **arguments: Any) -> tuple[list[Any], dict[str, Any]]:
         """The call's arguments with some replaced by name."""
         args, kwargs = list(self.args), dict(self.kwargs)
-        for position, parameter in enumerate(Signature.of(self.op).parameters):
+        for position, parameter in enumerate(self.signature.parameters):
             if parameter.name in arguments:
                 if position < len(args):
                     args[position] = arguments[parameter.name]

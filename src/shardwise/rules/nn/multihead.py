@@ -101,5 +101,5 @@ def _checked(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     return by_heads(*args, **kwargs)
 
 
-treat(F.multi_head_attention_forward, apart=_checked)
+treat(F.multi_head_attention_forward, unmerged=_checked)
 treat(_checked, keeps_composites=True)

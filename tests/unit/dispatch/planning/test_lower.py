@@ -31,8 +31,8 @@ def definite(*shape: int) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallback, "_told", set())
+def nothing_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallback, "_reported", set())
 
 
 FALLBACKS: dict[str, tuple[Callable[[Tensor], Any], tuple[Tensor, sw.Placement], str]] = {

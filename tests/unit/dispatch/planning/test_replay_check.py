@@ -12,7 +12,7 @@ from sweep import normal, place
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.dispatch.planning import lower
+from shardwise.dispatch.planning import local_calls
 from shardwise.dispatch.planning import replay_check as whole
 
 S = sw.Shard
@@ -68,10 +68,10 @@ def test_an_op_itself_is_not_traced_on_shards(function: Callable, monkeypatch: p
     ],
 )
 def test_what_may_read_sizes_is_traced_on_shards(function: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    again = counting(monkeypatch, whole, "_same_on")
-    rehearsed = counting(monkeypatch, whole, "_rehearsed")
+    again = counting(monkeypatch, whole, "_makes_the_calls")
+    once = counting(monkeypatch, whole, "_makes_the_call")
     agrees(function, normal(5, 4), S(0))
-    assert again or rehearsed
+    assert again or once
 
 
 def test_one_call_is_rehearsed_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +91,8 @@ def test_sizes_that_a_function_reads_off_shards_are_noticed(placement: sw.Placem
 
 
 def test_an_op_is_tried_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower, "_bindings", {})
-    tried = counting(monkeypatch, lower, "fast_callable")
+    monkeypatch.setattr(local_calls, "_bindings", {})
+    tried = counting(monkeypatch, local_calls, "fast_callable")
     function = lambda x: torch.nn.functional.normalize(x, dim=0)  # noqa: E731
     agrees(function, normal(5, 4), S(0))
     assert tried
@@ -102,8 +102,8 @@ def test_an_op_is_tried_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_is_known_of_ops_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower, "_bindings", {})
-    monkeypatch.setattr(lower, "MAX_BINDINGS", 3)
+    monkeypatch.setattr(local_calls, "_bindings", {})
+    monkeypatch.setattr(local_calls, "MAX_BINDINGS", 3)
     for number in range(6):
         agrees(lambda x, number=number: torch.nn.functional.normalize(x, 2.0 + number, dim=0), normal(5, 4), S(0))
-        assert 0 < len(lower._bindings) <= 3
+        assert 0 < len(local_calls._bindings) <= 3

@@ -112,7 +112,7 @@ def encoder(x, *params):
 
 
 def test_the_fused_encoder_layer_is_gathered(monkeypatch):
-    monkeypatch.setattr(fallback, "_told", set())
+    monkeypatch.setattr(fallback, "_reported", set())
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double().eval()
     attention = layer.self_attn
     params = [
