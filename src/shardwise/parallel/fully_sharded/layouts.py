@@ -106,8 +106,8 @@ def split_outside(param: DTensor, mesh: Mesh, placements: Sequence[Placement]) -
     """Shards at rest, split by axes of other parallelism as well. These come first: what is gathered is then a shard
     of theirs."""
     joint = _submesh(mesh.root, {*mesh.names, *param._layout.mesh.names})
-    source = relaid(param._layout, joint)
-    outer = relaid(Layout.of(mesh, param.shape, placements), joint)
+    source = param._layout.on(joint)
+    outer = Layout.of(mesh, param.shape, placements).on(joint)
     target = source.with_(splits=[(*a, *b) for a, b in zip(outer.splits, source.splits, strict=True)])
     moves = plan_moves(source, target)
     with torch.no_grad():
