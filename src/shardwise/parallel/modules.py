@@ -143,7 +143,7 @@ def place_rest(
             _keep(nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made, places)
 
 
-def _lifted(x: DTensor, mesh: Mesh) -> DTensor:
+def _lifted(x: DTensor, mesh: Mesh) -> Tensor:
     """The same shards on a mesh of more axes, along which every rank has them: replicated."""
     with torch.no_grad():
         made: Any = wrap(localise(x).detach(), x._layout.on(mesh))

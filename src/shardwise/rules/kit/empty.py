@@ -62,7 +62,7 @@ class _Saves:
                     _filled(call.args, metas),
                     {name: _filled(arg, metas) for name, arg in call.kwargs.items()},
                 )
-                with torch.autograd.graph.saved_tensors_hooks(lambda x: found.append(x) or x, lambda x: x):
+                with torch.autograd.graph.saved_tensors_hooks(found.append, lambda x: x):
                     call.op(*args, **kwargs)
         except Exception:
             return _Saves((True,) * len(values), True)
