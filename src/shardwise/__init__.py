@@ -9,7 +9,7 @@ from shardwise.comm import recording, simulate
 from shardwise.dispatch import cache_info, clear_cache, strict
 from shardwise.factories import empty, full, ones, rand, randn, zeros
 from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
-from shardwise.parallel import distribute_module, fully_shard
+from shardwise.parallel import distribute_module, fully_shard, init_on
 from shardwise.tensor import DTensor, distribute_tensor
 
 __version__ = "0.1.0"
@@ -35,6 +35,7 @@ __all__ = [
     "full",
     "fully_shard",
     "init_device_mesh",
+    "init_on",
     "ones",
     "parallel",
     "rand",

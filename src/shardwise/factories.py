@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import AnyMesh, as_mesh, ranked
-from shardwise.dispatch.planning.randomness import check_in_step
+from shardwise.dispatch.planning.randomness import check_in_step, drawn_shards
 from shardwise.layout import Layout, Mesh, Placements, Replicate
-from shardwise.local import spread
 from shardwise.redistribute import plan_moves, run_path
 from shardwise.tensor import DTensor, wrap
 
@@ -44,11 +43,10 @@ def _drawn(
 ) -> DTensor:
     mesh, layout = _mesh_and_layout(size, device_mesh, placements)
     check_in_step(mesh)
-    whole = make(layout.shape)
-    moves = plan_moves(Layout(mesh, layout.shape), layout)
-    moved = run_path(spread(whole, mesh), moves)
-    shared = all(move.shares_memory for move in moves)
-    return wrap(moved.clone() if shared else moved, layout).requires_grad_(grad)
+    reduced = layout.with_(pending=[None] * mesh.ndim)
+    shards = drawn_shards(make, reduced)
+    local = run_path(shards[0] if len(shards) == 1 else ranked(shards), plan_moves(reduced, layout))
+    return wrap(local, layout).requires_grad_(grad)
 
 
 def zeros(

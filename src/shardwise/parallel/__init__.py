@@ -13,6 +13,7 @@ from shardwise.parallel.fully_sharded import (
 )
 from shardwise.parallel.loss import loss_parallel
 from shardwise.parallel.modules import distribute_module
+from shardwise.parallel.sharded_init import init_on
 from shardwise.parallel.style import (
     ColwiseParallel,
     ParallelStyle,
@@ -39,6 +40,7 @@ __all__ = [
     "UnshardHandle",
     "distribute_module",
     "fully_shard",
+    "init_on",
     "loss_parallel",
     "no_sync",
     "optimizers",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.comm import AnyMesh, as_mesh
 from shardwise.comm.record import off_the_record
 from shardwise.errors import PlanError
-from shardwise.layout import Mesh, Replicate
+from shardwise.layout import Mesh, Placement, Replicate
 from shardwise.parallel.modules import tied
 from shardwise.parallel.named_styles import NamedStyle, replicate_inside
 from shardwise.parallel.style import Distributing, ParallelStyle
@@ -112,6 +112,19 @@ def _compared(mesh: Mesh, mine: tuple[int, bool]) -> tuple[bool, bool]:
     with off_the_record():
         high, low, flags = mesh.port.all_reduce([ends], mesh, tuple(range(mesh.ndim)), "max")[0].tolist()
     return high != ~low, bool(flags)
+
+
+def placements_of_plan(module: nn.Module, mesh: Mesh, plan: Any) -> dict[str, Sequence[Placement]]:
+    """Where a plan of module styles puts parameters, by their names. Those that other styles place are not among
+    them."""
+    found: dict[str, Sequence[Placement]] = {}
+    for path, submodule, style in _without_repeats(_entries("", module, plan)):
+        if isinstance(style, Distributing):
+            style._check(path, submodule, mesh.origin)
+            where = style._where(submodule) or {}
+            for name, _ in (*submodule.named_parameters(), *submodule.named_buffers()):
+                found[f"{path}.{name}" if path else name] = where.get(name, [Replicate()])
+    return found
 
 
 def _entries(path: str, module: nn.Module, plan: Any, carried: frozenset[str] = frozenset()) -> Iterator[Entry]:

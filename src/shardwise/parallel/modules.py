@@ -84,7 +84,7 @@ Place = tuple[nn.Module, str]
 """Where a parameter or a buffer is kept: a module, and the name there."""
 
 
-def _places(module: nn.Module) -> dict[Tensor, list[Place]]:
+def homes_of(module: nn.Module) -> dict[Tensor, list[Place]]:
     """Where each parameter and buffer is kept: in several places if it is tied."""
     found: dict[Tensor, list[Place]] = {}
     for submodule in module.modules():
@@ -98,7 +98,7 @@ def _kept(module: nn.Module, name: str) -> Any:
     return module._parameters.get(name, module._buffers.get(name))
 
 
-def _keep(tensor: Tensor, places: list[Place]) -> None:
+def keep(tensor: Tensor, places: list[Place]) -> None:
     for module, name in places:
         if _kept(module, name) is not tensor:
             setattr(module, name, tensor)  # recurrent layers keep lists of their weights, and listen
@@ -108,13 +108,13 @@ def _keep(tensor: Tensor, places: list[Place]) -> None:
 def tied(module: nn.Module) -> Iterator[None]:
     """What is one tensor before is one tensor after: the first DTensor made of it, or else the first that replaced it.
     What was taken out of its module stays out."""
-    places_of = _places(module)
+    before = homes_of(module)
     yield
-    for tensor, places in places_of.items():
+    for tensor, places in before.items():
         present = [place for place in places if isinstance(_kept(*place), Tensor)]
         made = [x for place in present if (x := _kept(*place)) is not tensor]
         if made:
-            _keep(next((x for x in made if isinstance(x, DTensor)), made[0]), present)
+            keep(next((x for x in made if isinstance(x, DTensor)), made[0]), present)
 
 
 def place_rest(
@@ -126,21 +126,21 @@ def place_rest(
 ) -> None:
     """Turn what is still plain in a module into DTensors: its own, by name, as `where` says; the rest is replicated."""
     whole: Sequence[Placement] = [Replicate()] * device_mesh.ndim
-    for tensor, places in _places(module).items():
+    for tensor, places in homes_of(module).items():
         found = [where[name] for owner, name in places if where and owner is module and name in where]
         placements = found[0] if found else whole
         if isinstance(tensor, DTensor):
             mesh = as_mesh(device_mesh)
             if is_at_rest(places[0][0], tensor, mesh):
                 shards: Any = split_outside(tensor, mesh, placements)
-                _keep(nn.Parameter(shards, requires_grad=tensor.requires_grad), places)
+                keep(nn.Parameter(shards, requires_grad=tensor.requires_grad), places)
             elif mesh is not tensor._layout.mesh and tensor._layout.mesh.is_within(mesh):
-                _keep(_lifted(tensor, mesh), places)
+                keep(_lifted(tensor, mesh), places)
         else:
             is_parameter = isinstance(tensor, nn.Parameter)
             plain = tensor.detach() if is_parameter else tensor
             made: Any = distribute_tensor(plain, device_mesh, placements, src_data_rank=src_data_rank)
-            _keep(nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made, places)
+            keep(nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made, places)
 
 
 def _lifted(x: DTensor, mesh: Mesh) -> Tensor:

@@ -167,32 +167,60 @@ class RandomCall:
 
 
 class ExactCall:
-    """A function that fills a tensor, run once for all of the tensor, as one device would run it (in the order of a
-    contiguous tensor); every shard takes its part."""
+    """A function that fills a tensor, run for all of it, as one device would run it (in the order of a contiguous
+    tensor); every shard takes its part."""
 
-    __slots__ = ("boxes", "function", "in_place", "mesh", "shape")
+    __slots__ = ("function", "in_place", "layout")
 
     def __init__(self, function: Callable, layout: Layout, *, in_place: bool) -> None:
         self.function = function
         self.in_place = in_place
-        self.mesh = layout.mesh
-        self.shape = layout.shape
-        self.boxes = [layout.box(coordinate) for coordinate in layout.mesh.held]
+        self.layout = layout
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         with _disabled():
             if _given_generator(args, kwargs) is None:
-                check_in_step(self.mesh)
-            shards = shards_of(x)
+                check_in_step(self.layout.mesh)
+
+            def draw(shape: tuple[int, ...]) -> Tensor:
+                return self.function(torch.empty(shape, dtype=x.dtype, device=x.device), *args, **kwargs)
+
             with torch.no_grad():
-                drawn_all = self.function(torch.empty(self.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
-            parts = [_part(drawn_all, *box) for box in self.boxes]
-            if self.in_place:
-                for shard, part in zip(shards, parts, strict=True):
+                made = drawn_shards(draw, self.layout)
+                if not self.in_place:
+                    return ranked(made) if len(made) > 1 else made[0]
+                for shard, part in zip(shards_of(x), made, strict=True):
                     shard.copy_(part)
-                return x
-            made = [part.clone() for part in parts]
-            return ranked(made) if len(made) > 1 else made[0]
+            return x
+
+
+SLAB = 2**22
+"""How many numbers are drawn at a time, where that gives the same as drawing all of them at once."""
+
+
+def drawn_shards(draw: Callable[[tuple[int, ...]], Tensor], layout: Layout) -> list[Tensor]:
+    """The shards held here of what `draw` gives for the shape of the whole tensor. A CPU draws number after number,
+    in groups of at most 16: slabs of that many rows, one after the other, are what it draws at once, and the whole is
+    never in memory."""
+    boxes = [layout.box(coordinate) for coordinate in layout.mesh.held]
+    if layout.mesh.device_type != "cpu" or layout.numel <= 2 * SLAB:
+        whole = draw(layout.shape)
+        return [_part(whole, *box).clone() for box in boxes]
+    num_rows, rest = layout.shape[0], layout.shape[1:]
+    rows = max(SLAB // math.prod(rest) // 16, 1) * 16
+    starts = range(0, max(num_rows - rows, 1), rows)
+    shards: list[Any] = [None] * len(boxes)  # the last slab takes what is left: fewer than 16 are drawn otherwise
+    for start in starts:
+        count = rows if start != starts[-1] else num_rows - start
+        slab = draw((count, *rest))
+        for at, (begins, extents) in enumerate(boxes):
+            if shards[at] is None:
+                shards[at] = slab.new_empty(extents)
+            first, last = max(begins[0], start), min(begins[0] + extents[0], start + count)
+            if first < last:
+                part = _part(slab, (first - start, *begins[1:]), (last - first, *extents[1:]))
+                shards[at][first - begins[0] : last - begins[0]] = part
+    return shards
 
 
 def _part(x: Tensor, starts: Sequence[int], extents: Sequence[int]) -> Tensor:

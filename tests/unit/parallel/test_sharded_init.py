@@ -1,0 +1,122 @@
+"""`init_on`: parameters that are made shard by shard are those of one device, whatever their layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.dispatch.planning import randomness
+from shardwise.errors import PlanError
+from shardwise.parallel import ColwiseParallel, RowwiseParallel
+
+R, S = sw.Replicate(), sw.Shard
+
+
+class Net(nn.Module):
+    """Layers that fill themselves, parameters made in other ways, and a model that fills them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8, padding_idx=3)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.BatchNorm1d(8)
+        self.conv = nn.Conv1d(8, 6, 3)
+        self.scale = nn.Parameter(torch.randn(8, 5) * 0.02)
+        self.token = nn.Parameter(torch.zeros(1, 8))
+        self.gate = nn.Parameter(torch.rand(16, 4), requires_grad=False)
+        self.register_buffer("angles", 1.0 / 10000 ** (torch.arange(0, 8, 2).float() / 8))
+        nn.init.trunc_normal_(self.token, std=0.02)
+        nn.init.xavier_uniform_(self.layers[1].weight)
+        nn.init.orthogonal_(self.layers[2].weight)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embedding.weight
+        self.apply(self.fill)
+
+    def fill(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear) and module.out_features == 8 and module.bias is not None:
+            module.weight.data.normal_(0.0, 0.02)
+            nn.init.zeros_(module.bias)
+
+
+PLANS: dict[str, Any] = {
+    "replicated": {},
+    "by rows": {"embedding.weight": [S(0)], "layers.*.weight": [S(0)], "scale": [S(0)], "gate": [S(0)]},
+    "by columns": {"*.weight": [R], "layers.*.weight": [S(1)], "scale": [S(1)], "token": [S(1)], "conv.weight": [S(2)]},
+}
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, sw.DTensor) else x
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")  # an orthogonal matrix takes all of it
+@pytest.mark.parametrize("slab", [64, randomness.SLAB])
+@pytest.mark.parametrize("plan", PLANS)
+def test_one_devices_numbers(plan: str, slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(randomness, "SLAB", slab)
+    torch.manual_seed(0)
+    expected = Net()
+    after = torch.rand(())
+    torch.manual_seed(0)
+    with sw.init_on(sw.simulate((3,)), PLANS[plan]):
+        net = Net()
+    assert torch.equal(torch.rand(()), after)
+    assert net.head.weight is net.embedding.weight and not net.gate.requires_grad
+    ours, theirs = net.state_dict(), expected.state_dict()
+    assert list(ours) == list(theirs) and all(isinstance(x, sw.DTensor) for x in ours.values())
+    for name, x in theirs.items():
+        torch.testing.assert_close(whole(ours[name]), x, rtol=0, atol=0, msg=name)
+    for pattern, placements in PLANS[plan].items():
+        if "*" not in pattern:
+            assert net.get_parameter(pattern).placements == tuple(placements)  # type: ignore[attr-defined]
+
+
+def test_a_plan_of_styles() -> None:
+    mesh = sw.simulate((2, 2), ("dp", "tp"))
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.LayerNorm(4))
+
+    with sw.init_on(mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}):
+        net = made()
+    assert net[0].weight.placements == (S(0),) and net[2].weight.placements == (S(1),)
+    assert type(net[3].weight) is nn.Parameter
+    x = torch.ones(3, 4)
+    torch.testing.assert_close(net(x), made()(x))
+
+
+def test_only_shards_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter of 4096 × 64 on 64 ranks, of which one is here."""
+    monkeypatch.setattr(randomness, "SLAB", 1024)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, (list, tuple)) else [out]:
+                if isinstance(x, Tensor) and not x.is_meta:
+                    largest = max(largest, x.untyped_storage().nbytes() // x.element_size())
+            return out
+
+    with Watch(), sw.init_on(sw.simulate((64,)), {"weight": [S(0)]}):
+        nn.Linear(64, 4096, bias=False)
+    assert 0 < largest <= 4096
+
+
+def test_a_plan_that_names_nobody() -> None:
+    words = "the plan names 'wieght', but no parameter of Linear is called so"
+    with pytest.raises(PlanError, match=words), sw.init_on(sw.simulate((2,)), {"wieght": [S(0)]}):
+        nn.Linear(4, 4)
+
+
+def test_hooks_and_modes_are_gone_afterwards() -> None:
+    with pytest.raises(ZeroDivisionError), sw.init_on(sw.simulate((2,))):
+        nn.Linear(4, 4)
+        raise ZeroDivisionError
+    assert not nn.Linear(2, 2).weight.is_meta and not isinstance(nn.Linear(2, 2).weight, sw.DTensor)
