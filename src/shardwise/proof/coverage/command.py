@@ -24,7 +24,7 @@ from torch import Tensor
 from shardwise.dispatch import clear_cache
 from shardwise.layout import Partial, Placement, Replicate, Shard
 from shardwise.proof.coverage.forms import OUT, Form, Unusable, forms
-from shardwise.proof.coverage.judge import ROUNDED, ROUNDING, Verdict, judge
+from shardwise.proof.coverage.judge import ROUNDED, ROUNDING, judge
 from shardwise.proof.coverage.reference import Reference
 from shardwise.proof.coverage.results import Result, tables
 from shardwise.proof.kit.command import How, add_run_arguments, count, finish, how_to_run, pattern, run_tasks
@@ -40,7 +40,7 @@ Assignment = tuple[tuple[Placement, ...], ...]
 """For each tensor of a call, its placements."""
 
 Way = tuple[tuple[Placement, ...] | None, ...]
-"""The same; None for a tensor for `out=` that is to lie as the result without it does."""
+"""The same; None for a tensor for `out=` that gets the placements of the result without it."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def calls(op: Operator, sample: Sample, settings: Settings) -> Iterator[tuple[Fo
 
 def ways(form: Form, sample: Sample, num_axes: int, most: int, chance: random.Random) -> Sequence[Way]:
     """Ways to lay out the tensors of a sample written in some form. With `out=`, every other one has its tensors where
-    the results would be anyhow."""
+    the results would be without it."""
     if not form.has_out:
         return assignments(sample.tensors, num_axes, most, chance)
     try:
@@ -146,7 +146,8 @@ def _called(case: Reference, sample: Sample, shape: Sequence[int], way: Way) -> 
         notes.append("other strides")
         strides = f"{case.form.name} {sample} {show_assignment(way)}: {verdict.strides}"
     if verdict.kind in ("raised", "wrong"):
-        problems.append(_problem(case.form, sample, shape, way, verdict))
+        where = {"sample": sample.index, "call": str(sample), "mesh": list(shape), "placements": show_assignment(way)}
+        problems.append({"kind": verdict.kind, "form": case.form.name, "detail": verdict.detail, **where})
     return Result("", counts=dict.fromkeys(notes, 1), strides=strides, problems=problems)
 
 
@@ -160,13 +161,6 @@ def _case(op: Operator, form: Form, sample: Sample, settings: Settings) -> Refer
 
 def make_case(op: Operator, form: Form, sample: Sample, seed: int) -> Reference:
     return Reference(form, sample, valueless=op.name in VALUELESS, seed=seed)
-
-
-def _problem(form: Form, sample: Sample, shape: Sequence[int], way: Way, verdict: Verdict) -> dict[str, Any]:
-    return {
-        **{"kind": verdict.kind, "detail": verdict.detail, "form": form.name, "sample": sample.index},
-        **{"call": str(sample), "mesh": list(shape), "placements": show_assignment(way)},
-    }
 
 
 def show_assignment(way: Way) -> str:

@@ -50,8 +50,8 @@ class Verdict:
 def judge(
     case: Reference, mesh: Mesh | Sequence[Mesh], placements: Sequence[Placements | None], *, let_out: bool = False
 ) -> Verdict:
-    """Run a case with its inputs laid out so, on one mesh or each on its own, and compare. Tensors for `out=` without
-    placements lie as the results without it do. `let_out`: an error is raised, not described."""
+    """Run a case with its inputs in these placements, on one mesh or each on its own, and compare. Tensors for `out=`
+    without placements get those of the results without it. `let_out`: an error is raised, not described."""
     verdict = _judged(case, mesh, placements, let_out)
     if verdict.kind == "wrong" and verdict.off <= ROUNDING * case.scale and case.in_double is not None:
         again = _judged(case.in_double, mesh, placements, let_out)
@@ -104,19 +104,14 @@ def _with_those_of_results(
         id(x): place(x, on, where, case.seed) for x, on, where in zip(first, meshes, known, strict=False)
     }
     kwargs = {name: arg for name, arg in case.sample.kwargs.items() if name != "out"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             results = flatten(case.form.function(*replaced(case.sample.args, images), **replaced(kwargs, images)))
         except Exception:  # then it does so as a function as well, and that is told
             results = []
     anywhere = [(Replicate(),) * on.ndim for on in meshes[len(known) :]]
-    laid = [_without_pending(x.placements) for x in results]
-    return [*known, *(laid if len(laid) == len(anywhere) else anywhere)]
-
-
-def _without_pending(placements: Placements) -> Placements:
-    return [Replicate() if isinstance(p, Partial) else p for p in placements]
+    reduced = [[Replicate() if isinstance(p, Partial) else p for p in x.placements] for x in results]
+    return [*known, *(reduced if len(reduced) == len(anywhere) else anywhere)]
 
 
 def _refused(case: Reference, inputs: Sequence[DTensor], error: InPlaceError) -> Verdict:
@@ -200,7 +195,7 @@ def _compare(case: Reference, name: str, mine: Any, expected: Tensor) -> None:
 
 
 def _other_strides(case: Reference, outputs: Sequence[Any]) -> str:
-    """How the first result that lies otherwise in memory than torch's does, if there is one."""
+    """The strides of the first result that has others than torch's, if there is one."""
     for mine, expected in zip(outputs, case.outputs, strict=True):
         if isinstance(mine, DTensor) and not same_strides(expected.shape, mine.stride(), expected.stride()):
             return f"{list(mine.stride())}, not {list(expected.stride())}, as {mine._layout}"

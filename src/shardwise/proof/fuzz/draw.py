@@ -142,7 +142,7 @@ class Draw:
     def leaf(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float64, *, high: int | None = None, grad: bool = True
     ) -> Var:
-        """A new leaf, laid out somehow."""
+        """A new leaf, in any layout."""
         if high is not None and high < 1:
             raise Refused("no number is below it")
         placements = self.placements(len(shape), dtype)

@@ -164,17 +164,12 @@ def _is_number(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _first_only(x: Tensor) -> Tensor:
-    """The first element, and zeros (or False) after it."""
-    made = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    made.view(-1)[:1] = x.reshape(-1)[:1] if _is_number(x) else True
-    return made if _is_number(x) or x.dtype == torch.bool else x
-
-
-def _without_first(x: Tensor) -> Tensor:
-    made = (x if _is_number(x) else torch.ones_like(x)).clone(memory_format=torch.contiguous_format)
-    made.view(-1)[:1] = 0
-    return made if _is_number(x) or x.dtype == torch.bool else x
+def _only(x: Tensor, first: bool) -> Tensor:
+    """The first element alone, or all but it; zeros (or False) in the place of the others."""
+    if not _is_number(x) and x.dtype != torch.bool:
+        return x
+    here = (torch.arange(x.numel()).view(x.shape) == 0) == first
+    return torch.where(here, x if _is_number(x) else True, 0).to(x.dtype).contiguous()
 
 
 def _anew(x: Tensor, seed: int) -> Tensor:
@@ -187,6 +182,6 @@ def _anew(x: Tensor, seed: int) -> Tensor:
 _OTHERS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: x.flip(list(range(x.dim()))) if _is_number(x) else x,
     lambda x: x.roll(1) if _is_number(x) else x,
-    _first_only,
-    _without_first,
+    lambda x: _only(x, True),
+    lambda x: _only(x, False),
 )

@@ -66,7 +66,7 @@ def concrete(case: Case) -> list[Strategy]:
 
 
 def _keeps_targets(case: Case, way: Strategy) -> bool:
-    """What is written to stays as it lies; dispatch drops other ways."""
+    """What is written to keeps its placement; dispatch drops other ways."""
     return not (case.call.outputs and way.outs) or all(way.ins[i] in way.outs for i in case.call.mutated)
 
 
@@ -127,7 +127,7 @@ def _failure(case: Case, trial: Trial, expected: Run | None, *, replicas: bool =
 
 
 def _layout(trial: Trial, position: int, value: Value) -> Layout:
-    """How an input lies under the strategies of a trial."""
+    """The layout of an input under the strategies of a trial."""
     mesh = trial.mesh
     splits: list[tuple[int, ...]] = [()] * value.ndim
     pending: list[Partial | None] = [None] * mesh.ndim

@@ -145,7 +145,7 @@ def worth(placement: AxisPlacement) -> int:
 
 
 def truth_of(case: Case, ins: Ins, num_ranks: int) -> Truth | None:
-    """Whether the op on the shards gives the truth for one assignment, and how its outputs then lie."""
+    """Whether the op on the shards gives the truth for one assignment, and the placements of its outputs."""
     parts = [pieces(x, dim, num_ranks) for x, dim in zip(case.tensors, ins, strict=True)]
     shards = [[part[rank] for part in parts] for rank in range(num_ranks)]
     for sizes in _localised(case, ins, num_ranks):
