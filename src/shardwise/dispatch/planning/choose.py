@@ -63,7 +63,7 @@ class Chooser:
         # (value, axis): pending there, and an earlier call has reduced it
         self._reduced = {(index, axis) for index in trace.reduced for axis in range(mesh.ndim)}
 
-    def choose(self, position: int, have: Sequence[Layout], banned: Set[Ban]) -> list[Strategy]:
+    def choose(self, position: int, have: Sequence[Layout], banned: Set[Ban]) -> Sequence[Strategy]:
         """One strategy per axis. Axes along which nothing need move are decided first; what the others send depends on
         how the results are sharded along those."""
         call = self.trace.calls[position]

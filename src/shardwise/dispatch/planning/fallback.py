@@ -105,7 +105,7 @@ class Gathered:
                 given = {"x" if key in _FIRST else key: value for key, value in kwargs.items()}
                 if (out := program(*args, **given)) is not NotImplemented:
                     return out
-            if (out := _with_sizes(self.function, args, kwargs)) is not NotImplemented:
+            if (out := with_numbers_read(self.function, args, kwargs)) is not NotImplemented:
                 return out
             report(name, (self.function, *(x._layout for x in originals)), args, kwargs)
             if watchers:
@@ -163,9 +163,10 @@ def version_of(x: Tensor) -> int:
         return 0 if x.is_inference() else x._version
 
 
-def _with_sizes(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The call with its sizes and dims read out of 0-d tensors of integers, from which a trace cannot read them
+def with_numbers_read(function: Callable, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+    """The call with its sizes, dims and indices read out of 0-d tensors of integers, which a trace cannot do
     (`x.view(-1, torch.tensor(4))`); NotImplemented where there are none, or where tensors are wanted."""
+    kwargs = kwargs or {}
     module = getattr(function, "__module__", None) or "torch"
     if module.split(".")[0] != "torch" or isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return NotImplemented  # what users wrote, or named by its schema, is given what they gave

@@ -33,7 +33,7 @@ from shardwise.dispatch.plan import Plan, has_terms, reduced_first, runs_in_cpp
 from shardwise.dispatch.planning.ask_torch import LARGE, is_number, only_meta_refuses, refuse_early, refused
 from shardwise.dispatch.planning.autocast import Autocast, autocast_dtype
 from shardwise.dispatch.planning.build import build, is_builtin
-from shardwise.dispatch.planning.fallback import Gathered, WithoutData, describe, on_meta, report
+from shardwise.dispatch.planning.fallback import Gathered, WithoutData, describe, on_meta, report, with_numbers_read
 from shardwise.dispatch.planning.lower import LostWriteError, Lowered, lower
 from shardwise.dispatch.planning.trace import Trace, flat_tensors, trace_call
 from shardwise.dispatch.steps import Steps, Whole
@@ -214,8 +214,8 @@ def _traced(call: Asked) -> Trace | Plan:
     try:
         trace = trace_call(call.func, call.args, call.kwargs, metas, call.device)
     except Exception as error:
-        if call.func is Tensor.__getitem__ and _has_tensor_indices(call.args[1]):
-            return picked_by_tensor
+        if call.func is Tensor.__getitem__ and any(map(is_number, call.tensors[1:])):
+            return partial(with_numbers_read, call.func)  # a view, as in torch
         if not isinstance(error, ShardwiseError) and only_meta_refuses(error, metas):
             return call.gathered()
         raise
@@ -323,23 +323,6 @@ def _layout_of_one_view(lowered: Lowered) -> Layout | None:
 def left_to_others(args: tuple, kwargs: dict[str, Any] | None) -> Any:
     """An operator that does not know the other operand."""
     return NotImplemented
-
-
-def _has_tensor_indices(index: Any) -> bool:
-    """Whether an index holds numbers in tensors, which torch reads out, and a trace cannot."""
-    items = index if isinstance(index, tuple) else (index,)
-    return any(_is_number(item) for item in items)
-
-
-def _is_number(item: Any) -> bool:
-    return isinstance(item, Tensor) and not item.dim() and item.dtype != torch.bool
-
-
-def picked_by_tensor(args: tuple, kwargs: dict[str, Any] | None) -> Tensor:
-    """`x[i]` with `i` a number in a tensor. As in torch it is read out, and the result is a view."""
-    x, index = args
-    items = index if isinstance(index, tuple) else (index,)
-    return x[tuple(int(item) if _is_number(item) else item for item in items)]
 
 
 class ContiguousOnly:

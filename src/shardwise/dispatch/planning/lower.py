@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from shardwise.dispatch.planning.choose import Ban, Chooser, NoStrategyError
 from shardwise.dispatch.planning.realise import CannotRealise, Realised, realise
@@ -52,10 +51,9 @@ def lower(trace: Trace, layouts: Sequence[Layout]) -> Lowered:
         value.layout = layout
     for index in trace.parameters:
         trace.values[index].is_parameter = True
-    options = [strategies_of(call) for call in trace.calls]
-    chooser = Chooser(trace, mesh, options)
+    chooser = Chooser(trace, mesh, [strategies_of(call) for call in trace.calls])
     try:
-        lowered = lower_calls(trace, mesh, layouts, options, chooser)
+        lowered = lower_calls(chooser, layouts)
     except NoStrategyError as error:
         raise _cannot_write(error.call, trace, layouts) from None
     lowered.by_gradient = chooser.by_gradient or any(map(_parameters_matter, lowered.calls))
@@ -79,25 +77,10 @@ def _cannot_write(call: Call, trace: Trace, layouts: Sequence[Layout]) -> InPlac
     )
 
 
-class Choosing(Protocol):
-    """Who chooses strategies for calls, one after the other: see `Chooser`."""
-
-    def choose(self, position: int, have: Sequence[Layout], banned: Set[Ban]) -> Sequence[Strategy]: ...
-
-    def deferred(self, position: int, have: Sequence[Layout], chosen: Sequence[Strategy]) -> Sequence[Strategy]: ...
-
-    def follow(self, call: Call, have: Sequence[Layout], chosen: Sequence[Strategy]) -> None: ...
-
-
-def lower_calls(
-    trace: Trace,
-    mesh: Mesh,
-    layouts: Sequence[Layout],
-    options: Sequence[list[Strategy]],
-    chooser: Choosing,
-) -> Lowered:
-    """Turn the strategies chosen for each call in turn into layouts, moves and local calls. `options` are all that each
-    call had. Raises `CannotRealise` where the chooser insists on strategies that do not go together."""
+def lower_calls(chooser: Chooser, layouts: Sequence[Layout]) -> Lowered:
+    """Turn the strategies chosen for each call in turn into layouts, moves and local calls. Raises `CannotRealise` if
+    the chooser insists on strategies that do not go together."""
+    trace, mesh, options = chooser.trace, chooser.mesh, chooser.options
     current = {value.index: layout for value, layout in zip(trace.inputs, layouts, strict=True)}
     current.update({value.index: Layout(mesh, value.shape) for value, _ in trace.constants})
     aliases = _Aliases(trace)
@@ -106,7 +89,7 @@ def lower_calls(
     calls = []
     for position, (call, rule) in enumerate(zip(trace.calls, rules, strict=True)):
         have = [current[value.index] for value in call.inputs]
-        ways, realised = _realised(call, position, have, mesh, chooser)
+        ways, realised = _realised(position, have, chooser)
         lowered = _lowered_call(call, rule, realised, have, is_only=len(trace.calls) == 1)
         later = chooser.deferred(position, have, ways)
         if later is not ways and any(a is not b for a, b in zip(later, ways, strict=True)):
@@ -150,15 +133,13 @@ def _only_varies(moves: tuple[Move, ...]) -> bool:
     return len(moves) == 1 and moves[0].kind == "nothing" and moves[0].dual.kind == "all_reduce"
 
 
-def _realised(
-    call: Call, position: int, have: Sequence[Layout], mesh: Mesh, chooser: Choosing
-) -> tuple[Sequence[Strategy], Realised]:
+def _realised(position: int, have: Sequence[Layout], chooser: Chooser) -> tuple[Sequence[Strategy], Realised]:
     """The strategies of a call, and the layouts they mean together."""
     banned: set[Ban] = set()
     while True:
         ways = chooser.choose(position, have, banned)
         try:
-            return ways, realise(call, ways, have, mesh)
+            return ways, realise(chooser.trace.calls[position], ways, have, chooser.mesh)
         except CannotRealise as cannot:
             if (cannot.axis, cannot.strategy) in banned:
                 raise

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.comm import ranked
 from shardwise.dispatch.planning.build import build
+from shardwise.dispatch.planning.choose import Chooser
 from shardwise.dispatch.planning.lower import lower_calls
 from shardwise.dispatch.planning.realise import CannotRealise
 from shardwise.dispatch.planning.trace import flat_tensors
@@ -155,11 +156,12 @@ def _distributed(x: Tensor, layout: Layout) -> DTensor:
     return wrap(ranked(shards), layout)
 
 
-class _Forced:
+class _Forced(Chooser):
     """Chooses what it is told to, whatever speaks for something else."""
 
-    def __init__(self, chosen: Sequence[Strategy]) -> None:
-        self.chosen = chosen
+    def __init__(self, case: Case, trial: Trial) -> None:
+        super().__init__(case.trace, trial.mesh, [list(trial.chosen)])
+        self.chosen = trial.chosen
 
     def choose(self, *_: Any) -> Sequence[Strategy]:
         return self.chosen
@@ -173,7 +175,7 @@ class _Forced:
 
 def _run(case: Case, trial: Trial, layouts: Sequence[Layout], leaves: Sequence[DTensor]) -> list[DTensor]:
     try:
-        lowered = lower_calls(case.trace, trial.mesh, layouts, [list(trial.chosen)], _Forced(trial.chosen))
+        lowered = lower_calls(_Forced(case, trial), layouts)
     except CannotRealise as error:  # dispatch would not combine them
         raise Impossible from error
     used = case.targets_copied(leaves)
