@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import sys
 import threading
 import warnings
 import weakref
@@ -433,10 +434,13 @@ def program() -> CommDebugMode:
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])
+@pytest.mark.parametrize("installed", [True, False], ids=["rich", "plain"])
 def test_the_table_says_everything_at_every_width(
-    width: int, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    width: int, installed: bool, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(__file__).parent)
+    if not installed:
+        monkeypatch.setitem(sys.modules, "rich", None)
     comm = program()
     comm.print_table(width=width)
     text = capsys.readouterr().out
@@ -448,9 +452,11 @@ def test_the_table_says_everything_at_every_width(
         *("49.2 kB", "98.3 kB", "147.5 kB", "all_gather 2, all_reduce 2"),
     ):
         assert words in text, words
+    assert ("┃" in text) == installed and "\x1b" not in text
 
 
-def test_the_table_is_pinned() -> None:
+def test_the_table_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
     mesh = sw.simulate((2, 2), ("dp", "tp"))
     layout = sw.Layout.of(mesh, (8, 4), [Shard(0), sw.Partial()])
     comms = [
@@ -458,7 +464,7 @@ def test_the_table_is_pinned() -> None:
              sw.Layout.of(mesh, (8, 4), [Shard(0), Replicate()]), "pending sum reduced"),
         Comm("all_reduce", ("dp", "tp"), 4, 16, True, why="gradient of a move made while nobody listened"),
     ]  # fmt: skip
-    found = "\n".join(table.draw(one, 200) for one in table.tables(comms, 200))
+    found = table.draw(table.tables(comms, 200), 200)
     assert found.splitlines() == [
         "Collectives",
         "line          call                          collective                    from → to"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import sys
 from collections import Counter
 from typing import Any
 
@@ -105,7 +106,7 @@ class CommDebugMode:
 
     def print_table(self, *, width: int | None = None) -> None:
         """Print every collective with its line and its reason, and totals by line, as wide as the terminal."""
-        print(self._drawn(width), end="")
+        print(self._drawn(width, color=sys.stdout.isatty()), end="")
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
         """The same as text; with `noise_level=0` the totals only."""
@@ -121,6 +122,6 @@ class CommDebugMode:
         with open(file_name, "w", encoding="utf-8") as file:
             json.dump([{**dataclasses.asdict(c), "wire_bytes": c.wire_bytes} for c in self.comms], file, default=str)
 
-    def _drawn(self, width: int | None, *, every: bool = True) -> str:
+    def _drawn(self, width: int | None, *, every: bool = True, color: bool = False) -> str:
         columns = width or shutil.get_terminal_size((120, 24)).columns
-        return "\n".join(draw(table, columns) for table in tables(self.comms, columns, every=every))
+        return draw(tables(self.comms, columns, every=every), columns, color=color)

@@ -1,17 +1,19 @@
-"""Collectives as a table: what moved, where it was asked for, why, and what it cost."""
+"""Collectives as a table: what moved, where it was asked for, why, and what it cost. Rich's where it is installed."""
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.comm.record import Comm
 
-WIDE = 160
-"""Columns of a terminal from which each fact has a column of its own; below that, they stand under one another."""
+NARROW, WIDE = 110, 160
+"""Columns of a terminal below which the cells of a row stand under one another, and from which each has its own."""
 
 Cells = tuple[str, ...]
 
@@ -35,13 +37,9 @@ def tables(comms: Sequence[Comm], width: int, *, every: bool = True) -> list[Tab
 
 
 def _collectives(comms: Sequence[Comm], width: int) -> Table:
-    is_wide = width >= WIDE
-    narrow, wide = ("line, call, why", "collective, from → to"), ("line", "call", "collective", "from → to", "why")
-    columns: Cells = wide if is_wide else narrow
-    rows = [
-        (*(_wide(comm) if is_wide else _narrow(comm)), str(number), size(number * comm.wire_bytes))
-        for comm, number in Counter(comms).items()
-    ]
+    alike = Counter(comms)
+    columns, arrange = _ARRANGED[(width >= NARROW) + (width >= WIDE)]
+    rows = [(*arrange(comm), str(number), size(number * comm.wire_bytes)) for comm, number in alike.items()]
     return Table("Collectives", (*columns, "×", "sent"), rows, len(columns))
 
 
@@ -50,9 +48,21 @@ def _narrow(comm: Comm) -> Cells:
     return "\n".join(filter(None, (where(comm), comm.function, comm.argument, comm.why))), moves
 
 
+def _medium(comm: Comm) -> Cells:
+    called = "\n".join(filter(None, (comm.function, comm.argument, comm.why)))
+    return where(comm), called, _collective(comm), "\n".join(_from_to(comm))
+
+
 def _wide(comm: Comm) -> Cells:
     called = ", ".join(filter(None, (comm.function, comm.argument)))
     return where(comm), called, _collective(comm), " ".join(_from_to(comm)), comm.why
+
+
+_ARRANGED: tuple[tuple[Cells, Callable[[Comm], Cells]], ...] = (
+    (("line, call, why", "collective, from → to"), _narrow),
+    (("line", "call, why", "collective", "from → to"), _medium),
+    (("line", "call", "collective", "from → to", "why"), _wide),
+)
 
 
 def _collective(comm: Comm) -> str:
@@ -102,8 +112,34 @@ def size(num_bytes: int) -> str:
 # How they are drawn
 
 
-def draw(table: Table, width: int) -> str:
-    """A table at most `width` wide: what does not fit of a cell goes on below it."""
+def draw(made: Sequence[Table], width: int, *, color: bool = False) -> str:
+    if importlib.util.find_spec("rich") is None:
+        return "\n".join(plain(table, width) for table in made)
+    return _with_rich(made, width, color)
+
+
+def _with_rich(made: Sequence[Table], width: int, color: bool) -> str:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    text = io.StringIO()
+    console = Console(file=text, width=width, force_terminal=color, color_system="auto" if color else None)
+    for table in made:
+        drawn = RichTable(
+            title=table.title, title_justify="left", show_lines=any("\n" in c for r in table.rows for c in r)
+        )
+        for at, column in enumerate(table.columns):
+            number = at >= table.numbers
+            drawn.add_column(column, overflow="fold", justify="right" if number else "left", no_wrap=number)
+        for row in table.rows:
+            drawn.add_row(*map(Text, row))
+        console.print(drawn)
+    return text.getvalue()
+
+
+def plain(table: Table, width: int) -> str:
+    """A table without lines, at most `width` wide: what does not fit of a cell goes on below it."""
     lines = [table.columns, *table.rows]
     widths = _widths([[max(map(len, cell.split("\n"))) for cell in line] for line in lines], width)
     text = [table.title]
