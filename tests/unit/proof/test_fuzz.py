@@ -133,6 +133,12 @@ def test_gradients_whose_strides_are_kernels_own_are_not_drawn() -> None:
     assert made.add(lambda d: "torch.autograd.grad(v1.sin().sum(), [v1], retain_graph=True)")
 
 
+def test_norms_that_are_watched_in_gradients_of_gradients_are_not_drawn() -> None:
+    for first, fits in (("v1 = x1.norm()", False), ("v1 = x1.sum()", True)):
+        made = drawn(X, first, "v2, = torch.autograd.grad(v1.sin(), [x1], create_graph=True)")
+        assert made.add(lambda d: Line("v1.retain_grad()")) == fits
+
+
 @pytest.mark.parametrize("watch", ["v1.retain_grad()", "v1.register_hook(lambda g: g * 2)"])
 def test_hidden_views_whose_gradient_is_watched_are_not_written_to(watch: str) -> None:
     for given, fits in (("v1 = (x1 * 2).view(-1)", False), ("v1 = x1 * 2", True)):

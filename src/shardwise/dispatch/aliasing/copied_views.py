@@ -96,7 +96,7 @@ class Taking:
     def again(self) -> DTensor:
         """The view of its source as that is now."""
         with torch.set_grad_enabled(self.recorded):
-            return self._of(of_base(self.source))
+            return self._of(unmoved(self.source))
 
     def write(self, copy: DTensor) -> None:
         """Write a copy to its source: its shape may be another, or an index may name it; else by way of a view of the
@@ -275,6 +275,13 @@ def of_base(x: DTensor) -> DTensor:
             for shard in shards_of(x)
         ]
     return wrap(shards[0] if len(shards) == 1 else ranked(shards), x._layout)
+
+
+def unmoved(x: DTensor) -> DTensor:
+    """What a view shows, past hooks on it, without what it was moved to before. Kernels make views on some ranks only,
+    and the others must not communicate less."""
+    recorded = torch.is_grad_enabled() and x.requires_grad
+    return wrap(localise(of_base(x)), x._layout.unreduced) if recorded else x
 
 
 def carry_on(written: Iterable[Tensor]) -> None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm import shards_of
-from shardwise.dispatch.aliasing.copied_views import Taking, depend, of_base, storage_of, take_anew, watch_copy
+from shardwise.dispatch.aliasing.copied_views import Taking, depend, storage_of, take_anew, unmoved, watch_copy
 from shardwise.dispatch.aliasing.views import Writes
 from shardwise.dispatch.guarded import Guarded
 from shardwise.dispatch.plan import Plan
@@ -29,7 +29,7 @@ from shardwise.layout import Layout
 from shardwise.redistribute import Move, plan_moves
 from shardwise.rules.kit.registry import refuse_shared_memory
 from shardwise.rules.kit.treatments import treat, treatment_of
-from shardwise.tensor import DTensor, as_layout, localise, wrap
+from shardwise.tensor import DTensor, as_layout, localise
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -129,7 +129,7 @@ class Elsewhere:
                 return x
             if id(x) not in copies:  # an argument may be given twice
                 # of a copy, because gradients of extrema need what was there; and a copy, that every rank has its own
-                copies[id(x)] = copy = as_layout(_unmoved(x).clone(), way(x._layout), "self").clone()
+                copies[id(x)] = copy = as_layout(unmoved(x).clone(), way(x._layout), "self").clone()
                 originals[id(copy)] = x
             return copies[id(x)]
 
@@ -143,10 +143,3 @@ class Elsewhere:
             if id(x) not in originals and (source := by_storage.get(storage_of(x))) is not None:
                 watch_copy(x, Taking(source))
         return map_tensors(out, lambda x: originals.get(id(x), x))
-
-
-def _unmoved(x: Any) -> DTensor:
-    """What is written to, without what it was moved to before: that is past the hooks of a view, and kernels make views
-    on some ranks only, of which the others must not communicate less."""
-    recorded = torch.is_grad_enabled() and x.requires_grad
-    return wrap(localise(of_base(x)), x._layout.unreduced) if recorded else x

@@ -282,13 +282,17 @@ class Draw:
     def _check_hidden_views(self) -> None:
         """Raise where torch's own way of computing something decides which gradients there are. `F.linear` of several
         rows is a view of what it computed. Written to in another view, that has a history in which the result, and
-        whoever watches its gradient, has no part; a result that is no view has."""
+        whoever watches its gradient, has no part; a result that is no view has. A second pass goes through a norm only
+        because torch's formula for its gradient divides by it."""
+        twice = any("create_graph" in part.text for part in self.parts)
         named = {id(x) for x in self.tensors.values()}
         watched = [name for part in self.parts if WATCHES.search(part.text) for name in part.takes]
         for _, x in self.run.tensors(watched):
             base = x._base
             if base is not None and id(base) not in named and type(base.grad_fn).__name__ == "CopySlices":
                 raise Refused("a hidden view")
+            if twice and "Norm" in type(x.grad_fn).__name__:
+                raise Refused("a norm in gradients of gradients")
 
     def _again(self) -> None:
         """Run what is left, as if what was removed had never been run."""
