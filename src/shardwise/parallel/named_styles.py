@@ -19,7 +19,7 @@ from shardwise.dispatch import implicit_replication
 from shardwise.errors import MeshError, PlanError
 from shardwise.layout import Placement, Replicate, Shard
 from shardwise.parallel.modules import place_rest
-from shardwise.parallel.style import ParallelStyle
+from shardwise.parallel.style import ParallelStyle, to_local
 from shardwise.tensor import DTensor, distribute_tensor
 
 
@@ -133,21 +133,21 @@ def _inside(method: Callable[..., Any]) -> Callable[..., Any]:
         with implicit_replication():
             output = method(self, *args, **kwargs)
         asked = any(isinstance(x, DTensor) for x in (*args, *kwargs.values()))
-        return output if asked else _plain(output)
+        return output if asked else _plain(output, self)
 
     return inside
 
 
-def _plain(output: Any) -> Any:
+def _plain(output: Any, module: nn.Module) -> Any:
     """An output with plain tensors in the place of DTensors. What is neither a list nor a dict (a cache) is left."""
     if isinstance(output, DTensor):
-        return output.full_tensor()
+        return to_local(output.redistribute(placements=[Replicate()]), module)
     if isinstance(output, dict):
         for name, value in output.items():
-            output[name] = _plain(value)
+            output[name] = _plain(value, module)
         return output
     if type(output) in (list, tuple):
-        return type(output)(map(_plain, output))
+        return type(output)(_plain(value, module) for value in output)
     return output
 
 
