@@ -139,7 +139,7 @@ def _inside(method: Callable[..., Any]) -> Callable[..., Any]:
 def _plain(output: Any, module: nn.Module) -> Any:
     """An output with plain tensors in the place of DTensors. What is neither a list nor a dict (a cache) is left."""
     if isinstance(output, DTensor):
-        return to_local(output.redistribute(placements=[Replicate()]), module)
+        return to_local(_brought(Replicate(), output), module)
     if isinstance(output, dict):
         for name, value in output.items():
             output[name] = _plain(value, module)
