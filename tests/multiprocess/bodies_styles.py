@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from bodies import P, R, S, assert_close, body, doubles, leaf
+from bodies import P, R, S, assert_close, body, doubles, leaf, per_rank
 from shardwise.debug import CommDebugMode
 from shardwise.experimental import local_map
 from shardwise.parallel import (
@@ -19,6 +19,7 @@ from shardwise.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    fully_shard,
     parallelize_module,
 )
 
@@ -138,6 +139,35 @@ def a_decoder_on_one_of_two_axes(mesh: Any) -> None:
     check_training(mesh["tp"], TENSOR, {"all_reduce": 1 + 2 * LAYERS, "all_gather": 1}, {"all_reduce": 1 + 2 * LAYERS})
 
 
+def check_fully_sharded(mesh: Any, plan: dict[str, Any]) -> None:
+    """Styles on one axis, parameters sharded on the other, where each rank has a batch of its own."""
+    plain = Decoder()
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], plan)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh["dp"])
+    assert str(model.layers[0].mlp.up.weight.layout_on_mesh) == "[12,8] S(0)@tp,dp"
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, model)]
+    for step in range(3):
+        tokens = torch.randint(VOCAB, (2 * BATCH, TOKENS), generator=torch.Generator().manual_seed(step))
+        own = per_rank(mesh, lambda at, tokens=tokens: tokens.chunk(2)[at[0]])
+        for net, optimizer, batch in zip((plain, model), optimizers, (tokens, own), strict=True):
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_close(p.detach(), q, name)
+
+
+@body(2, 2)
+def a_fully_sharded_decoder_by_a_tensor_parallel_plan(mesh: Any) -> None:
+    check_fully_sharded(mesh, TENSOR)
+
+
+@body(2, 2)
+def a_fully_sharded_decoder_by_a_sequence_parallel_plan(mesh: Any) -> None:
+    check_fully_sharded(mesh, SEQUENCE)
+
+
 @body(2)
 def a_plan_that_does_not_fit_is_refused_on_all_ranks(mesh: Any) -> None:
     model = Decoder()
@@ -162,12 +192,16 @@ def a_function_written_for_one_rank(mesh: Any) -> None:
         assert_close(w.grad, a.sum(0)[:, None].expand(6, 3))
 
 
-def hugging_face(mesh: Any) -> None:
-    """A model by its own plan: losses, weights after some steps, tokens, and Megatron's schedule."""
+def qwen() -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "head_dim": 4, "num_hidden_layers": LAYERS}
-    plain = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).double()
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).double()
+
+
+def hugging_face(mesh: Any) -> None:
+    """A model by its own plan: losses, weights after some steps, tokens, and Megatron's schedule."""
+    plain = qwen()
     model = copy.deepcopy(plain)
     parallelize_module(model, mesh, model._tp_plan)
     ids, losses, counts = torch.randint(32, (2, 6)), [], []
@@ -189,5 +223,25 @@ def hugging_face(mesh: Any) -> None:
         assert torch.equal(*(net.generate(ids[:, :3], **options) for net in (plain, model))), way
 
 
+def hugging_face_fully_sharded(mesh: Any) -> None:
+    """By its own plan on one axis, its parameters sharded on the other; each rank has a batch of its own."""
+    plain = qwen()
+    model = copy.deepcopy(plain)
+    parallelize_module(model, mesh["tp"], model._tp_plan)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh["dp"])
+    ids = torch.randint(32, (4, 6))
+    own = per_rank(mesh, lambda at: ids.chunk(2)[at[0]])
+    for net, batch in ((plain, ids), (model, own)):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(batch, labels=batch).loss.backward()
+            optimizer.step()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_close(p.detach(), q, name)
+
+
 if find_spec("transformers"):
     body(2)(hugging_face)
+    body(2, 2)(hugging_face_fully_sharded)

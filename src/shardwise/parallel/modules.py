@@ -128,23 +128,31 @@ def place_rest(
     whole: Sequence[Placement] = [Replicate()] * device_mesh.ndim
     for tensor, places in homes_of(module).items():
         found = [where[name] for owner, name in places if where and owner is module and name in where]
-        placements = found[0] if found else whole
-        if isinstance(tensor, DTensor):
-            mesh = as_mesh(device_mesh)
-            if is_at_rest(places[0][0], tensor, mesh):
-                shards: Any = split_outside(tensor, mesh, placements)
-                keep(nn.Parameter(shards, requires_grad=tensor.requires_grad), places)
-            elif mesh is not tensor._layout.mesh and tensor._layout.mesh.is_within(mesh):
-                keep(_lifted(tensor, mesh), places)
-        else:
-            is_parameter = isinstance(tensor, nn.Parameter)
-            plain = tensor.detach() if is_parameter else tensor
-            made: Any = distribute_tensor(plain, device_mesh, placements, src_data_rank=src_data_rank)
-            keep(nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made, places)
+        place(tensor, places, device_mesh, found[0] if found else whole, src_data_rank)
 
 
-def _lifted(x: DTensor, mesh: Mesh) -> Tensor:
+def place(
+    tensor: Tensor,
+    places: list[Place],
+    device_mesh: AnyMesh,
+    placements: Sequence[Placement],
+    src_data_rank: int | None,
+) -> None:
+    """Keep a DTensor in the places of a parameter or buffer, unless one is there; one at rest is split further."""
+    mesh, is_parameter = as_mesh(device_mesh), isinstance(tensor, nn.Parameter)
+    if not isinstance(tensor, DTensor):
+        plain = tensor.detach() if is_parameter else tensor
+        made: Any = distribute_tensor(plain, device_mesh, placements, src_data_rank=src_data_rank)
+    elif is_at_rest(places[0][0], tensor, mesh):
+        made = split_outside(tensor, mesh, placements)
+    elif mesh is not tensor._layout.mesh and tensor._layout.mesh.is_within(mesh):
+        made = _lifted(tensor, mesh)
+    else:
+        return
+    keep(nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made, places)
+
+
+def _lifted(x: DTensor, mesh: Mesh) -> DTensor:
     """The same shards on a mesh of more axes, along which every rank has them: replicated."""
     with torch.no_grad():
-        made: Any = wrap(localise(x).detach(), x._layout.on(mesh))
-    return nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
+        return wrap(localise(x).detach(), x._layout.on(mesh))

@@ -18,9 +18,10 @@ from shardwise.comm import AnyMesh, as_mesh
 from shardwise.dispatch import implicit_replication
 from shardwise.errors import MeshError, PlanError
 from shardwise.layout import Placement, Replicate, Shard
-from shardwise.parallel.modules import place_rest
-from shardwise.parallel.style import ParallelStyle
-from shardwise.tensor import DTensor, distribute_tensor
+from shardwise.parallel.fully_sharded.layouts import is_at_rest
+from shardwise.parallel.modules import place, place_rest
+from shardwise.parallel.style import ParallelStyle, to_local
+from shardwise.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +75,14 @@ class NamedStyle(ParallelStyle):
                 f"{path}: {self.name!r} takes a mesh of one axis, such as mesh[{mesh.names[-1]!r}], not {mesh}"
             )
         for name, tensor in self._parameters(module).items():
-            if isinstance(tensor, DTensor):
+            if isinstance(tensor, DTensor) and not is_at_rest(module, tensor, mesh):
                 raise PlanError(
                     f"{path}.{name} is a DTensor already, {tensor.layout_on_mesh}; {self.name!r} shards plain ones"
                 )
 
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
         for name, plain in self._parameters(module).items():
-            if not isinstance(plain, DTensor):
-                where = [self.meaning.placement(plain)]
-                made: Any = distribute_tensor(plain.detach(), device_mesh, where, src_data_rank=self.src_data_rank)
-                setattr(module, name, nn.Parameter(made, requires_grad=plain.requires_grad))
+            place(plain, [(module, name)], device_mesh, [self.meaning.placement(plain)], self.src_data_rank)
         if self.parameter is None and self.meaning.input is not None:
             module.register_forward_pre_hook(functools.partial(_bring_input, self.meaning.input))
         if self.parameter is None and self.meaning.output is not None:
@@ -133,21 +131,21 @@ def _inside(method: Callable[..., Any]) -> Callable[..., Any]:
         with implicit_replication():
             output = method(self, *args, **kwargs)
         asked = any(isinstance(x, DTensor) for x in (*args, *kwargs.values()))
-        return output if asked else _plain(output)
+        return output if asked else _plain(output, self)
 
     return inside
 
 
-def _plain(output: Any) -> Any:
+def _plain(output: Any, module: nn.Module) -> Any:
     """An output with plain tensors in the place of DTensors. What is neither a list nor a dict (a cache) is left."""
     if isinstance(output, DTensor):
-        return output.full_tensor()
+        return to_local(_brought(Replicate(), output), module)
     if isinstance(output, dict):
         for name, value in output.items():
-            output[name] = _plain(value)
+            output[name] = _plain(value, module)
         return output
     if type(output) in (list, tuple):
-        return type(output)(map(_plain, output))
+        return type(output)(_plain(value, module) for value in output)
     return output
 
 

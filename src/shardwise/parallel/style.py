@@ -17,7 +17,7 @@ from shardwise.comm import AnyMesh, Ranked, as_mesh
 from shardwise.errors import MeshError, PlanError
 from shardwise.layout import Placement, Replicate, Shard, unknown_placement
 from shardwise.local import single
-from shardwise.parallel.fully_sharded.layouts import is_at_rest
+from shardwise.parallel.fully_sharded.layouts import MANAGED, is_at_rest
 from shardwise.parallel.modules import place_rest
 from shardwise.redistribute import recall, remember, windows
 from shardwise.tensor import DTensor
@@ -300,35 +300,39 @@ def _leave(way: _Way, local: bool, mesh: Any, path: str, module: nn.Module, inpu
     if not isinstance(output, Tensor):
         raise PlanError(f"{_named(path)}: its style moves one tensor; the module returned a {type(output).__name__}")
     found = _brought(output, mesh, *way)
-    return to_local(found) if local else found
+    return to_local(found, module) if local else found
 
 
 def _prepare_inputs(
     style: PrepareModuleInput, mesh: Any, path: str, module: nn.Module, inputs: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
     if style.input_layouts is not None:
-        inputs = _prepared(style, "input", mesh, path, inputs)
+        inputs = _prepared(style, "input", mesh, path, module, inputs)
     taken, wanted, local = style.input_kwarg_layouts, style.desired_input_kwarg_layouts, style.use_local_output
-    prepared = {name: _prepare(x, mesh, taken.get(name), wanted.get(name), local, path) for name, x in kwargs.items()}
+    facts = module if local else None, path
+    prepared = {name: _prepare(x, mesh, taken.get(name), wanted.get(name), *facts) for name, x in kwargs.items()}
     return inputs, prepared
 
 
 def _prepare_outputs(
     style: PrepareModuleOutput, mesh: Any, path: str, module: nn.Module, inputs: Any, outputs: Any
 ) -> Any:
-    prepared = _prepared(style, "output", mesh, path, outputs if isinstance(outputs, tuple) else (outputs,))
+    prepared = _prepared(style, "output", mesh, path, module, outputs if isinstance(outputs, tuple) else (outputs,))
     return prepared[0] if len(prepared) == 1 else prepared
 
 
-def _prepared(style: Any, kind: str, mesh: Any, path: str, values: tuple) -> tuple:
+def _prepared(style: Any, kind: str, mesh: Any, path: str, module: nn.Module, values: tuple) -> tuple:
     taken, wanted = getattr(style, f"{kind}_layouts"), getattr(style, f"desired_{kind}_layouts")
     if len(values) != len(taken):
         raise PlanError(f"{_named(path)}: {kind}_layouts has {len(taken)} entries for {len(values)} {kind}s")
-    local = style.use_local_output
-    return tuple(_prepare(x, mesh, a, b, local, path) for x, a, b in zip(values, taken, wanted, strict=True))
+    facts = module if style.use_local_output else None, path
+    return tuple(_prepare(x, mesh, a, b, *facts) for x, a, b in zip(values, taken, wanted, strict=True))
 
 
-def _prepare(x: Any, mesh: Any, taken: Placement | None, wanted: Placement | None, local: bool, path: str) -> Any:
+def _prepare(
+    x: Any, mesh: Any, taken: Placement | None, wanted: Placement | None, local: nn.Module | None, path: str
+) -> Any:
+    """`local`: the module for which it is made plain again."""
     if taken is None:
         return x
     if not isinstance(x, Tensor):
@@ -336,7 +340,7 @@ def _prepare(x: Any, mesh: Any, taken: Placement | None, wanted: Placement | Non
             f"{_named(path)}: {taken!r} is a layout of a tensor; found a {type(x).__name__} (say None for it)"
         )
     found = _brought(x, mesh, (taken,), None if wanted is None else (wanted,))
-    return to_local(found) if local else found
+    return found if local is None else to_local(found, local)
 
 
 _latest: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
@@ -377,11 +381,11 @@ def _brought(
     return found.redistribute(placements=placements)
 
 
-def to_local(x: DTensor) -> Tensor:
+def to_local(x: DTensor, module: nn.Module) -> Tensor:
     """This rank's part, plain. In the simulator, what all ranks have alike is one plain tensor, whose gradient counts
-    once, as on each real rank; anything else is a `Ranked` tensor."""
+    once, as on each real rank; anything else is a `Ranked` tensor, and all is where each rank has its own batch."""
     local = x.to_local()
-    if type(local) is not Ranked or not x._layout.replicated:
+    if type(local) is not Ranked or not x._layout.replicated or MANAGED in module.__dict__:
         return local
     with torch._C.DisableTorchFunctionSubclass():  # along axes that the mesh leaves out, they may differ
         alike = len(x._layout.mesh.held) == x._layout.mesh.size() or all(torch.equal(local, y) for y in local._peers)

@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
 from shardwise.debug import CommDebugMode
 from shardwise.errors import MeshError, PlanError
-from shardwise.parallel import ColwiseParallel, parallelize_module
+from shardwise.parallel import ColwiseParallel, fully_shard, parallelize_module
 from shardwise.parallel.named_styles import MEANINGS
 
 transformers = pytest.importorskip("transformers")
@@ -192,6 +192,28 @@ def test_tied_weights_stay_tied() -> None:
     _, model = pair("Gemma")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.lm_head.weight.placements == (Shard(0),)
+
+
+@pytest.mark.parametrize("order", ["by the plan first", "fully sharded first"])
+def test_fully_sharded_on_another_axis(order: str) -> None:
+    plain, model, mesh = build(), build(), sw.simulate((2, 2), ("dp", "tp"))
+    parts = [*model.model.layers, model]
+    if order == "by the plan first":
+        parallelize_module(model, mesh["tp"], model._tp_plan)
+    for module in parts:
+        fully_shard(module, mesh=mesh["dp"])
+    if order == "fully sharded first":
+        parallelize_module(model, mesh["tp"], model._tp_plan)
+    assert str(model.model.layers[0].mlp.up_proj.weight.layout_on_mesh) == "[48,32] S(0)@tp,dp"
+    own = sw.distribute_tensor(IDS, mesh, [Shard(0), Replicate()]).to_local()
+    for net, batch in ((plain, IDS), (model, own)):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(batch, labels=batch).loss.backward()
+            optimizer.step()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.detach().full_tensor(), q.detach(), msg=lambda m, name=name: f"{name}: {m}")
 
 
 # Names one by one, and what does not fit
