@@ -476,6 +476,49 @@ def test_several_modules_as_one_group() -> None:
     assert counts["reduce_scatter"] == 5 and counts["all_gather"] == 5 + 4
 
 
+def test_a_part_of_a_group_may_run_later_and_in_chunks() -> None:
+    """The head is not part of the model's forward: it is called for parts of what that returns."""
+
+    class Chunked(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.tokens(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return self.norm(x)
+
+    def loss(net: Any, tokens: Tensor) -> Tensor:
+        return sum(net.head(part).square().mean() for part in net(tokens).chunk(2, 1))
+
+    torch.manual_seed(0)
+    plain = Chunked().double()
+    net = copy.deepcopy(plain)
+    for block in net.blocks:
+        fully_shard(block, mesh=TWO)
+    fully_shard([net.norm, net.head], mesh=TWO)
+    fully_shard(net, mesh=TWO)
+    for _ in range(2):
+        data = batch()[0]
+        loss(plain, data).backward()
+        loss(net, sw.distribute_tensor(data, TWO, [S(0)])).backward()
+        check(net, plain)
+    assert gathered_bytes(net) == 0
+
+
+def test_a_module_that_calls_itself() -> None:
+    class Again(nn.Linear):
+        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+            y = super().forward(x)
+            return self(y, depth - 1) + super().forward(y) if depth else y
+
+    plain = Again(4, 4).double()
+    net = nn.Sequential(fully_shard(copy.deepcopy(plain), mesh=TWO))
+    fully_shard(net, mesh=TWO)
+    x = torch.randn(6, 4).double()
+    plain(x).square().sum().backward()
+    net(sw.distribute_tensor(x, TWO, [S(0)])).square().sum().backward()
+    check(net[0], plain)
+
+
 def test_ignored_parameters_are_left_alone() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     weight = net[1].weight

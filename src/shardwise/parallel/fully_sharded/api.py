@@ -147,6 +147,7 @@ def _replace(param: Any, entry: Entry, offload: bool, pin: bool) -> None:
     made: Any = nn.Parameter(shards, requires_grad=param.requires_grad)
     made.__dict__.update({k: v for k, v in param.__dict__.items() if k not in DTensor.__annotations__})
     param.__dict__[_TAKEN] = True
+    entry.param = made
     entry.show(made)
 
 
