@@ -201,6 +201,19 @@ def is_under_way(group: Group | None) -> bool:
     return group is not None and group._pending is not None and not group.is_gathered
 
 
+def different_modules(rank: int, size: int) -> None:
+    """All ranks are told, and none has sharded anything; then they go on."""
+    mesh = mesh_of((2,))
+    for module, error, said in (
+        (nn.Linear(4, 4 + rank), sw.errors.ReplicaError, "have different modules"),
+        (nn.ModuleList() if rank else nn.Linear(4, 4), None, "refused its module|has no forward"),
+    ):
+        with pytest.raises(error or (ValueError, sw.errors.ReplicaError), match=said):
+            sw.fully_shard(module, mesh=mesh)
+        assert not any(isinstance(p, sw.DTensor) for p in module.parameters())
+    sw.fully_shard(nn.Linear(4, 4), mesh=mesh)(torch.randn(2 + rank, 4)).sum().backward()
+
+
 def refused(rank: int, size: int) -> None:
     """torch's own wrappers say what to call for our tensors."""
     import torch.distributed.fsdp as theirs
@@ -226,6 +239,7 @@ CASES = [
     Case("accumulated", 2, accumulated),
     Case("asked for", 2, asked_for),
     Case("overlapping", 2, overlapping),
+    Case("different modules", 2, different_modules),
     Case("refused", 2, refused),
 ]
 
