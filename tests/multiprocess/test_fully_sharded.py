@@ -201,6 +201,30 @@ def is_under_way(group: Group | None) -> bool:
     return group is not None and group._pending is not None and not group.is_gathered
 
 
+class Either(nn.Module):
+    """Ranks use different parameters of one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.layers[which](x)
+
+
+def unused(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    plain = Either().double()
+    net = sw.fully_shard(copy.deepcopy(plain), mesh=mesh_of((2,)))
+    net.set_reduce_scatter_unused_params(True)
+    x = torch.randn(2, 3, 4).double()
+    for which in range(size):
+        (plain(x[which], which).square().sum() / 2).backward()
+    net(x[rank], rank).square().sum().backward()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
 def different_modules(rank: int, size: int) -> None:
     """All ranks are told, and none has sharded anything; then they go on."""
     mesh = mesh_of((2,))
@@ -240,6 +264,7 @@ CASES = [
     Case("asked for", 2, asked_for),
     Case("overlapping", 2, overlapping),
     Case("different modules", 2, different_modules),
+    Case("unused", 2, unused),
     Case("refused", 2, refused),
 ]
 

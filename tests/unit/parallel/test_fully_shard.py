@@ -577,6 +577,18 @@ def test_unshard_and_reshard() -> None:
     net.reshard()
 
 
+@WAYS
+def test_gradients_may_be_divided_by_another_number(own: bool) -> None:
+    plain, net = pair()
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(8.0)
+    data = batch()
+    (loss_of(plain, *data) / (4 if own else 8)).backward()  # two losses of half a batch each make two of the whole
+    loss_on(net, data, TWO, own).backward()
+    check(net, plain)
+
+
 def test_memory_of_parameters_that_were_changed_is_given_back() -> None:
     _, net = pair()
     with torch.no_grad():

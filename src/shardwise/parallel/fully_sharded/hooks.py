@@ -98,9 +98,9 @@ class Hooks:
 
     def _unsharded(self) -> Unsharded:
         """Several modules of a group that run one after the other share a use, and its one reduction."""
-        is_shared = self._shared is not None and self._to_run and self._round == self.schedule.round
-        if is_shared and self._shared[0].mesh is self.mesh:
-            return self._shared
+        shared = self._shared if self._to_run and self._round == self.schedule.round else None
+        if shared is not None and shared[0].mesh is self.mesh:
+            return shared
         use = Use(self.group, self.schedule, self.mesh)
         made = use, use.tensors()
         if len(self.group.modules) > 1:
