@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from random_modules import train
 from sharded_models import NUM_BLOCKS, Model, Tied, Twice, batch, loss_of, shard
 from torch import nn
 
@@ -119,6 +120,11 @@ def with_styles(rank: int, size: int, styles_first: bool) -> None:
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
         torch.testing.assert_close(p.full_tensor(), q)
+
+
+def random_models(rank: int, size: int, own: bool) -> None:
+    for seed in range(12):
+        train(seed, mesh_of((2,)), own, is_simulated=False)
 
 
 def accumulated(rank: int, size: int) -> None:
@@ -260,6 +266,7 @@ CASES = [
     Case("one device, replicas", 4, like_one_device, ((2, 2), "model")),
     Case("styles first", 4, with_styles, (True,)),
     Case("styles later", 4, with_styles, (False,)),
+    *(Case(f"random models, {own=}", 2, random_models, (own,)) for own in (False, True)),
     Case("accumulated", 2, accumulated),
     Case("asked for", 2, asked_for),
     Case("overlapping", 2, overlapping),
