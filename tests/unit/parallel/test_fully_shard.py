@@ -691,3 +691,13 @@ def test_shards_that_were_moved_elsewhere_are_refused() -> None:
     net.weight = nn.Parameter(net.weight.detach().redistribute(placements=[R]))
     with pytest.raises(sw.errors.PlacementError, match=r"Linear.weight was sharded on 'dp', and is now \[4,4\] R"):
         net(sw.distribute_tensor(torch.randn(4, 4), TWO, [S(0)]))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models_run_the_hooks_as_they_are(backend: str) -> None:
+    plain, net = pair()
+    compiled = torch.compile(net, backend=backend)
+    data = batch()
+    loss_of(plain, *data).backward()
+    loss_on(compiled, data, TWO, False).backward()
+    check(net, plain)

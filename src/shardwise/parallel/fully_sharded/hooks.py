@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwise.dispatch.interop.compiled import run_as_it_is
 from shardwise.layout import Layout, Mesh
 from shardwise.local import spread
 from shardwise.parallel.fully_sharded.group import Group, Place
@@ -51,6 +52,7 @@ class Hooks:
 
     # Forward
 
+    @run_as_it_is
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         outer, is_backward = _innermost.get(), _task() != -1
         if outer is not None:
@@ -121,6 +123,7 @@ class Hooks:
                 shown.append((module, name, buffer, made))
         return shown
 
+    @run_as_it_is
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """This is called after a failure, too."""
         if not self._running:
