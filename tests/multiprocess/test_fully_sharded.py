@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from random_modules import train
 from sharded_models import NUM_BLOCKS, Model, Tied, Twice, batch, loss_of, shard
 from torch import nn
 
@@ -121,6 +122,11 @@ def with_styles(rank: int, size: int, styles_first: bool) -> None:
         torch.testing.assert_close(p.full_tensor(), q)
 
 
+def random_models(rank: int, size: int, own: bool) -> None:
+    for seed in range(12):
+        train(seed, mesh_of((2,)), own, is_simulated=False)
+
+
 def accumulated(rank: int, size: int) -> None:
     """Both ways to keep gradients give what one backward pass of all batches gives."""
     mesh = mesh_of((2,))
@@ -201,6 +207,43 @@ def is_under_way(group: Group | None) -> bool:
     return group is not None and group._pending is not None and not group.is_gathered
 
 
+class Either(nn.Module):
+    """Ranks use different parameters of one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.layers[which](x)
+
+
+def unused(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    plain = Either().double()
+    net = sw.fully_shard(copy.deepcopy(plain), mesh=mesh_of((2,)))
+    net.set_reduce_scatter_unused_params(True)
+    x = torch.randn(2, 3, 4).double()
+    for which in range(size):
+        (plain(x[which], which).square().sum() / 2).backward()
+    net(x[rank], rank).square().sum().backward()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def different_modules(rank: int, size: int) -> None:
+    """All ranks are told, and none has sharded anything; then they go on."""
+    mesh = mesh_of((2,))
+    for module, error, said in (
+        (nn.Linear(4, 4 + rank), sw.errors.ReplicaError, "have different modules"),
+        (nn.ModuleList() if rank else nn.Linear(4, 4), None, "refused its module|has no forward"),
+    ):
+        with pytest.raises(error or (ValueError, sw.errors.ReplicaError), match=said):
+            sw.fully_shard(module, mesh=mesh)
+        assert not any(isinstance(p, sw.DTensor) for p in module.parameters())
+    sw.fully_shard(nn.Linear(4, 4), mesh=mesh)(torch.randn(2 + rank, 4)).sum().backward()
+
+
 def refused(rank: int, size: int) -> None:
     """torch's own wrappers say what to call for our tensors."""
     import torch.distributed.fsdp as theirs
@@ -223,9 +266,12 @@ CASES = [
     Case("one device, replicas", 4, like_one_device, ((2, 2), "model")),
     Case("styles first", 4, with_styles, (True,)),
     Case("styles later", 4, with_styles, (False,)),
+    *(Case(f"random models, {own=}", 2, random_models, (own,)) for own in (False, True)),
     Case("accumulated", 2, accumulated),
     Case("asked for", 2, asked_for),
     Case("overlapping", 2, overlapping),
+    Case("different modules", 2, different_modules),
+    Case("unused", 2, unused),
     Case("refused", 2, refused),
 ]
 

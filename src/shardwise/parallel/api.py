@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardwise.comm import AnyMesh, as_mesh
-from shardwise.comm.record import off_the_record
 from shardwise.errors import PlanError
 from shardwise.layout import Mesh, Placement, Replicate
+from shardwise.parallel.agreement import agreed
 from shardwise.parallel.modules import tied
 from shardwise.parallel.named_styles import NamedStyle, replicate_inside
 from shardwise.parallel.style import Distributing, ParallelStyle
@@ -69,22 +68,17 @@ def parallelize_module(
 
 def _agreed(mesh: Mesh, module: nn.Module, plan: Any) -> list[Entry]:
     """What a plan says, once every rank has found that it fits, and that all ranks have the same modules."""
-    entries, refused = list[Entry](), None
-    try:
-        entries = _checked(mesh, module, plan)
-    except Exception as error:
-        refused = error
-    differ, elsewhere = _compared(mesh, (0, True) if refused else (_digest(module, entries), False))
-    if refused is not None:
-        raise refused
-    if elsewhere:
-        raise PlanError(f"parallelize_module: the plan does not fit the module that another rank of {mesh} has")
-    if differ:
-        raise PlanError(
-            f"parallelize_module: the ranks of {mesh} have different modules or plans: names, shapes, dtypes and "
-            f"styles must be the same on all of them"
-        )
-    return entries
+    name = "parallelize_module"
+    return agreed(
+        mesh,
+        lambda: _checked(mesh, module, plan),
+        partial(_facts, module),
+        PlanError(f"{name}: the plan does not fit the module that another rank of {mesh} has"),
+        PlanError(
+            f"{name}: the ranks of {mesh} have different modules or plans: names, shapes, dtypes and styles must be "
+            f"the same on all of them"
+        ),
+    )
 
 
 def _checked(mesh: Mesh, module: nn.Module, plan: Any) -> list[Entry]:
@@ -97,21 +91,9 @@ def _checked(mesh: Mesh, module: nn.Module, plan: Any) -> list[Entry]:
     return entries
 
 
-def _digest(module: nn.Module, entries: list[Entry]) -> int:
+def _facts(module: nn.Module, entries: list[Entry]) -> object:
     tensors = [(name, tuple(x.shape), x.dtype) for name, x in (*module.named_parameters(), *module.named_buffers())]
-    styles = [(path, type(style).__name__) for path, _, style in entries]
-    return int.from_bytes(hashlib.sha256(repr((tensors, styles)).encode()).digest()[:7], "big")
-
-
-def _compared(mesh: Mesh, mine: tuple[int, bool]) -> tuple[bool, bool]:
-    """Whether the ranks' numbers differ, and whether any flag is set."""
-    if len(mesh.held) >= mesh.size() or mesh.device_type == "meta":
-        return False, False
-    number, flag = mine  # the largest of `~number` is that of the smallest: one reduction finds both ends
-    ends = torch.tensor([number, ~number, flag], dtype=torch.int64, device=mesh.device_type)
-    with off_the_record():
-        high, low, flags = mesh.port.all_reduce([ends], mesh, tuple(range(mesh.ndim)), "max")[0].tolist()
-    return high != ~low, bool(flags)
+    return tensors, [(path, type(style).__name__) for path, _, style in entries]
 
 
 def placements_of_plan(module: nn.Module, mesh: Mesh, plan: Any) -> dict[str, Sequence[Placement]]:

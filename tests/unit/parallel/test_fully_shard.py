@@ -476,6 +476,49 @@ def test_several_modules_as_one_group() -> None:
     assert counts["reduce_scatter"] == 5 and counts["all_gather"] == 5 + 4
 
 
+def test_a_part_of_a_group_may_run_later_and_in_chunks() -> None:
+    """The head is not part of the model's forward: it is called for parts of what that returns."""
+
+    class Chunked(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.tokens(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return self.norm(x)
+
+    def loss(net: Any, tokens: Tensor) -> Tensor:
+        return sum(net.head(part).square().mean() for part in net(tokens).chunk(2, 1))
+
+    torch.manual_seed(0)
+    plain = Chunked().double()
+    net = copy.deepcopy(plain)
+    for block in net.blocks:
+        fully_shard(block, mesh=TWO)
+    fully_shard([net.norm, net.head], mesh=TWO)
+    fully_shard(net, mesh=TWO)
+    for _ in range(2):
+        data = batch()[0]
+        loss(plain, data).backward()
+        loss(net, sw.distribute_tensor(data, TWO, [S(0)])).backward()
+        check(net, plain)
+    assert gathered_bytes(net) == 0
+
+
+def test_a_module_that_calls_itself() -> None:
+    class Again(nn.Linear):
+        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+            y = super().forward(x)
+            return self(y, depth - 1) + super().forward(y) if depth else y
+
+    plain = Again(4, 4).double()
+    net = nn.Sequential(fully_shard(copy.deepcopy(plain), mesh=TWO))
+    fully_shard(net, mesh=TWO)
+    x = torch.randn(6, 4).double()
+    plain(x).square().sum().backward()
+    net(sw.distribute_tensor(x, TWO, [S(0)])).square().sum().backward()
+    check(net[0], plain)
+
+
 def test_ignored_parameters_are_left_alone() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     weight = net[1].weight
@@ -532,6 +575,18 @@ def test_unshard_and_reshard() -> None:
         net(sw.distribute_tensor(torch.randn(4, 4), TWO, [S(0)]))
     assert comms.get_comm_counts()["all_gather"] == 0
     net.reshard()
+
+
+@WAYS
+def test_gradients_may_be_divided_by_another_number(own: bool) -> None:
+    plain, net = pair()
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(8.0)
+    data = batch()
+    (loss_of(plain, *data) / (4 if own else 8)).backward()  # two losses of half a batch each make two of the whole
+    loss_on(net, data, TWO, own).backward()
+    check(net, plain)
 
 
 def test_memory_of_parameters_that_were_changed_is_given_back() -> None:
@@ -636,3 +691,13 @@ def test_shards_that_were_moved_elsewhere_are_refused() -> None:
     net.weight = nn.Parameter(net.weight.detach().redistribute(placements=[R]))
     with pytest.raises(sw.errors.PlacementError, match=r"Linear.weight was sharded on 'dp', and is now \[4,4\] R"):
         net(sw.distribute_tensor(torch.randn(4, 4), TWO, [S(0)]))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models_run_the_hooks_as_they_are(backend: str) -> None:
+    plain, net = pair()
+    compiled = torch.compile(net, backend=backend)
+    data = batch()
+    loss_of(plain, *data).backward()
+    loss_on(compiled, data, TWO, False).backward()
+    check(net, plain)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -214,6 +215,14 @@ def test_at_most_two_modules_are_gathered(own: bool, freed: bool | None) -> None
     with torch._C.DisableTorchFunctionSubclass():
         for p in net.parameters():
             assert shards_of(p)[0].untyped_storage().size() == shard_bytes(p)
+
+
+def test_nobody_keeps_whole_parameters() -> None:
+    net = Model()
+    before = [weakref.ref(p) for p in net.parameters()]
+    shard(net, fully_shard, mesh=MESH)
+    gc.collect()
+    assert all(found() is None for found in before)
 
 
 def test_a_graph_that_is_not_used_holds_no_parameters() -> None:

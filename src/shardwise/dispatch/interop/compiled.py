@@ -26,12 +26,14 @@ def mark_entry_points() -> None:
     """Mark the functions through which programs come to us, when DTensor has all of its own."""
     for cls in (DTensor, CopiedView, Part, StaleView, Ranked):
         for member in vars(cls).values():
-            _mark(getattr(member, "__func__", getattr(member, "fget", member)))
-    _mark(dispatch)
-    _mark(distribute_tensor)
+            run_as_it_is(getattr(member, "__func__", getattr(member, "fget", member)))
+    run_as_it_is(dispatch)
+    run_as_it_is(distribute_tensor)
 
 
-def _mark(function: Any) -> None:
+def run_as_it_is(function: Any) -> Any:
+    """Mark a function: it may be used as a decorator."""
     if isinstance(function, FunctionType):
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+    return function

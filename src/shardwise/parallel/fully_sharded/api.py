@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm import AnyMesh
-from shardwise.errors import PlacementError
+from shardwise.errors import PlacementError, ReplicaError
 from shardwise.layout import Shard, entered_mesh
+from shardwise.parallel.agreement import agreed
 from shardwise.parallel.fully_sharded.group import Entry, Group, Options, Place
 from shardwise.parallel.fully_sharded.hooks import HOOKS, Hooks, hooks_of
 from shardwise.parallel.fully_sharded.layouts import MANAGED, DataParallel, layouts_of, sharded
@@ -52,25 +53,19 @@ def fully_shard(
     >>> model.weight.placements, model.weight.grad.placements
     ((Shard(dim=0),), (Shard(dim=0),))
     """
-    modules = _modules(module)
     data = DataParallel.on(mesh if mesh is not None else _default_mesh())
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
-        raise ValueError(
-            f"reshard_after_forward={reshard_after_forward!r} is not supported: it is True, False or None. Shards of "
-            f"smaller groups of ranks are had by a mesh of two axes, ('replicate', 'shard')"
-        )
-    managed = _managed(modules)
-    ignored = set(map(id, ignored_params or ()))
-    places = {x: where for x, where in _places(managed).items() if id(x) not in ignored}
-    place: Callable[[Any], Shard | None] = shard_placement_fn or (lambda param: None)
-    entries = []
-    for param, (name, where) in places.items():
-        _check(param, name)
-        entries.append(Entry(name, where, layouts_of(param, data, place(param) or Shard(0), name), param))
-    # Nothing was changed so far, and from here on nothing fails.
-    offload = isinstance(offload_policy, CPUOffloadPolicy)
-    for (param, _), entry in zip(places.items(), entries, strict=True):
-        _replace(param, entry, offload, offload and getattr(offload_policy, "pin_memory", False))
+    modules, managed, entries = agreed(
+        data.mesh,
+        lambda: _entries_of(module, data, reshard_after_forward, shard_placement_fn, ignored_params),
+        lambda found: [(e.name, e.param.shape, e.param.dtype, e.layouts.resting.splits) for e in found[2]],
+        ReplicaError(f"fully_shard: another rank of {data.mesh} was refused its module"),
+        ReplicaError(
+            f"fully_shard: the ranks of {data.mesh} have different modules: names, shapes, dtypes and placements of "
+            f"parameters must be the same on all of them"
+        ),
+    )
+    for entry in entries:  # nothing was changed so far, and from here on nothing fails
+        _replace(entry, offload_policy)
     options = Options(mp_policy, reshard_after_forward=reshard_after_forward)
     buffers = [(owner, name) for owner in managed for name in owner._buffers]
     Hooks(Group(modules, entries, data, options), buffers)
@@ -79,6 +74,30 @@ def fully_shard(
     for one in modules:
         one.__class__ = _fsdp_class(one.__class__)
     return module
+
+
+def _entries_of(
+    module: Any,
+    data: DataParallel,
+    reshard_after_forward: Any,
+    place: Callable[[Any], Shard | None] | None,
+    ignored_params: set[nn.Parameter] | None,
+) -> tuple[tuple[nn.Module, ...], list[nn.Module], list[Entry]]:
+    """The modules given, those whose parameters they manage, and these parameters; or what is wrong with them."""
+    modules = _modules(module)
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward!r} is not supported: it is True, False or None. Shards of "
+            f"smaller groups of ranks are had by a mesh of two axes, ('replicate', 'shard')"
+        )
+    managed, ignored = _managed(modules), set(map(id, ignored_params or ()))
+    entries = []
+    for param, (name, where) in _places(managed).items():
+        if id(param) not in ignored:
+            _check(param, name)
+            placement = (place and place(param)) or Shard(0)
+            entries.append(Entry(name, where, layouts_of(param, data, placement, name), param))
+    return modules, managed, entries
 
 
 def _default_mesh() -> AnyMesh | None:
@@ -137,16 +156,18 @@ def _check(param: Any, name: str) -> None:
         )
 
 
-def _replace(param: Any, entry: Entry, offload: bool, pin: bool) -> None:
+def _replace(entry: Entry, offload: OffloadPolicy) -> None:
     """Put the shards in the place of a parameter. What else holds it can find out."""
+    param = entry.param
     with torch.no_grad():
         shards: Tensor = sharded(param, entry.layouts)
-        if offload:
+        if isinstance(offload, CPUOffloadPolicy):
             shards = shards.cpu()
-            shards = shards.pin_memory() if pin and torch.accelerator.is_available() else shards
+            shards = shards.pin_memory() if offload.pin_memory and torch.accelerator.is_available() else shards
     made: Any = nn.Parameter(shards, requires_grad=param.requires_grad)
     made.__dict__.update({k: v for k, v in param.__dict__.items() if k not in DTensor.__annotations__})
     param.__dict__[_TAKEN] = True
+    entry.param = made
     entry.show(made)
 
 

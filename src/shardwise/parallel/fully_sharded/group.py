@@ -28,6 +28,7 @@ Place = tuple[nn.Module, str]
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+_task = torch._C._current_graph_task_id
 
 
 @dataclass(eq=False)
@@ -79,11 +80,13 @@ class Options:
 
 @dataclass
 class Kept:
-    """Gradients of a whole parameter that are not reduced yet: of passes inside `no_sync`, if they are `owed`."""
+    """Gradients of a whole parameter that are not reduced yet: of passes inside `no_sync`, if they are `owed`. `task` is
+    the last of these passes."""
 
     grads: list[Tensor]
     divisor: float
     owed: bool
+    task: int
 
 
 class Group:
@@ -180,7 +183,7 @@ class Group:
 
     def keep(self, entry: Entry, grads: Sequence[Tensor], divisor: float, owed: bool) -> None:
         dtype = self.options.policy.reduced(grads[0].dtype)
-        self.kept[entry] = Kept([x.to(dtype) for x in grads], divisor, owed)
+        self.kept[entry] = Kept([x.to(dtype) for x in grads], divisor, owed, _task())
         if owed:
             param = entry.param
             param.__dict__.setdefault("_kept", {})  # optimizers must not step without them
@@ -192,7 +195,8 @@ class Group:
         if kept is None or not kept.owed:
             return kept
         drop(entry.param)
-        return None if _get_grad(entry.param) is None else kept
+        was_reset = _get_grad(entry.param) is None and kept.task != _task()  # else it is still to come
+        return None if was_reset else kept
 
     def with_kept(self, entry: Entry, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         kept = self.take(entry)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwise.dispatch.interop.compiled import run_as_it_is
 from shardwise.layout import Layout, Mesh
 from shardwise.local import spread
 from shardwise.parallel.fully_sharded.group import Group, Place
@@ -42,7 +43,8 @@ class Hooks:
         self.mesh: Mesh | None = None
         self._running: list[_Running] = []  # the innermost last
         self._to_run: set[nn.Module] = set()  # of several modules, until all have run
-        self._shared: Unsharded | None = None
+        self._shared: Unsharded | None = None  # by them,
+        self._round = 0  # in this forward pass
         for module in group.modules:
             module.__dict__[HOOKS] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
@@ -50,6 +52,7 @@ class Hooks:
 
     # Forward
 
+    @run_as_it_is
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         outer, is_backward = _innermost.get(), _task() != -1
         if outer is not None:
@@ -97,12 +100,13 @@ class Hooks:
 
     def _unsharded(self) -> Unsharded:
         """Several modules of a group that run one after the other share a use, and its one reduction."""
-        if self._shared is not None and self._to_run and self._shared[0].mesh is self.mesh:
-            return self._shared
+        shared = self._shared if self._to_run and self._round == self.schedule.round else None
+        if shared is not None and shared[0].mesh is self.mesh:
+            return shared
         use = Use(self.group, self.schedule, self.mesh)
         made = use, use.tensors()
         if len(self.group.modules) > 1:
-            self._to_run, self._shared = set(self.group.modules), made
+            self._to_run, self._shared, self._round = set(self.group.modules), made, self.schedule.round
         return made
 
     def _show_buffers(self) -> list[Shown]:
@@ -119,6 +123,7 @@ class Hooks:
                 shown.append((module, name, buffer, made))
         return shown
 
+    @run_as_it_is
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """This is called after a failure, too."""
         if not self._running:
@@ -145,7 +150,8 @@ class Hooks:
             self._shared = None
             self.schedule.leave(self.group)
             reshard = self.group.options.reshard_after_forward
-            if reshard if reshard is not None else self.schedule.root is not self.group:
+            reshard = self.schedule.root is not self.group if reshard is None else reshard
+            if reshard and not self._running:  # a module may call itself
                 self.group.reshard()
         if outer is None:
             self.schedule.end()

@@ -58,12 +58,13 @@ class Layouts:
     def shown(self, mesh: Mesh | None) -> Layout | None:
         """The layout of the gathered parameter beside a batch on a mesh. Where each rank has its own batch, it is a
         DTensor on the axes of other parallelism alone; None where there are none."""
-        have, data = self.whole.mesh, self.data.mesh.names
-        if mesh is None:
-            names = {name for name in have.names if name not in data}
-        else:
-            names = {*have.names, *mesh.names}
-        return self.whole.on(_submesh(have.root, names)) if names else None
+        return _shown(self.whole, self.data.mesh, mesh)
+
+
+@lru_cache(maxsize=4096)
+def _shown(whole: Layout, data: Mesh, mesh: Mesh | None) -> Layout | None:
+    names = {*whole.mesh.names} - {*data.names} if mesh is None else {*whole.mesh.names, *mesh.names}
+    return whole.on(_submesh(data.root, names)) if names else None
 
 
 def _submesh(root: Mesh, names: set[str]) -> Mesh:
@@ -136,7 +137,6 @@ def _whole(param: Tensor, data: DataParallel, name: str) -> Layout:
     return whole
 
 
-@lru_cache(maxsize=4096)
 def sharded(param: Tensor, layouts: Layouts) -> DTensor:
     """The shards of a parameter that every rank has: cut, with nothing communicated."""
     mesh = layouts.whole.mesh

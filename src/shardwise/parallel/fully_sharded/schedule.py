@@ -33,6 +33,7 @@ class Schedule:
         self._entering: list[Group] = []  # and in the one that goes on
         self._leaving: list[Group] = []
         self.passes: dict[int, Pass] = {}
+        self.round = 0  # the number of forward passes
 
     def add(self, group: Group) -> None:
         """A group of a module that is not part of the outermost one, but called by it."""
@@ -42,6 +43,7 @@ class Schedule:
     # Forward
 
     def begin(self) -> None:
+        self.round += 1
         self._entering, self._leaving = [], []
         if self.passes:
             self.reset()
