@@ -1,7 +1,8 @@
 """Numbers reduced together: a stack of norms, each pending along axes of its own, takes one collective.
 
 `clip_grad_norm_` stacks the norms of all gradients. Each is pending along the axes that split its parameter; stacked as
-they are, they would be reduced one by one, in as many collectives as there are parameters.
+they are, they would be reduced one by one, in as many collectives as there are parameters. Largest elements are norms
+of that kind as long as nobody wants their gradient, which all elements that are as large share, on whatever rank.
 """
 
 from __future__ import annotations
@@ -19,6 +20,25 @@ from shardwise.layout import Layout, Partial, Replicate
 from shardwise.tensor import DTensor, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
+
+
+@handles(torch.linalg.vector_norm)
+def _largest(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The largest element of a tensor that needs no gradient, pending like other norms."""
+    if len(args) != 2 or kwargs or args[1] != math.inf or args[0].__class__ is not DTensor:
+        return NotImplemented
+    x, layout = args[0], args[0]._layout
+    axes = {axis for split in layout.splits for axis in split}
+    if not axes or layout.has_pending or not layout.numel or not (x.is_floating_point() or x.is_complex()):
+        return NotImplemented
+    if torch.is_grad_enabled() and x.requires_grad:
+        return NotImplemented
+    with _disabled(), torch.no_grad():
+        none = torch.zeros((), dtype=x.dtype.to_real(), device=x.device)  # what an empty shard contributes
+        held = zip(shards_of(x), layout.held_shapes, strict=True)
+        found = [func(shard, math.inf) if math.prod(shape) else none.clone() for shard, shape in held]
+    pending = [Partial("norm", math.inf) if axis in axes else None for axis in range(layout.mesh.ndim)]
+    return wrap(found[0] if len(found) == 1 else ranked(found), Layout(layout.mesh, ()).with_(pending=pending))
 
 
 @handles(torch.stack)
