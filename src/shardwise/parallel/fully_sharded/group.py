@@ -80,8 +80,8 @@ class Options:
 
 @dataclass
 class Kept:
-    """Gradients of a whole parameter that are not reduced yet: of passes inside `no_sync`, if they are `owed`. `task` is
-    the last of these passes."""
+    """Gradients of a whole parameter that are not reduced yet: of passes inside `no_sync`, if they are `owed`. The last
+    of these passes is `task`."""
 
     grads: list[Tensor]
     divisor: float
