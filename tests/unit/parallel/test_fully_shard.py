@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -517,6 +518,32 @@ def test_a_module_that_calls_itself() -> None:
     plain(x).square().sum().backward()
     net(sw.distribute_tensor(x, TWO, [S(0)])).square().sum().backward()
     check(net[0], plain)
+
+
+class Aside(nn.Module):
+    """What it computes leaves on `self`, or in an object of its own kind."""
+
+    def __init__(self, on_self: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.on_self = nn.Linear(4, 6), nn.Linear(6, 4), on_self
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.down(torch.tanh(self.up(x))).square().sum()
+        self.kept = y if self.on_self else None
+        return x if self.on_self else SimpleNamespace(y=y)
+
+
+@pytest.mark.parametrize("on_self", [True, False])
+def test_results_that_leave_unseen(on_self: bool) -> None:
+    """They keep whole parameters until the backward pass is through."""
+    plain = Aside(on_self).double()
+    net = fully_shard(copy.deepcopy(plain), mesh=TWO, reshard_after_forward=True)
+    x = torch.randn(6, 4).double()
+    for model, data in ((plain, x), (net, sw.distribute_tensor(x, TWO, [S(0)]))):
+        out = model(data)
+        (model.kept if on_self else out.y).backward()
+    check(net, plain)
+    assert gathered_bytes(net) == 0
 
 
 def test_ignored_parameters_are_left_alone() -> None:

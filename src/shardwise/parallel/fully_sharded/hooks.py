@@ -135,23 +135,24 @@ class Hooks:
                 owner._buffers[name] = buffer
         self.group.show(run.before)
         self._to_run.discard(module)
-        if not run.is_backward:
-            self._leave(run.outer)
-        for x in _tensors(output):
-            _before_node(x, partial(self.before_backward, *run.made))
+        is_seen = _before_nodes(output, partial(self.before_backward, *run.made))
         if not any(run.made[0].trained):  # then no gradient of theirs will say that the pass is through with them
-            for x in _tensors(run.args):
-                _before_node(x, partial(self.after_backward, run.made[0]))
+            is_graph = _before_nodes(run.args, partial(self.after_backward, run.made[0]))
+        else:
+            is_graph = output is not None
+        if not run.is_backward:
+            self._leave(run.outer, may_free=is_seen or not is_graph)
         dtype = self.group.options.policy.output_dtype
         return output if dtype is None else _converted(output, dtype)
 
-    def _leave(self, outer: Hooks | None) -> None:
+    def _leave(self, outer: Hooks | None, may_free: bool) -> None:
+        """What is computed may leave by a way that nobody sees, on `self` say. Then nobody will gather again."""
         if not self._to_run:
             self._shared = None
             self.schedule.leave(self.group)
             reshard = self.group.options.reshard_after_forward
             reshard = self.schedule.root is not self.group if reshard is None else reshard
-            if reshard and not self._running:  # a module may call itself
+            if reshard and may_free and not self._running:  # a module may call itself
                 self.group.reshard()
         if outer is None:
             self.schedule.end()
@@ -199,12 +200,15 @@ def hooks_of(module: nn.Module) -> Hooks | None:
     return module.__dict__.get(HOOKS)
 
 
-def _before_node(x: Tensor, hook: Any) -> None:
-    """Have a hook run before gradients of a tensor are used. It is the node's, so that the tensor may be written to."""
+def _before_nodes(tree: Any, hook: Any) -> bool:
+    """Have a hook run before gradients of tensors are used, and say whether any has one. It is the nodes', so that the
+    tensors may be written to."""
     with _disabled():
-        for shard in (x, *x.__dict__.get("_peers", ())):
-            if shard.requires_grad and shard.grad_fn is not None:
+        shards = [shard for x in _tensors(tree) for shard in (x, *x.__dict__.get("_peers", ())) if shard.requires_grad]
+        for shard in shards:
+            if shard.grad_fn is not None:
                 shard.grad_fn.register_prehook(hook)
+    return bool(shards)
 
 
 def _converted(tree: Any, dtype: torch.dtype) -> Any:
