@@ -68,6 +68,10 @@ def fully_shard(
         _replace(entry, offload_policy)
     options = Options(mp_policy, reshard_after_forward=reshard_after_forward)
     buffers = [(owner, name) for owner in managed for name in owner._buffers]
+    for owner, name in buffers:
+        buffer = owner._buffers[name]
+        if buffer is not None and not buffer.is_meta:  # as parameters are
+            owner._buffers[name] = buffer.to(data.mesh.device_type)
     Hooks(Group(modules, entries, data, options), buffers)
     for owner in managed:
         owner.__dict__[MANAGED] = data.mesh
