@@ -5,9 +5,9 @@
     python benchmarks/gloo_styles.py --profile  instead, where a rank's time goes, function by function
 
 The same block, the same plan, the same plain input; the names of the styles come from one library or the other. How it
-is measured is said in gloo_mlp.py. "Plain" is the block on one rank's sizes without communication: nobody is faster, and
-how much there is to save is seen from it. The second table has no communication either: a fake group, and a block so
-small that the time is the host's. Where transformers is installed, also a Llama by the plan that it carries, against
+is measured is said in gloo_mlp.py. "Plain" is the block on one rank's sizes without communication: nobody is faster,
+and how much there is to save is seen from it. The second table has no communication either: a fake group, and a block
+so small that the time is the host's. Where transformers is installed, also a Llama by the plan that it carries, against
 transformers' own tensor parallelism, which is made of torch's DTensors. A missed target prints MISS; the exit status
 stays 0.
 """
