@@ -29,7 +29,7 @@ def local_map(
 ) -> Callable:
     """A function that is given DTensors, runs `func` on their shards, and makes DTensors of what that returns.
 
-    `out_placements` says how the results lie: the placements of the one result, or a tuple of these, one for each, None
+    `out_placements` are those of the results: the placements of the one result, or a tuple of these, one for each, None
     for what is no tensor. `in_placements`, one for each argument, are checked; arguments in other placements are moved
     with `redistribute_inputs`, and refused without. `in_grad_placements` are those of the arguments' gradients, where
     they are not the arguments': a replicated one that ranks use for different things has a `Partial` one. Plain tensors
@@ -74,7 +74,9 @@ def _one_each(placements: PerValue, flat: list[Any], name: str) -> Sequence[Any]
             raise PlacementError(f"local_map: argument {i} is a DTensor, and {name}_placements has None for it")
         if not isinstance(value, Tensor) and wanted is not None:
             kind = type(value).__name__
-            raise PlacementError(f"local_map: argument {i} is a {kind}, which lies nowhere: {name}_placements has None")
+            raise PlacementError(
+                f"local_map: argument {i} is a {kind}, no tensor: {name}_placements must have None for it"
+            )
     return placements
 
 
@@ -86,7 +88,7 @@ def _local(x: Any, wanted: Any, gradient: Any, redistribute: bool) -> Any:
         if layout.placements != x.placements:
             if not redistribute:
                 raise PlacementError(
-                    f"local_map: an argument lies as {x.layout_on_mesh}, and in_placements asks for {layout}; move it "
+                    f"local_map: an argument is {x.layout_on_mesh}, and in_placements asks for {layout}; move it "
                     f"with redistribute(), or say redistribute_inputs=True"
                 )
             x = x.redistribute(placements=wanted)
@@ -111,7 +113,7 @@ def _made(x: Any, mesh: Any, placements: Any, uneven: bool) -> Any:
         return DTensor.from_local(x, mesh, placements, run_check=uneven)  # then ranks tell each other their sizes
     if placements is not None:
         raise PlacementError(
-            f"local_map: a result is a {type(x).__name__}, which lies nowhere: out_placements has None"
+            f"local_map: a result is a {type(x).__name__}, no tensor: out_placements must have None for it"
         )
     return x
 

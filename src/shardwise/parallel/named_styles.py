@@ -110,8 +110,8 @@ def _brought(placement: Placement, x: Any) -> Any:
 def replicate_inside(module: nn.Module, device_mesh: AnyMesh, src_data_rank: int | None) -> None:
     """Make a model with some DTensors one that is called with plain tensors, and answers with plain ones.
 
-    What it has beside is replicated; plain tensors inside are taken so; outputs are whole, unless it is called with
-    DTensors. Its class is one of the same name, derived from its own: hooks do not go around `generate`.
+    What it has beside is replicated; plain tensors inside are taken so; outputs are replicated, unless it is called
+    with DTensors. Its class is one of the same name, derived from its own: hooks do not go around `generate`.
     """
     place_rest(module, device_mesh, src_data_rank=src_data_rank)
     cls: Any = type(module)

@@ -97,7 +97,7 @@ class Distributing(ParallelStyle):
 class ColwiseParallel(Distributing):
     """Shard a Linear by its outputs, or an Embedding by the numbers of each row: `[R] -> [S(-1)]`.
 
-    A plain input is this rank's part of a tensor that lies as `input_layouts` (replicated, unless said otherwise). The
+    A plain input is this rank's part of a tensor in `input_layouts` (replicated, unless said otherwise). The
     output is brought to `output_layouts` (unless said otherwise, it stays sharded along its last dim), and is this
     rank's plain part of it, or a DTensor with `use_local_output=False`.
 
@@ -131,7 +131,7 @@ class ColwiseParallel(Distributing):
 class RowwiseParallel(Distributing):
     """Shard a Linear by its inputs, `[S(-1)] -> [P]`, or an Embedding by its rows, `[R] -> [P]`.
 
-    A plain input is this rank's part of a tensor that lies as `input_layouts` (sharded along its last dim, unless said
+    A plain input is this rank's part of a tensor in `input_layouts` (sharded along its last dim, unless said
     otherwise). The output is brought to `output_layouts` (replicated, unless said otherwise), and is this rank's plain
     part of it, or a DTensor with `use_local_output=False`.
     """
@@ -180,7 +180,7 @@ class SequenceParallel(Distributing):
 class PrepareModuleInput(ParallelStyle):
     """Take a module's inputs to other layouts before it runs.
 
-    A plain input is this rank's part of a tensor that lies as `input_layouts` says; `desired_input_layouts` is what it
+    A plain input is this rank's part of a tensor in `input_layouts`; `desired_input_layouts` is what it
     becomes. There is one for each positional input, None for those that are left as they are; inputs by keyword are
     those that `input_kwarg_layouts` names. With `use_local_output` the module is given this rank's plain parts.
     """
@@ -220,7 +220,7 @@ class PrepareModuleInput(ParallelStyle):
 class PrepareModuleOutput(ParallelStyle):
     """Take a module's outputs to other layouts after it has run.
 
-    A plain output is this rank's part of a tensor that lies as `output_layouts` says; `desired_output_layouts` is what
+    A plain output is this rank's part of a tensor in `output_layouts`; `desired_output_layouts` is what
     it becomes, one for each output, None for those that are left as they are. With `use_local_output` what comes out
     are this rank's plain parts.
     """
@@ -368,7 +368,7 @@ def _brought(
     wanted: tuple[Placement, ...] | None,
     shape: Sequence[int] | None = None,
 ) -> DTensor:
-    """A tensor in the layout that is wanted; a plain one is a part of a tensor that lies as it is `taken`."""
+    """A tensor in the layout that is wanted; a plain one is a part of a tensor in the layout `taken`."""
     found = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, taken, shape=shape)
     if wanted is None or found.placements == _normal(wanted, found.ndim):
         return found

@@ -83,7 +83,7 @@ def test_the_function_sees_plain_shards_and_whatever_else_it_is_given() -> None:
 def test_arguments_are_moved_only_if_that_is_said() -> None:
     x = sw.distribute_tensor(data(4, 6), MESH, ROWS)
     with pytest.raises(
-        PlacementError, match=r"an argument lies as \[4,6\] S\(0\)@tp, and in_placements asks for \[4,6\] S\(1\)@tp"
+        PlacementError, match=r"an argument is \[4,6\] S\(0\)@tp, and in_placements asks for \[4,6\] S\(1\)@tp"
     ):
         local_map(torch.tanh, COLUMNS, (COLUMNS,))(x)
     moved = local_map(torch.tanh, COLUMNS, (COLUMNS,), redistribute_inputs=True)(x)
@@ -108,12 +108,12 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     ),
     "of a number": (
         lambda x: local_map(torch.add, ROWS, (ROWS, ROWS))(x, 1),
-        "argument 1 is a int, which lies nowhere: in_placements has None",
+        "argument 1 is a int, no tensor: in_placements must have None for it",
     ),
     "results": (lambda x: local_map(torch.aminmax, (ROWS,))(x), "out_placements has 1 entries for 2 results"),
     "a number": (
         lambda x: local_map(lambda x: 3, ROWS)(x),
-        "a result is a int, which lies nowhere: out_placements has None",
+        "a result is a int, no tensor: out_placements must have None for it",
     ),
     "a DTensor": (lambda x: local_map(lambda _: x, ROWS)(x), "the function returned a DTensor"),
 }
