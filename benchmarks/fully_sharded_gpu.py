@@ -1,0 +1,150 @@
+"""One rank's share of a model of a billion parameters on a GPU: fully sharded over a fake group, against plain torch.
+
+    python benchmarks/fully_sharded_gpu.py --write    and write benchmarks/results/fully-sharded-gpu-<date>.md
+
+Rank 1 of 8 in torch's fake process group, whose collectives return at once and move nothing. Parameters in bfloat16,
+the same batch for all; a step is forward, cross entropy, backward and AdamW (foreach). "Plain" holds the whole model and
+steps on all of it; the others step on an eighth. Peak is the most memory that was allocated in a step, all included.
+A missed target prints MISS; the exit status stays 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import platform
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise as sw
+from on_device import clock_of
+from race import Table, race, seconds
+
+NUM_RANKS, TARGET = 8, 1.05
+PLAIN, TORCH, SHARDWISE, LAYOUTS = "plain", "FSDP2", "shardwise, a batch per rank", "shardwise, DTensors"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int, heads: int, blocks: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embedding(tokens))))
+
+
+def model(sizes: tuple[int, ...], device: str) -> GPT:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return GPT(*sizes).to(torch.bfloat16)
+
+
+def sharded(fully_shard: Callable[..., Any], net: GPT, mesh: DeviceMesh) -> GPT:
+    for part in (*net.blocks, net):
+        fully_shard(part, mesh=mesh)
+    return net
+
+
+def step_of(net: nn.Module, tokens: Tensor) -> Callable[[], Tensor]:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5, foreach=True)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def made(system: str, sizes: tuple[int, ...], mesh: DeviceMesh, tokens: Tensor) -> Callable[[], Tensor]:
+    net = model(sizes, mesh.device_type)
+    if system == LAYOUTS:
+        tokens = sw.DTensor.from_local(tokens, mesh, [sw.Shard(0)])
+    shard = {PLAIN: None, TORCH: torch_fully_shard}.get(system, sw.fully_shard)
+    return step_of(net if shard is None else sharded(shard, net, mesh), tokens)
+
+
+def peak(start: Callable[[], Callable[[], Tensor]]) -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_allocated()
+    step = start()
+    for _ in range(2):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - base
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a size that a CPU can run, for trying this out")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    device = "cpu" if options.tiny else "cuda"
+    sizes, rows, length = ((64, 2, 2, 256), 2, 16) if options.tiny else ((2048, 16, 18, 32768), 4, 2048)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=NUM_RANKS)
+    mesh = init_device_mesh(device, (NUM_RANKS,), mesh_dim_names=("dp",))
+    tokens = torch.randint(sizes[-1], (rows, length + 1), device=device)
+    systems = (PLAIN, TORCH, SHARDWISE, LAYOUTS)
+    starts = {system: partial(made, system, sizes, mesh, tokens) for system in systems}
+    peaks = {system: peak(start) if device == "cuda" else 0 for system, start in starts.items()}
+    timings = race(
+        {s: start() for s, start in starts.items()}, num_rounds=options.rounds, clock=clock_of(mesh_device(mesh))
+    )
+    table = []
+    for system, timing in timings.items():
+        ratio = timing.ratio_to(timings[PLAIN])
+        verdict = ("pass" if ratio <= TARGET else "MISS") if system.startswith("shardwise") else ""
+        memory = f"{peaks[system] / 2**30:.2f} GiB"
+        table.append((system, seconds(timing.median), f"{ratio:.3f}", memory, str(TARGET) if verdict else "", verdict))
+    params = sum(p.numel() for p in model(sizes, "meta").parameters())
+    title = f"A step of {params / 1e9:.2f} billion parameters, {rows} × {length} tokens"
+    found = Table(title, ("system", "a step", "/ plain", "peak", "target", ""), table)
+    found.print(Console(width=140))
+    if options.write:
+        today, name = datetime.date.today(), torch.cuda.get_device_name() if device == "cuda" else "CPU"
+        head = f"# One rank's share of a fully sharded model, {today}\n\n"
+        head += (
+            f"Python {platform.python_version()}, torch {torch.__version__}, {name}, bfloat16; rank 1 of {NUM_RANKS} "
+        )
+        head += f"in a fake group; {options.rounds} interleaved rounds.\n\n"
+        (Path(__file__).parent / "results" / f"fully-sharded-gpu-{today}.md").write_text(head + found.markdown())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
