@@ -164,3 +164,29 @@ def check_journeys(comm: CommDebugMode, mesh: Any, matrices: list[Tensor]) -> No
         numels = [matrix.numel() for matrix in matrices]
         replicated = numels[1] + numels[2]  # along one axis of two ranks
         assert (there, back) == (2 * sum(numels), 2 * (sum(numels) + replicated)), "in bfloat16"
+
+
+@body(2, 2)
+def state_loads_into_other_layouts_and_meshes(mesh: Any) -> None:
+    weight = doubles(6, 4)
+
+    def trained(parameter: nn.Parameter, state: Any = None) -> optim.Optimizer:
+        optimizer = optim.AdamW([parameter], lr=0.1)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (parameter**2).sum().backward()
+            optimizer.step()
+        return optimizer
+
+    saved = trained(nn.Parameter(sw.distribute_tensor(weight, mesh, [S(0), S(1)]))).state_dict()
+    state = trained(nn.Parameter(weight.clone())).state_dict()
+    expected = nn.Parameter(weight.clone())
+    right = trained(expected, copy.deepcopy(state))
+    for where in ((mesh, [R, S(0)]), (mesh["tp"], [S(0)])):
+        for loaded in (saved, state):
+            found = nn.Parameter(sw.distribute_tensor(weight, *where))
+            optimizer = trained(found, copy.deepcopy(loaded))
+            assert_close(found, expected)
+            check_state(optimizer.state[found], right.state[expected], found, "loaded")
