@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 from inspect import signature
-from itertools import product
+from itertools import chain, product
 from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,15 +24,14 @@ from torch.optim._muon import _adjust_lr, _to_scalar, _zeropower_via_newtonschul
 
 from shardwise.comm import ranked, shards_of
 from shardwise.comm.cause import caused
-from shardwise.layout import Layout, chunk_sizes
+from shardwise.layout import Box, Layout, chunk_sizes
 from shardwise.tensor import DTensor, as_layout, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _box = lru_cache(maxsize=65536)(Layout.box)
 _OPTIONS = [*signature(_zeropower_via_newtonschulz).parameters][1:]  # named as in the optimizer's groups
 
-Held = list[Tensor]
-"""One tensor for each rank held in this process."""
+Tensors = list[Tensor]
 
 
 class _Matrix(NamedTuple):
@@ -125,53 +125,54 @@ class _Owners:
         return owned
 
     def gather(self, parts: Sequence[Sequence[Tensor]]) -> list[dict[int, Tensor]]:
-        """From all ranks' parts of each matrix: per held rank, the matrices that it owns."""
+        """From the held ranks' parts of each matrix: per held rank, the matrices that it owns."""
         held, like = self.layouts[0].mesh.held, parts[0][0]
-        chunks = [[_flat([parts[i][h] for i in mine], like) for mine in self.owned] for h in range(len(held))]
         owned = [self.owned[self.members.index(at)] for at in held]
-        boxes = [[[_box(self.parts[i], at) for i in mine] for at in self.members] for mine in owned]
+        chunks = [[_flat([parts[i][h] for i in mine], like) for mine in self.owned] for h in range(len(held))]
+        boxes = [[_boxes(self.parts, mine, at) for at in self.members] for mine in owned]
         rows = self._exchange("updates to the owners of matrices", chunks, boxes)
         wholes = [{i: like.new_empty(self.layouts[i].shape) for i in mine} for mine in owned]
-        for whole, row, sent in zip(wholes, rows, boxes, strict=True):
-            for pieces, their_boxes in zip(row, sent, strict=True):
-                for x, piece, (start, size) in zip(whole.values(), pieces, their_boxes, strict=True):
-                    x[_slices(start, size)] = piece
+        for mine, row, their_boxes in zip(wholes, rows, boxes, strict=True):
+            for pieces, places in zip(row, their_boxes, strict=True):
+                for whole, piece, box in zip(mine.values(), pieces, places, strict=True):
+                    whole[_slices(box)] = piece
         return wholes
 
-    def scatter(self, wholes: Sequence[dict[int, Tensor]], like: Tensor) -> list[Held]:
+    def scatter(self, wholes: Sequence[dict[int, Tensor]], like: Tensor) -> list[Tensors]:
         """The way back: per matrix, the held ranks' shards."""
         chunks = [
-            [_flat([x[_slices(*_box(self.layouts[i], at))] for i, x in mine.items()], like) for at in self.members]
+            [_flat([x[_slices(_box(self.layouts[i], at))] for i, x in mine.items()], like) for at in self.members]
             for mine in wholes
         ]
-        held = self.layouts[0].mesh.held
-        boxes = [[[_box(self.layouts[i], at) for i in mine] for mine in self.owned] for at in held]
+        boxes = [[_boxes(self.layouts, mine, at) for mine in self.owned] for at in self.layouts[0].mesh.held]
         rows = self._exchange("orthogonalised updates from their owners", chunks, boxes)
-        order = [i for mine in self.owned for i in mine]
-        found = [dict(zip(order, (x for pieces in row for x in pieces), strict=True)) for row in rows]
-        return [[own[i] for own in found] for i in range(len(order))]
+        order = chain.from_iterable(self.owned)
+        received = zip(*(chain.from_iterable(row) for row in rows), strict=True)  # per matrix, in that order
+        return [list(shards) for _, shards in sorted(zip(order, received, strict=True), key=itemgetter(0))]
 
-    def _exchange(self, why: str, chunks: list[Held], boxes: list[list[list[Any]]]) -> list[list[list[Tensor]]]:
-        """One all-to-all. Per held rank and member: tensors of the sizes of those boxes, from what it sent."""
+    def _exchange(self, why: str, chunks: list[Tensors], boxes: list[list[list[Box]]]) -> list[list[list[Tensor]]]:
+        """One all-to-all. Per held rank and member: what that member sent, as tensors of the sizes of these boxes."""
         mesh = self.layouts[0].mesh
-        numels = [[[prod(size) for _, size in some] for some in row] for row in boxes]
-        shapes = [[(sum(some),) for some in row] for row in numels]
+        shapes = [[(sum(prod(size) for _, size in of_member),) for of_member in row] for row in boxes]
         rows = caused("Muon", why, lambda: mesh.port.all_to_all(chunks, mesh, tuple(range(mesh.ndim)), shapes))
-        return [
-            [
-                [x.view(size) for x, (_, size) in zip(flat.split(some), sizes, strict=True)]
-                for flat, some, sizes in zip(*of_rank, strict=True)
-            ]
-            for of_rank in zip(rows, numels, boxes, strict=True)
-        ]
+        return [[*map(_unpacked, row, of_rank)] for row, of_rank in zip(rows, boxes, strict=True)]
 
 
 def _flat(pieces: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat([x.reshape(-1) for x in pieces]) if pieces else like.new_empty(0)
 
 
-def _slices(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + length) for begin, length in zip(start, size, strict=True))
+def _unpacked(flat: Tensor, boxes: list[Box]) -> Tensors:
+    sizes = [size for _, size in boxes]
+    return [x.view(size) for x, size in zip(flat.split([*map(prod, sizes)]), sizes, strict=True)]
+
+
+def _boxes(layouts: Sequence[Layout], matrices: list[int], at: tuple[int, ...]) -> list[Box]:
+    return [_box(layouts[i], at) for i in matrices]
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
 
 
 @lru_cache(maxsize=4096)
