@@ -60,7 +60,8 @@ HOOKS: tuple[Replaced | Registered, ...] = (
     Registered(
         optimizer.register_optimizer_step_pre_hook,
         step_on_shards,
-        "element-wise optimizers step on the shards themselves; gradients kept by no_sync are not forgotten",
+        "element-wise optimizers step on the shards themselves, matrices by their owners, and loaded state is laid out "
+        "as the parameters; gradients kept by no_sync are not forgotten",
     ),
     Registered(
         optimizer.register_optimizer_step_post_hook,

@@ -1,4 +1,5 @@
-"""Bodies about optimizers: on real ranks element-wise ones step on the shards themselves, and nobody can tell."""
+"""Bodies about optimizers: on real ranks element-wise ones step on the shards themselves, and nobody can tell;
+Muon's matrices have owners."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn, optim
 
 import shardwise as sw
-from bodies import R, S, assert_close, body, doubles
+from bodies import R, S, assert_close, body, doubles, everywhere
+from shardwise.comm import as_mesh
+from shardwise.debug import CommDebugMode
 
 STEPS = 4
 WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -126,3 +129,64 @@ def a_closure_is_run_on_distributed_parameters(mesh: Any) -> None:
 
     losses = [optimizer.step(closure).item() for _ in range(3)]
     assert losses[0] > losses[1] > losses[2]
+
+
+@body(2, 2)
+def muon_gathers_each_matrix_to_one_rank(mesh: Any) -> None:
+    """Also of matrices of which some ranks hold nothing, or all hold the same; and each travels once, and back once."""
+    shapes = [(6, 4), (4, 8), (5, 3), (1, 4), (3, 3)]
+    where = [[S(0), S(1)], [R, S(1)], [S(0), R], [S(0), S(0)], [R, R]]
+    weights = [doubles(*shape) for shape in shapes]
+    placed = [sw.distribute_tensor(w, mesh, at) for w, at in zip(weights, where, strict=True)]
+    found, expected = ([nn.Parameter(w.clone()) for w in some] for some in (placed, weights))
+    optimizers = [optim.Muon(params, lr=0.1, weight_decay=0.3) for params in (found, expected)]
+    for step in range(3):
+        for params, optimizer in zip((found, expected), optimizers, strict=True):
+            optimizer.zero_grad()
+            for index, weight in enumerate(params):
+                ((weight - index) ** 2 * (step + 1)).sum().backward()
+            with CommDebugMode() as comm:
+                optimizer.step()
+            if optimizer is optimizers[0]:
+                check_journeys(comm, mesh, [w for w, at in zip(weights, where, strict=True) if at != [R, R]])
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b)
+        check_state(optimizers[0].state[a], optimizers[1].state[b], a, "muon")
+
+
+def check_journeys(comm: CommDebugMode, mesh: Any, matrices: list[Tensor]) -> None:
+    """On real ranks: what all of them together send."""
+    assert [one.kind for one in comm.comms] == ["all_to_all", "all_to_all"]
+    here = as_mesh(mesh).held
+    if len(here) == 1:
+        sent = everywhere({here[0]: [one.bytes for one in comm.comms]})
+        there, back = (sum(bytes_) for bytes_ in zip(*sent.values(), strict=True))
+        numels = [matrix.numel() for matrix in matrices]
+        replicated = numels[1] + numels[2]  # along one axis of two ranks
+        assert (there, back) == (2 * sum(numels), 2 * (sum(numels) + replicated)), "in bfloat16"
+
+
+@body(2, 2)
+def state_loads_into_other_layouts_and_meshes(mesh: Any) -> None:
+    weight = doubles(6, 4)
+
+    def trained(parameter: nn.Parameter, state: Any = None) -> optim.Optimizer:
+        optimizer = optim.AdamW([parameter], lr=0.1)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (parameter**2).sum().backward()
+            optimizer.step()
+        return optimizer
+
+    saved = trained(nn.Parameter(sw.distribute_tensor(weight, mesh, [S(0), S(1)]))).state_dict()
+    state = trained(nn.Parameter(weight.clone())).state_dict()
+    expected = nn.Parameter(weight.clone())
+    right = trained(expected, copy.deepcopy(state))
+    for where in ((mesh, [R, S(0)]), (mesh["tp"], [S(0)])):
+        for loaded in (saved, state):
+            found = nn.Parameter(sw.distribute_tensor(weight, *where))
+            optimizer = trained(found, copy.deepcopy(loaded))
+            assert_close(found, expected)
+            check_state(optimizer.state[found], right.state[expected], found, "loaded")

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ UNSEEN = "gradient of a move made while nobody listened"
 Path = tuple[Any, ...]
 """Moves, one after the other (`redistribute.Move`)."""
 
+_T = TypeVar("_T")
 _disabled = torch._C.DisableTorchFunctionSubclass
 _graph_task = torch._C._current_graph_task_id
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -94,6 +95,22 @@ def is_moving(path: Sequence[Any]) -> bool:
 def called(call: Call, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
     """`run()`, which is a call with these tensors."""
     return _observed(_Scope(call, (), None, _graph_task()), tensors, run)
+
+
+@dataclass(slots=True)
+class _Service:
+    """What communicates, but is no torch function: a gather of parameters, say."""
+
+    function: str
+    why: str
+
+    def explain(self, path: Path, x: Tensor | None) -> tuple[str, str]:
+        return "", self.why
+
+
+def caused(function: str, why: str, run: Callable[[], _T]) -> _T:
+    """`run()`, which is part of something that is no torch function."""
+    return called(_Service(function, why), (), run) if listeners else run()
 
 
 def without_plan(func: Any, run: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Element-wise optimizers step on the shards themselves.
+"""Element-wise optimizers step on the shards themselves; Muon's matrices by their owners (`whole_matrices`).
 
 A DTensor is its shard, so an optimizer that treats every element alike needs no dispatch: its step runs on plain
 tensors that share storage with the parameters and their state. torch offers the place for it, a hook before every step,
@@ -8,6 +8,7 @@ step, which makes the state, and every step that this does not fit, runs on DTen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor, optim
 from torch.optim import optimizer as torch_optimizer
 
 from shardwise.dispatch.aliasing.copied_views import carry_on
+from shardwise.parallel.loaded_state import lay_out_loaded_state
+from shardwise.parallel.whole_matrices import step_split_matrices
 from shardwise.redistribute import check_reduced
 from shardwise.tensor import DTensor
 
@@ -91,41 +94,60 @@ _shadows: WeakKeyDictionary[optim.Optimizer, _Shadows] = WeakKeyDictionary()
 def step_on_shards(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
     """Before a step: its arguments, with the optimizer's plain twin in its place where that gives the same."""
     check_reduced()
-    if optimizer.__class__ not in ELEMENTWISE or len(args) != 1 or kwargs:  # a closure looks at the parameters
+    lay_out_loaded_state(optimizer)
+    twin_of = _TWINS.get(optimizer.__class__)
+    if twin_of is None or len(args) != 1 or kwargs:  # a closure looks at the parameters
         return None
     if optimizer._optimizer_step_pre_hooks or len(torch_optimizer._global_optimizer_pre_hooks) != 1:
         return None  # hooks that follow may give the parameters other gradients
     if not any(param.__class__ is DTensor for group in optimizer.param_groups for param in group["params"]):
         return None
-    with _disabled():
-        twin = _twin_of(optimizer)
+    twin = twin_of(optimizer)
     return None if twin is None else ((twin,), kwargs)
 
 
 def let_go_of_gradients(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     """After a step on shards: gradients belong to the parameters alone again."""
-    if args[0] is not optimizer:
+    if args[0] is not optimizer and optimizer.__class__ in ELEMENTWISE:
         locals_ = _shadows[optimizer].locals
         for local in locals_:
             _set_grad(local, None)
         carry_on(locals_)
 
 
-def _twin_of(optimizer: optim.Optimizer) -> optim.Optimizer | None:
+def _on_shards(optimizer: optim.Optimizer) -> optim.Optimizer | None:
     """An optimizer of the same class with plain tensors for parameters and state; None where that is not the same."""
-    grads = [*map(_grad, _params(optimizer))]
-    shadows = _shadows_of(optimizer, grads)
-    if shadows is None:
-        return None
-    for local, at in zip(shadows.locals, shadows.reached):
-        grad = grads[at]
-        _set_grad(local, grad.detach() if grad.__class__ is DTensor else grad)
-    shadows.states.of_others = optimizer.state
+    with _disabled():
+        grads = [*map(_grad, _params(optimizer))]
+        shadows = _shadows_of(optimizer, grads)
+        if shadows is None:
+            return None
+        for local, at in zip(shadows.locals, shadows.reached):
+            grad = grads[at]
+            _set_grad(local, grad.detach() if grad.__class__ is DTensor else grad)
+        shadows.states.of_others = optimizer.state
+        return _twin(optimizer, shadows.states, shadows.lists)
+
+
+def _without_split_matrices(optimizer: optim.Muon) -> optim.Optimizer | None:
+    """An optimizer of what is left when the matrices that are split have been stepped by their owners."""
+    lists = step_split_matrices(optimizer)
+    return None if lists is None else _twin(optimizer, optimizer.state, lists)
+
+
+_TWINS: dict[type, Callable[[Any], optim.Optimizer | None]] = {
+    **dict.fromkeys(ELEMENTWISE, _on_shards),
+    optim.Muon: _without_split_matrices,
+}
+
+
+def _twin(optimizer: optim.Optimizer, state: Any, lists: list[list[Tensor]]) -> optim.Optimizer:
+    """An optimizer of the same class with another state, and other parameters in its groups."""
     twin = optimizer.__class__.__new__(optimizer.__class__)
     twin.__dict__.update(optimizer.__dict__)
-    twin.state = shadows.states  # type: ignore[assignment]
+    twin.state = state
     twin.param_groups = [
-        {**group, "params": params} for group, params in zip(optimizer.param_groups, shadows.lists, strict=True)
+        {**group, "params": params} for group, params in zip(optimizer.param_groups, lists, strict=True)
     ]
     return twin
 

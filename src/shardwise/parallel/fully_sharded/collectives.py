@@ -7,21 +7,18 @@ off the parameters' own moves; uneven and empty shards are nothing special.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwise.comm import Handle
-from shardwise.comm.cause import called, listeners
+from shardwise.comm.cause import caused
 from shardwise.layout import Mesh
 from shardwise.redistribute import Move
 from shardwise.redistribute.kernels import received, sent
-
-_T = TypeVar("_T")
 
 Held = Sequence[Tensor]
 """One tensor for each rank held in this process."""
@@ -65,7 +62,7 @@ class Joint:
         flat = [x.to(device, dtype, non_blocking=True) for x in flat]
         shapes = [[(sum(numels),) for numels in members] for members in self._numels]
         start = partial(self.mesh.port.start_all_gather, flat, self.mesh, (self.axis,), shapes)
-        return caused("parameters gathered", start)
+        return caused("fully_shard", "parameters gathered", start)
 
     def fill(self, rows: Sequence[Held], wholes: Sequence[Held]) -> None:
         """Write what was gathered into tensors of the parameters' own shapes."""
@@ -85,7 +82,7 @@ class Joint:
         them, flat."""
         chunks = [self._chunks([grad[h] for grad in grads], h, dtype, divisor) for h in range(len(self.mesh.held))]
         start = partial(self.mesh.port.start_reduce_scatter, chunks, self.mesh, (self.axis,), "sum")
-        return caused("gradients reduced", start)
+        return caused("fully_shard", "gradients reduced", start)
 
     def _chunks(self, grads: Held, h: int, dtype: torch.dtype, divisor: float) -> Sequence[Tensor]:
         """One rank's gradients, by the member that each part is for: rows of one tensor."""
@@ -112,21 +109,6 @@ class Joint:
             shapes = [layout.held_shapes[h] for layout in layouts]
             found.append([y.view(s) for y, s in zip(x.split([math.prod(s) for s in shapes]), shapes, strict=True)])
         return [list(shards) for shards in zip(*found, strict=True)]
-
-
-@dataclass
-class _Call:
-    """What those are told who ask what is communicated."""
-
-    why: str
-    function: str = "fully_shard"
-
-    def explain(self, path: Any, x: Tensor | None) -> tuple[str, str]:
-        return "", self.why
-
-
-def caused(why: str, start: Callable[[], _T]) -> _T:
-    return called(_Call(why), (), start) if listeners else start()
 
 
 def _as_table(rows: Held) -> Tensor | None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Handle
+from shardwise.comm.cause import caused
 from shardwise.comm.port import done
-from shardwise.parallel.fully_sharded.collectives import Held, Joint, caused
+from shardwise.parallel.fully_sharded.collectives import Held, Joint
 from shardwise.parallel.fully_sharded.group import Entry, Group
 
 Gradients = list[tuple[Entry, Held]]
@@ -39,7 +40,7 @@ class Reduction:
                 for shard, so_far in zip(shards, waiting.pop(entry, ())):
                     shard.add_(so_far)
             start = partial(mesh.port.start_all_reduce, flat, mesh, (0,), "sum")
-            self._reduced = caused("gradients reduced over replicas", start)
+            self._reduced = caused("fully_shard", "gradients reduced over replicas", start)
         else:
             for entry, shards in self._by_entry(flat):
                 before = waiting.get(entry, [torch.zeros_like(shard) for shard in shards])
