@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.cli import main
+from shardwise.proof.fuzz.calls.layers import batch_norm
 from shardwise.proof.fuzz.calls.writes import is_recorded, refuse_overlap
 from shardwise.proof.fuzz.command import Result, classes_of, smallest
 from shardwise.proof.fuzz.draw import MESHES, Draw, Refused, Var, mesh_of
@@ -133,8 +135,9 @@ def test_gradients_whose_strides_are_kernels_own_are_not_drawn() -> None:
     assert made.add(lambda d: "torch.autograd.grad(v1.sin().sum(), [v1], retain_graph=True)")
 
 
-def test_norms_that_are_watched_in_gradients_of_gradients_are_not_drawn() -> None:
-    for first, fits in (("v1 = x1.norm()", False), ("v1 = x1.sum()", True)):
+def test_results_in_formulas_that_are_watched_in_gradients_of_gradients_are_not_drawn() -> None:
+    reductions = ("v1 = x1.norm()", "v1 = x1.flatten().logsumexp(0)", "v1 = x1.std()")
+    for first, fits in (*((text, False) for text in reductions), ("v1 = x1.sum()", True)):
         made = drawn(X, first, "v2, = torch.autograd.grad(v1.sin(), [x1], create_graph=True)")
         assert made.add(lambda d: Line("v1.retain_grad()")) == fits
 
@@ -145,6 +148,24 @@ def test_hidden_views_whose_gradient_is_watched_are_not_written_to(watch: str) -
         made = drawn(X, given, "v2 = v1.view(2, 6)")
         assert made.add(lambda d: Line(watch))
         assert made.add(lambda d: Line("v2.mul_(3)")) is fits
+
+
+def test_expanded_tensors_are_not_written_to() -> None:
+    made = drawn(Leaf("x1", (3,), torch.float64, (sw.Shard(0),), 1), "v1 = x1.expand(2, 3)")
+    assert made.target(1) == "x1"
+    with pytest.raises(Refused, match="expanded"):
+        made.target(2)
+
+
+def test_strided_weights_of_batch_norms_are_not_drawn() -> None:
+    texts = []
+    for seed in range(40):
+        made = drawn(X, Leaf("x2", (4, 3), torch.float64, (sw.Shard(0),), 2), "v1 = x2[:, 0]")
+        made.chance.seed(seed)
+        with suppress(Refused):
+            texts.append(str(batch_norm(made)))
+    assert any("v1, training" in text or "v1, eps" in text for text in texts)  # biases are
+    assert not any("v1, x" in text or "v1, v" in text for text in texts)
 
 
 # Leaves

@@ -30,6 +30,9 @@ CHANGES = re.compile(r"_\(|grad\(")
 WATCHES = re.compile(r"\.register_hook\(|\.retain_grad\(")
 """Statements after which somebody is told the gradient of a tensor."""
 
+OWN_FORMULA = re.compile("Norm|Logsumexp|Std")
+"""Nodes whose gradient torch writes in terms of their results."""
+
 
 class Refused(Exception):
     """A call that torch does not take, or whose result would not be of use."""
@@ -122,8 +125,11 @@ class Draw:
         return found
 
     def target(self, *dims: int) -> Var:
-        """A tensor to write to: not a gradient in memory that autograd chose, which may be another's, or repeated."""
+        """A tensor to write to: not an expanded one, of whose elements torch promises nothing, nor a gradient in memory
+        that autograd chose, which may be another's, or repeated."""
         x = self.tensor(*dims)
+        if any(size > 1 and not step for size, step in zip(x.shape, x.value.stride(), strict=True)):
+            raise Refused("an expanded tensor")
         gradients = [name for part in self.parts if "autograd.grad(" in part.text for name in part.gives]
         memory = x.value.untyped_storage()._cdata
         same = [g for _, g in self.run.tensors(gradients) if g.untyped_storage()._cdata == memory]
@@ -282,8 +288,8 @@ class Draw:
     def _check_hidden_views(self) -> None:
         """Raise where torch's own way of computing something decides which gradients there are. `F.linear` of several
         rows is a view of what it computed. Written to in another view, that has a history in which the result, and
-        whoever watches its gradient, has no part; a result that is no view has. A second pass goes through a norm only
-        because torch's formula for its gradient divides by it."""
+        whoever watches its gradient, has no part; a result that is no view has. A second pass goes through some results
+        only because torch's formula for their gradient is written with them."""
         twice = any("create_graph" in part.text for part in self.parts)
         named = {id(x) for x in self.tensors.values()}
         watched = [name for part in self.parts if WATCHES.search(part.text) for name in part.takes]
@@ -291,8 +297,8 @@ class Draw:
             base = x._base
             if base is not None and id(base) not in named and type(base.grad_fn).__name__ == "CopySlices":
                 raise Refused("a hidden view")
-            if twice and "Norm" in type(x.grad_fn).__name__:
-                raise Refused("a norm in gradients of gradients")
+            if twice and OWN_FORMULA.search(type(x.grad_fn).__name__):
+                raise Refused("a result in the formula for its gradient")
 
     def _again(self) -> None:
         """Run what is left, as if what was removed had never been run."""

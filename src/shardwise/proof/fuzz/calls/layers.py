@@ -49,6 +49,8 @@ def batch_norm(d: Draw) -> str:
     channels = (x.shape[1],)
     mean, scale = d.leaf(channels, x.dtype, grad=False), d.leaf(channels, x.dtype, grad=False)
     weight, bias = d.fit(channels, x.dtype), d.fit(channels, x.dtype)
+    if not weight.value.is_contiguous():
+        raise Refused("torch's own gradient of rows is wrong then: it reads the weight as if it were contiguous")
     return d.way(BATCH_NORMS).format(x=x, m=mean, v=scale, w=weight, b=bias)
 
 
