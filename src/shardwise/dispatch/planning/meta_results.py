@@ -7,6 +7,7 @@ complaints, are left to them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,7 +95,8 @@ def _by_bytes(x: Tensor, indices: Sequence[Tensor | None]) -> None:
 def _normed(x: Tensor, order: float = 2, dims: Sequence[int] | None = None, keepdim: bool = False) -> Shape | None:
     """Torch 2.11's kernel for meta tensors keeps dims of one index that are counted from the end."""
     gone = {dim % x.dim() for dim in dims or () if -x.dim() <= dim < x.dim()}
-    if keepdim or not gone or len(gone) != len(dims or ()) or not x.is_floating_point() or not x.numel():
+    plain = x.is_floating_point() and (bool(x.numel()) or 0 <= order < math.inf)  # others may have no norm of nothing
+    if keepdim or not gone or len(gone) != len(dims or ()) or not plain:
         return None
     return tuple(size for dim, size in enumerate(x.shape) if dim not in gone)
 

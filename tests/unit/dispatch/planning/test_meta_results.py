@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
@@ -88,6 +89,7 @@ def test_two_operands_of_all_shapes_and_dtypes(op: Any) -> None:
         (aten.upsample_linear1d.default, (meta(0, 3, 4), [7], False), {}),
         (aten.grid_sampler_2d.default, (meta(2, 3, 4, 5), meta(2, 6, 7, 2), 0, 1, False), {}),
         (aten.linalg_vector_norm.default, (meta(4, 3), 3, [0]), {}),
+        (aten.linalg_vector_norm.default, (meta(1, 0), 1, [-2]), {}),
     ],
     ids=str,
 )
@@ -96,7 +98,8 @@ def test_quick_ones(op: Any, args: Any, kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dims", "left"), [((1,), [-1], ()), ((2, 1), [-1], (2,)), ((1, 2, 1, 3), [-4, 2], (2, 3))]
+    ("shape", "dims", "left"),
+    [((1,), [-1], ()), ((2, 1), [-1], (2,)), ((1, 2, 1, 3), [-4, 2], (2, 3)), ((1, 0), [-2], (0,))],
 )
 def test_norms_drop_dims_of_one_index(shape: Any, dims: Any, left: Any) -> None:
     """Torch 2.11's own kernel does not, where they are counted from the end."""
@@ -116,7 +119,7 @@ def test_norms_drop_dims_of_one_index(shape: Any, dims: Any, left: Any) -> None:
         (aten.copy.default, (meta(4, 3), meta(3)), {}),
         (aten.linalg_vector_norm.default, (meta(4, 3), 2, [0], True), {}),
         (aten.linalg_vector_norm.default, (meta(4, 3, dtype=torch.complex64), 2, [0]), {}),
-        (aten.linalg_vector_norm.default, (meta(0, 3), 2, [0]), {}),
+        (aten.linalg_vector_norm.default, (meta(0, 3), math.inf, [1]), {}),
     ],
     ids=str,
 )
