@@ -4,7 +4,7 @@
 
 Rank 1 of 8 in torch's fake process group, whose collectives return at once and move nothing. Parameters in bfloat16,
 the same batch for all; a step is forward, cross entropy, backward and AdamW (foreach). "Plain" holds the whole model
-and steps on all of it; the others step on an eighth. Peak is the most memory that was allocated in a step, all included.
+and steps on all of it; the others step on an eighth. Peak is the most memory allocated in a step, all included.
 A missed target prints MISS; the exit status stays 0.
 """
 
