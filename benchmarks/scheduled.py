@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.redistribute import buckets
+from shardwise.redistribute.backward import buckets
 from wire import Collective, Comparison, Schedule, Small, compare
 
 Split = Mapping[str, int]

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from bodies import P, R, S, assert_close, body, doubles, everywhere, held, leaf
 from shardwise.comm.record import off_the_record
-from shardwise.redistribute import buckets
+from shardwise.redistribute.backward import buckets
 
 WIDTH, HEADS, TOKENS, BATCH, CLASSES = 8, 2, 3, 4, 6
 

@@ -1,9 +1,19 @@
 """Redistribution: the transition table, its prices, the planner and the executor."""
 
+from shardwise.redistribute.backward.deferred_gradients import (
+    WATCHED,
+    alone,
+    check_reduced,
+    drop,
+    flush,
+    no_sync,
+    unreduced,
+)
+from shardwise.redistribute.backward.double_backward import anchors, let_go, tied, trail
+from shardwise.redistribute.backward.graph_boundary import CastBackward, MoveGradient
+from shardwise.redistribute.backward.ownership import own_node
 from shardwise.redistribute.collectives import Group
 from shardwise.redistribute.cost import LATENCY, LOCAL, group_size, transition_cost, wire_bytes
-from shardwise.redistribute.deferred_gradients import WATCHED, alone, check_reduced, drop, flush, no_sync, unreduced
-from shardwise.redistribute.double_backward import anchors, let_go, tied, trail
 from shardwise.redistribute.execute import (
     differentiable,
     in_place,
@@ -13,12 +23,10 @@ from shardwise.redistribute.execute import (
     transition,
 )
 from shardwise.redistribute.gathered import Gathered
-from shardwise.redistribute.graph_boundary import CastBackward, MoveGradient
 from shardwise.redistribute.in_flight import start_path
 from shardwise.redistribute.joint_exchange import can_join, run_together
 from shardwise.redistribute.masks import joined
 from shardwise.redistribute.move_cache import forget, recall, remember, windows
-from shardwise.redistribute.ownership import own_node
 from shardwise.redistribute.planner import parameter_moves, path_bytes, path_cost, plan_moves
 from shardwise.redistribute.transitions import DUAL, TABLE, Move, Typed
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.comm.cause import inherited, listeners
 from shardwise.layout import Mesh
-from shardwise.redistribute.double_backward import anchored, left_behind
+from shardwise.redistribute.backward.double_backward import anchored, left_behind
 from shardwise.redistribute.kernels import members
 
 Interval = tuple[int, int]

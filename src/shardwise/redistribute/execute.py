@@ -17,13 +17,13 @@ from shardwise.comm.cause import inherited, is_moving, listeners, mark_again, mo
 from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
 from shardwise.redistribute.averages import finish, prepare
+from shardwise.redistribute.backward.deferred_gradients import SECOND_ORDER, deferred, leaf_of
+from shardwise.redistribute.backward.double_backward import anchored, left_behind
+from shardwise.redistribute.backward.ownership import bare_function, is_ours
 from shardwise.redistribute.cost import group_size
-from shardwise.redistribute.deferred_gradients import SECOND_ORDER, deferred, leaf_of
-from shardwise.redistribute.double_backward import anchored, left_behind
 from shardwise.redistribute.kernels import KERNELS, run_move
 from shardwise.redistribute.masks import masking
 from shardwise.redistribute.move_cache import forget
-from shardwise.redistribute.ownership import bare_function, is_ours
 from shardwise.redistribute.transitions import Move, Typed
 
 _disabled = torch._C.DisableTorchFunctionSubclass

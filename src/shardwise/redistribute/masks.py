@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardwise.redistribute.deferred_gradients import SECOND_ORDER
-from shardwise.redistribute.ownership import bare_function
+from shardwise.redistribute.backward.deferred_gradients import SECOND_ORDER
+from shardwise.redistribute.backward.ownership import bare_function
 from shardwise.redistribute.transitions import Move
 
 _grad_enabled = torch._C.is_grad_enabled

@@ -21,7 +21,7 @@ from shardwise.parallel.fully_sharded.collectives import Joint
 from shardwise.parallel.fully_sharded.layouts import DataParallel, Layouts, layouts_at_rest
 from shardwise.parallel.fully_sharded.policies import MixedPrecisionPolicy
 from shardwise.redistribute import drop, unreduced
-from shardwise.redistribute.buckets import held
+from shardwise.redistribute.backward.buckets import held
 
 Place = tuple[nn.Module, str]
 """Where a parameter is kept: a module, and the name there. In several places if it is tied."""

@@ -15,8 +15,8 @@ import torch
 
 from shardwise.parallel.fully_sharded.group import Group
 from shardwise.parallel.fully_sharded.reduction import Reduction, start
-from shardwise.redistribute.buckets import accumulate
-from shardwise.redistribute.deferred_gradients import blocks
+from shardwise.redistribute.backward.buckets import accumulate
+from shardwise.redistribute.backward.deferred_gradients import blocks
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _task = torch._C._current_graph_task_id

@@ -22,7 +22,7 @@ from shardwise.parallel.fully_sharded.collectives import Held
 from shardwise.parallel.fully_sharded.group import Entry, Group
 from shardwise.parallel.fully_sharded.schedule import Schedule
 from shardwise.redistribute import Move, Typed, plan_moves, transition
-from shardwise.redistribute.deferred_gradients import blocks, is_watched
+from shardwise.redistribute.backward.deferred_gradients import blocks, is_watched
 from shardwise.tensor import wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass

@@ -7,7 +7,7 @@ from threading import Event
 
 import torch
 
-from shardwise.redistribute.double_backward import left_behind, trail
+from shardwise.redistribute.backward.double_backward import left_behind, trail
 
 PATIENCE = 30.0
 """Seconds until a test that waits for another thread gives up."""

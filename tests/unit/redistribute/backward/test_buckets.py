@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.redistribute import buckets
+from shardwise.redistribute.backward import buckets
 
 R, S = sw.Replicate(), sw.Shard
 

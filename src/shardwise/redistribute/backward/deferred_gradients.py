@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardwise.comm.rendezvous import PLACES
 from shardwise.errors import UnreducedGradientError
 from shardwise.layout import Mesh
-from shardwise.redistribute.buckets import accumulate, add_to_bucket, held
+from shardwise.redistribute.backward.buckets import accumulate, add_to_bucket, held
 from shardwise.redistribute.kernels import run_move
 from shardwise.redistribute.transitions import Move
 

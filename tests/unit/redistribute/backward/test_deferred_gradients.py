@@ -16,7 +16,8 @@ import shardwise as sw
 from shardwise.debug import CommDebugMode
 from shardwise.errors import UnreducedGradientError
 from shardwise.parallel import no_sync
-from shardwise.redistribute import deferred_gradients, masks, unreduced
+from shardwise.redistribute import masks, unreduced
+from shardwise.redistribute.backward import deferred_gradients
 
 R, S = sw.Replicate(), sw.Shard
 PASSES = 3
