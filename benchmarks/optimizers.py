@@ -1,0 +1,83 @@
+"""Steps of AdamW and clipping, of 100 sharded parameters, against plain torch on one rank's shards.
+
+    python benchmarks/optimizers.py            print the table
+    python benchmarks/optimizers.py --write    and write benchmarks/results/optimizers-<date>.md
+
+One process is rank 1 of 4 in torch's fake process group. Every other parameter is a matrix of width × width, the others
+have width numbers; all are sharded along their first dim. Gradients are as a backward pass leaves them. A missed target
+prints MISS; the exit status stays 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise as sw
+from race import Row, Table, race, seconds
+
+NUM_PARAMETERS, NUM_RANKS, WIDTHS = 100, 4, (64, 256, 1024)
+TARGETS = {"AdamW, foreach": 1.1, "AdamW, fused": 1.15, "clip_grad_norm_": 1.2}
+
+
+def parameters(width: int, lay: Callable[[Tensor], Tensor]) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    found = [nn.Parameter(lay(torch.randn((width, width) if i % 2 else width))) for i in range(NUM_PARAMETERS)]
+    with torch._C.DisableTorchFunctionSubclass():  # as autograd does, which knows of shards alone
+        for p in found:
+            torch._C.TensorBase.grad.__set__(p, torch.randn(torch._C.TensorBase.size(p)))  # type: ignore[attr-defined]
+    return found
+
+
+def call(name: str, params: list[nn.Parameter]) -> Callable[[], Any]:
+    if name == "clip_grad_norm_":
+        return partial(nn.utils.clip_grad_norm_, params, 1.0)
+    return torch.optim.AdamW(params, foreach="foreach" in name, fused="fused" in name).step
+
+
+def row(name: str, width: int, mesh: Any, num_rounds: int) -> Row:
+    plain = call(name, parameters(width, lambda x: x.chunk(NUM_RANKS)[1].clone()))
+    ours = call(name, parameters(width, lambda x: sw.distribute_tensor(x, mesh, [sw.Shard(0)])))
+    found = race({"plain": plain, "shardwise": ours}, num_rounds=num_rounds)
+    ratio = found["shardwise"].ratio_to(found["plain"])
+    times = [seconds(timing.median) for timing in found.values()]
+    verdict = "pass" if ratio <= TARGETS[name] else "MISS"
+    return name, str(width), *times, f"{ratio:.2f}", str(TARGETS[name]), verdict
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--rounds", type=int, default=30)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=NUM_RANKS)
+    mesh = sw.init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("dp",))
+    rows = [row(name, width, mesh, options.rounds) for name in TARGETS for width in WIDTHS]
+    columns = ("measure", "width", "plain", "shardwise", "x plain", "target", "")
+    table = Table(f"{NUM_PARAMETERS} parameters, sharded over {NUM_RANKS} ranks", columns, rows)
+    table.print(Console(width=120))
+    if options.write:
+        today = datetime.date.today()
+        versions = f"Python {platform.python_version()}, torch {torch.__version__}, one thread."
+        head = f"# Optimizers and clipping, {today}\n\n{versions}\n\n"
+        (Path(__file__).parent / "results" / f"optimizers-{today}.md").write_text(head + table.markdown())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
