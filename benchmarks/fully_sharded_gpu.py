@@ -4,8 +4,8 @@
 
 Rank 1 of 8 in torch's fake process group, whose collectives return at once and move nothing. Parameters in bfloat16,
 the same batch for all; a step is forward, cross entropy, backward and AdamW (foreach). "Plain" holds the whole model
-and steps on all of it, the others on an eighth: the ratio to plain gains by that. Peak is the most memory allocated in a
-step, all included. A missed target prints MISS; the exit status stays 0.
+and steps on all of it, the others on an eighth: the ratio to plain gains by that. Peak is the most memory allocated in
+a step, all included. A missed target prints MISS; the exit status stays 0.
 """
 
 from __future__ import annotations
