@@ -287,5 +287,7 @@ def data_parallel_in_buckets(mesh: Any) -> None:
 
 def _in_flight() -> int:
     """The buckets of this pass that are under way."""
-    (now,) = buckets._passes.values()
+    (found,) = buckets._passes.values()
+    now = found()
+    assert now is not None
     return len(now.started)

@@ -17,6 +17,7 @@ from shardwise.comm.cause import inherited, is_moving, listeners, mark_again, mo
 from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
 from shardwise.redistribute.averages import finish, prepare
+from shardwise.redistribute.backward.buckets import FIRST
 from shardwise.redistribute.backward.deferred_gradients import SECOND_ORDER, deferred, leaf_of
 from shardwise.redistribute.backward.double_backward import anchored, left_behind
 from shardwise.redistribute.backward.ownership import bare_function, is_ours
@@ -218,7 +219,7 @@ class Moved(torch.autograd.Function):
         if dual.keeps_value:
             return None, *grads
         with _disabled():
-            return None, *(deferred(ctx.next_functions[0][0], dual, grads) or run_move(dual, grads))
+            return None, *(deferred(leaf_of(ctx.next_functions[0][0]), dual, grads) or run_move(dual, grads))
 
 
 NAMES = {kind: "".join(map(str.capitalize, kind.split("_"))) for kind in KERNELS}
@@ -248,22 +249,27 @@ def _alias(move: Move) -> Callable[[Tensor], Tensor]:
         reduce(out)
         return out
 
+    def forward_of_leaf(ctx: Any, shard: Tensor) -> Tensor:
+        ctx.leaf = shard if shard.is_leaf else leaf_of(shard.grad_fn)
+        return shard.detach()
+
     def backward_to_leaf(ctx: Any, *grads: Tensor) -> Any:
         forget(mesh)
         if _grad_enabled():
             return tuple(recorded(dual, grads))
         (grad,) = grads
-        owned = grad.is_contiguous() and is_ours(grad)
         with _disabled():
-            found = deferred(ctx.next_functions[0][0], dual, grads, owned=owned)
-        if found is not None:
-            return tuple(found)
-        out = grad if owned else grad.clone(memory_format=torch.contiguous_format)
+            # Whether it may be overwritten: small ones are copied in any case, to be reduced together.
+            owned = grad.nbytes >= FIRST and grad.is_contiguous() and is_ours(grad)
+            found = deferred(ctx.leaf, dual, grads, owned=owned)
+            if found is not None:
+                return tuple(found)
+            out = grad if owned else grad.clone(memory_format=torch.contiguous_format)
         reduce(out)
         return out
 
     of_result = bare_function(forward, backward, "Varying")
-    of_leaf = bare_function(forward, backward_to_leaf, "Varying")
+    of_leaf = bare_function(forward_of_leaf, backward_to_leaf, "Varying")
     return lambda x: of_leaf(x) if x.is_leaf or leaf_of(x.grad_fn) is not None else of_result(x)
 
 

@@ -83,15 +83,17 @@ def _block(mode: str) -> Iterator[None]:
         blocks.pop()
 
 
-def deferred(node: Any, move: Move, grads: Sequence[Tensor], *, owned: bool = False) -> Sequence[Tensor | None] | None:
-    """What a node gets for gradients that are to be moved on their way to it, if they are not just to be moved. Those
+def deferred(
+    leaf: Tensor | None, move: Move, grads: Sequence[Tensor], *, owned: bool = False
+) -> Sequence[Tensor | None] | None:
+    """What a leaf gets for gradients that are to be moved on their way to it, if they are not just to be moved. Those
     of a parameter may be kept: then it gets zeros, so that the parameter has a gradient to reset and its hooks run in
     every pass. Or they are moved with others and added at the end of the pass: then it gets nothing. `owned` gradients
     are contiguous and nobody else's."""
     mode = blocks[-1] if blocks else "reduced"
-    parameter = leaf_of(node)
-    if mode == "alone" or not isinstance(parameter, nn.Parameter):
+    if mode == "alone" or leaf is None or not is_parameter(leaf):
         return None
+    parameter: Any = leaf
     given = grads
     if unreduced or mode == "kept":
         kept: dict[int, tuple[Move, Sequence[Tensor]]] = parameter.__dict__.setdefault("_kept", {})
@@ -110,11 +112,14 @@ def deferred(node: Any, move: Move, grads: Sequence[Tensor], *, owned: bool = Fa
     return [None] * len(grads)
 
 
-def is_watched(parameter: nn.Parameter) -> bool:
+def is_parameter(leaf: Tensor) -> bool:
+    return leaf.__dict__.get("_is_param", False) or isinstance(leaf, nn.Parameter)
+
+
+def is_watched(parameter: Tensor) -> bool:
     """Whether somebody looks at the gradient when it arrives: then it must be complete."""
-    return bool(
-        _hooks(parameter) or _post_hooks(parameter) or not parameter.__dict__.keys().isdisjoint((WATCHED, PLACES))
-    )
+    facts = parameter.__dict__
+    return WATCHED in facts or PLACES in facts or bool(_hooks(parameter) or _post_hooks(parameter))
 
 
 def _gone(key: int, found: ref[Tensor]) -> None:
