@@ -81,9 +81,16 @@ def _linear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _with_own_node(x: Tensor) -> Tensor:
-    """A shard of the simulator's that is not the first result of its node. After a write to a view of such a result,
-    torch looks for the gradient that it retains in the place of the first one, and dies."""
-    return _unsafe_view(x, _size(x)) if x.output_nr else x
+    """A shard of the simulator's that is one of several results of its node. After a write to a view of such a result,
+    torch looks for the gradient that it retains in the place of the first one, and dies. Of the first, too, or
+    `torch.autograd.grad` would hand out what its hooks returned where that of other ranks is what they were given."""
+    return _unsafe_view(x, _size(x))
+
+
+def node_of_move(x: Tensor, num_ranks: int) -> Any:
+    """The node of the move that a tensor is the result of."""
+    node: Any = x.grad_fn
+    return node if num_ranks == 1 else node.next_functions[0][0]
 
 
 def differentiable(move: Move) -> Callable[..., Any]:

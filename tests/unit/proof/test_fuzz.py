@@ -150,12 +150,6 @@ def test_hidden_views_whose_gradient_is_watched_are_not_written_to(watch: str) -
         assert made.add(lambda d: Line("v2.mul_(3)")) is fits
 
 
-def test_views_of_watched_views_are_not_written_to_where_nothing_is_recorded() -> None:
-    for second, fits in (("v2 = v1[::2]", False), ("v2 = (x1 * 2)[0][::2]", True)):
-        made = drawn(X, "v0 = x1 * 2", "v1 = v0[0]", "v1.retain_grad()", second)
-        assert made.add(lambda d: Line("with torch.no_grad(): v2.mul_(3)")) is fits
-
-
 def test_expanded_tensors_are_not_written_to() -> None:
     made = drawn(Leaf("x1", (3,), torch.float64, (sw.Shard(0),), 1), "v1 = x1.expand(2, 3)")
     assert made.target(1) == "x1"

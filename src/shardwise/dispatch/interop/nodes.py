@@ -41,8 +41,11 @@ def _as_one(nodes: Iterable[Node | None]) -> Node | Nodes | None:
 
 
 def _behind_aliases(node: Node) -> Node:
-    """The simulator hands on some shards by an alias, which is nothing to users."""
-    while node.name() == "AliasBackward0" and (following := node.next_functions[0][0]) is not None:
+    """The simulator hands on shards by aliases, and gives what was moved nodes of its own: nothing to users."""
+    while (following := next((found for found, _ in node.next_functions), None)) is not None:
+        name = node.name()
+        if not (name == "AliasBackward0" or (name == "UnsafeViewBackward0" and _is_ours(following))):
+            break
         node = following
     return node
 

@@ -40,9 +40,7 @@ def _recorded(d: Draw, *dims: int) -> Var:
 
 
 def hook(d: Draw) -> Line:
-    """On a tensor that is not used yet: in the simulator a hook must come first."""
-    used = {name for part in d.parts for name in part.takes}
-    x = d.tensor(0, 1, 2, 3, fits=lambda v: v.value.requires_grad and str(v) not in used)
+    x = d.tensor(0, 1, 2, 3, fits=lambda v: v.value.requires_grad)
     keep_zeros = ("g * 2", "None", "g.tanh()")
     return Line(f"{x}.register_hook(lambda g: {d.pick(*keep_zeros, *([] if _is_in(d, SECOND) else [SHIFT]))})")
 
@@ -62,11 +60,8 @@ def two_backwards(d: Draw) -> Line:
 
 
 def gradient(d: Draw) -> str:
-    """Of what has no hooks: torch hands out what a hook was given, or what it returned, as other tensors are asked for
-    or not (`grad(loss, [v])`, `grad(loss, [v, x])`)."""
     x = _recorded(d)
-    hooked = {name for part in d.parts if ".register_hook(" in part.text for name in part.takes}
-    sources = [v for v in d.pool if v.value.requires_grad and v.dtype.is_floating_point and v != x and v not in hooked]
+    sources = [v for v in d.pool if v.value.requires_grad and v.dtype.is_floating_point and v != x]
     wanted = d.chance.sample(sources, min(len(sources), d.pick(1, 1, 2)))
     create = d.pick(SECOND, "retain_graph=True") if not _is_in(d, SHIFT) else "retain_graph=True"
     return f"torch.autograd.grad({_loss(d, x)}, [{', '.join(wanted)}], {create}, allow_unused=True)"
