@@ -20,6 +20,7 @@ from shardwise.redistribute.averages import finish, prepare
 from shardwise.redistribute.backward.deferred_gradients import SECOND_ORDER, deferred, leaf_of
 from shardwise.redistribute.backward.double_backward import anchored, left_behind
 from shardwise.redistribute.backward.ownership import bare_function, is_ours
+from shardwise.redistribute.backward.reach import PREPARED
 from shardwise.redistribute.cost import group_size
 from shardwise.redistribute.kernels import KERNELS, run_move
 from shardwise.redistribute.masks import masking
@@ -181,6 +182,7 @@ def second_order(nodes: Sequence[Any]) -> list[Tensor]:
         seen.add(node)
         dual = node.metadata.pop(SECOND_ORDER, None)
         if dual is not None:
+            node.metadata[PREPARED] = True
             node.register_prehook(_marking(dual))
         if node.__class__ is _Leaf:
             leaves.append(node.variable)
@@ -207,6 +209,8 @@ def recorded(move: Move, grads: Sequence[Tensor]) -> Sequence[Tensor]:
 
 class Moved(torch.autograd.Function):
     """Forward is the move, backward its dual, run through here again when it must itself be differentiable."""
+
+    joins_ranks = True
 
     @staticmethod
     def forward(ctx: Any, move: Move, *shards: Tensor) -> Any:
@@ -269,8 +273,8 @@ def _alias(move: Move) -> Callable[[Tensor], Tensor]:
         reduce(out)
         return out
 
-    of_result = bare_function(forward, backward, "Varying")
-    of_leaf = bare_function(forward, backward_to_leaf, "Varying")
+    of_result = bare_function(forward, backward, "Varying", joins_ranks=True)
+    of_leaf = bare_function(forward, backward_to_leaf, "Varying", joins_ranks=True)
     return lambda x: of_leaf(x) if x.is_leaf or leaf_of(x.grad_fn) is not None else of_result(x)
 
 
@@ -292,6 +296,8 @@ def _nonlinear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
 
 class _Extremum(torch.autograd.Function):
     """The gradient goes to the ranks that hold the extremum, in equal shares where several do."""
+
+    joins_ranks = True
 
     @staticmethod
     def forward(ctx: Any, move: Move, *shards: Tensor) -> Any:

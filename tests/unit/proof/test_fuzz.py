@@ -84,12 +84,6 @@ def test_every_family_is_drawn() -> None:
     assert len(FAMILIES) == 12
 
 
-def test_hooks_that_make_something_of_zeros_and_gradients_of_gradients_are_not_drawn_together() -> None:
-    bodies = [draw(0, number).body for number in range(150)]
-    assert any("g + 0.5" in body for body in bodies)
-    assert not any("g + 0.5" in body and "create_graph=True" in body for body in bodies)
-
-
 def drawn(*parts: Leaf | str) -> Draw:
     """A drawing that has come so far."""
     made = Draw(0, 0)

@@ -3,12 +3,13 @@
 In a backward pass that will itself be differentiated, every rank must record the same collectives, and run all of them
 in the next pass, or they would not meet. But what torch records may differ between ranks: of an empty shard it has
 gradients for constants that are none elsewhere, which cuts off what comes before and what comes after; and of what
-ranks gather, each may use another part. So each collective of such a pass is tied at both ends: to a leaf that every
-later pass is told to reach, and to all gradients that the pass gives; and to these, too, all of the graph that the pass
-went through. The next pass goes through all of it, with zeros where nothing else comes, on all ranks: leaves that it
-would not reach get those. Torch runs nodes in the reverse order of their recording, so that they meet in order.
+ranks gather, each may use another part. So each collective of such a pass is tied to a leaf that every later pass is
+told to reach. Where ranks differ in what the gradients of the pass lead to (`reach`), these are tied to all collectives
+that it recorded, and to all of the graph that it went through. The next pass goes through all of it, with zeros where
+nothing else comes, on all ranks: leaves that it would not reach get those. Torch runs nodes in the reverse order of
+their recording, so that they meet in order.
 
-In the simulator a collective is one node for all ranks, which cannot miss each other. It ties them all the same: a
+In the simulator a collective is one node for all ranks, which cannot miss each other. They are tied all the same: a
 program communicates there what it communicates on ranks.
 """
 

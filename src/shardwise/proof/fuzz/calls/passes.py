@@ -19,13 +19,6 @@ INSIDE: tuple[Maker, ...] = (
 )
 """Calls that may stand inside others, where nothing but their result is seen."""
 
-SHIFT, SECOND = "g + 0.5", "create_graph=True"
-"""Not in one program: a pass through gradients of gradients gives zeros to hooks that torch would not come to."""
-
-
-def _is_in(d: Draw, text: str) -> bool:
-    return any(text in part.text for part in d.parts)
-
 
 def _loss(d: Draw, x: Var) -> str:
     return d.way(LOSSES).format(x=x)
@@ -41,8 +34,7 @@ def _recorded(d: Draw, *dims: int) -> Var:
 
 def hook(d: Draw) -> Line:
     x = d.tensor(0, 1, 2, 3, fits=lambda v: v.value.requires_grad)
-    keep_zeros = ("g * 2", "None", "g.tanh()")
-    return Line(f"{x}.register_hook(lambda g: {d.pick(*keep_zeros, *([] if _is_in(d, SECOND) else [SHIFT]))})")
+    return Line(f"{x}.register_hook(lambda g: {d.pick('g * 2', 'None', 'g + 0.5', 'g.tanh()')})")
 
 
 def retain(d: Draw) -> Line:
@@ -61,9 +53,9 @@ def two_backwards(d: Draw) -> Line:
 
 def gradient(d: Draw) -> str:
     x = _recorded(d)
-    sources = [v for v in d.pool if v.value.requires_grad and v.dtype.is_floating_point and v != x]
+    sources = [v for v in d.pool if v.value.requires_grad and v.dtype.is_floating_point]
     wanted = d.chance.sample(sources, min(len(sources), d.pick(1, 1, 2)))
-    create = d.pick(SECOND, "retain_graph=True") if not _is_in(d, SHIFT) else "retain_graph=True"
+    create = d.pick("create_graph=True", "retain_graph=True")
     return f"torch.autograd.grad({_loss(d, x)}, [{', '.join(wanted)}], {create}, allow_unused=True)"
 
 

@@ -64,8 +64,6 @@ def cdist(d: Draw) -> str:
 
 def attention(d: Draw) -> str:
     batch, heads, length, width = d.size(), d.size(), d.size(), d.size()
-    if not batch * heads * length:
-        raise Refused("plain torch 2.11 dies of a division by zero")
     q = d.fit((batch, heads, length, width), new=0.5)
     other = d.size()
     k, v = d.fit((batch, heads, other, width)), d.fit((batch, heads, other, width))
