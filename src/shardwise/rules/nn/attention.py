@@ -66,6 +66,8 @@ def _grouped_heads(call: Call) -> list[Strategy]:
 def _attention_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     query, key = call["query"], call["key"]
     rows, heads = query.ndim - 2, query.ndim - 3
+    if not all(x.numel for x in (query, key, call["value"])):
+        return Local(_of_nothing, [HeldValues(outs[0].held_shapes), query, key, call["value"]])
     causal = bool(call["is_causal"]) and bool(ins[0].splits[rows])
     grouped = bool(call.bound.get("enable_gqa")) and heads >= 0 and query.shape[heads] != key.shape[heads]
     alone = grouped and bool(ins[0].splits[heads]) and not ins[1].splits[heads]
@@ -77,6 +79,11 @@ def _attention_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) 
         local = Local(_local_attention, [first_rows, first_heads, shared, *call.bound.values()])
     local = unless_empty(call, outs, local)
     return local if local is None or not call["dropout_p"] else _rank_by_rank(local)
+
+
+def _of_nothing(shape: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Torch looks at no mask where there is nothing to attend to, or nobody who attends."""
+    return connected_zeros(query, shape, key, value, saves=False)
 
 
 def _rank_by_rank(local: Local) -> Local:
