@@ -144,9 +144,10 @@ def test_strides_of_what_a_call_returns_besides_its_writes() -> None:
     torch.testing.assert_close(program(dist).full_tensor(), program(whole))
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch dies of a division by zero")
 @pytest.mark.parametrize("rows", [(0, 2), (2, 0)])
-def test_nothing_attended_to_needs_no_mask(rows: tuple[int, int]) -> None:
+def test_nothing_attended_to(rows: tuple[int, int]) -> None:
+    """Whether a mask then has a gradient depends on the version of torch."""
+
     def program(mask: Tensor) -> tuple[Any, ...]:
         query, key = (beside(mask, normal(1, 1, size, 3)).requires_grad_() for size in rows)
         F.scaled_dot_product_attention(query, key, key, mask).sum().backward()
