@@ -118,6 +118,19 @@ def a_penalty_on_the_gradient_of_a_replicated_weight(mesh: Any) -> None:
 
 
 @body(2)
+def second_order_of_what_lies_between(mesh: Any) -> None:
+    """A pass that is asked for intermediate results meets where all of its ranks come to."""
+    for function in LINES.values():
+        whole, found = doubles(3), []
+        for x in (whole.clone().requires_grad_(), leaf(whole, mesh, [S(0)])):
+            y = x.exp()
+            (grad,) = torch.autograd.grad(function(y).sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(grad.sum(), [y, x], allow_unused=True))
+        for expected, actual in zip(*found, strict=True):
+            assert_close(actual, expected)
+
+
+@body(2)
 def what_a_second_pass_does_not_reach(mesh: Any) -> None:
     """It has no gradient, as on one device, though all ranks go the same way."""
     whole = doubles(4, 3), doubles(4, 3)

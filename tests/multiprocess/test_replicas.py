@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from bodies import AXES
-from bodies_replicas import biases, drawn, replicas, strided_bias, wide_bias
+from bodies_replicas import bias_on_thin_inputs, biases, drawn, replicas, strided_bias, wide_bias
 from launch import Case
 from shardwise.comm import shards_of
 
@@ -31,8 +31,9 @@ def test_on_the_simulator(shape: tuple[int, ...]) -> None:
         for found in drawn(seed, mesh):
             check(found, shards_of(found.to_local()), f"program {seed}")
     if len(shape) == 1:
-        for found in (*biases(mesh), *wide_bias(mesh), *strided_bias(mesh)):
-            check(found, shards_of(found.to_local()), "a bias")
+        for program in (biases, wide_bias, strided_bias, bias_on_thin_inputs):
+            for found in program(mesh):
+                check(found, shards_of(found.to_local()), program.__name__)
 
 
 def run(rank: int, size: int, shape: tuple[int, ...], seeds: range) -> None:
@@ -41,7 +42,7 @@ def run(rank: int, size: int, shape: tuple[int, ...], seeds: range) -> None:
         f"program {seed}": lambda mesh, seed=seed: drawn(seed, mesh) for seed in seeds
     }
     if len(shape) == 1:
-        programs |= {"a bias of two layers": biases, "a wide bias": wide_bias, "a strided bias": strided_bias}
+        programs |= {made.__name__: made for made in (biases, wide_bias, strided_bias, bias_on_thin_inputs)}
     for name, program in programs.items():
         for found in program(mesh):
             held: list[Any] = [None] * size

@@ -135,6 +135,20 @@ def of_what_has_no_second_derivative(x: Tensor) -> tuple[Any, ...]:
     return grad, other, x.grad, y.grad
 
 
+def of_a_gradient_itself(x: Tensor) -> tuple[Any, ...]:
+    """Nothing below it is needed: attention has no second derivative."""
+    y = beside(x, normal(2, 1, 3, 4)).requires_grad_()
+    loss = F.scaled_dot_product_attention(y, y, y).sum() * x.sum()
+    (grad,) = torch.autograd.grad(loss, y, create_graph=True)
+    return torch.autograd.grad(grad.sin().sum(), [grad, beside(x, normal(2)).requires_grad_()], allow_unused=True)
+
+
+def of_what_lies_between(x: Tensor) -> tuple[Any, ...]:
+    y = x.exp()
+    (grad,) = torch.autograd.grad((y.cumsum(0) ** 3).sum() + (y[len(y) // 2 :] ** 2).sum(), x, create_graph=True)
+    return torch.autograd.grad((grad**2).sum(), [y, x], retain_graph=True)
+
+
 def of_what_was_written_to(x: Tensor) -> tuple[Any, ...]:
     y = (x * 2).flatten()
     (grad,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
@@ -180,6 +194,7 @@ def of_accumulated(x: Tensor) -> tuple[Any, ...]:
 
 SECOND_PASSES = (
     *(of_what_is_not_reached, of_constants, of_what_has_no_second_derivative, of_what_was_written_to),
+    *(of_a_gradient_itself, of_what_lies_between),
     *(of_hooked, of_watched, of_what_is_passed_twice, of_accumulated),
 )
 

@@ -129,6 +129,13 @@ def test_gradients_whose_strides_are_kernels_own_are_not_drawn() -> None:
     assert made.add(lambda d: "torch.autograd.grad(v1.sin().sum(), [v1], retain_graph=True)")
 
 
+def test_gradients_that_are_kept_for_the_sake_of_another_are_not_drawn() -> None:
+    asks = "torch.autograd.grad((v1 * v1).sin().sum(), [v2], retain_graph=True, allow_unused=True)"
+    for first, fits in (("v1, v2, v3 = x1.unbind(0)", False), ("v1, v2 = x1[0], x1[1]", True)):
+        made = drawn(X, first, "v1.retain_grad()")
+        assert made.add(lambda d: asks) is fits
+
+
 def test_results_in_formulas_that_are_watched_in_gradients_of_gradients_are_not_drawn() -> None:
     reductions = ("v1 = x1.norm()", "v1 = x1.flatten().logsumexp(0)", "v1 = x1.std()")
     for first, fits in (*((text, False) for text in reductions), ("v1 = x1.sum()", True)):

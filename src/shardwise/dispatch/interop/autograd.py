@@ -90,7 +90,7 @@ def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: 
     if inputs is not None and not isinstance(inputs, Tensor) and not len(inputs):
         raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
     wanted, retain = () if inputs is None else _flat(_as_list(inputs)), given.get("retain_graph")
-    to_reach = (*wanted, *anchors()) if wanted else ()
+    to_reach = (*wanted, *anchors(wanted)) if wanted else ()
     options = {"allow_unreachable": True, "accumulate_grad": True}
     if not given.get("create_graph"):
         run_backward(meshes, roots, seeds, bool(retain), False, to_reach, **options)
@@ -98,12 +98,12 @@ def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: 
         below = second_order(nodes_of(roots))
         let_go()
         before = [(x, _raw_grad(x)) for x in wanted or below]
-        with trail() as recorded:
+        with trail() as own:
             run_backward(meshes, roots, seeds, retain is not False, True, to_reach, **options)
         let_go()
         reached = _by_tensor([x for x, old in before if _raw_grad(x) is not old])
         grads = [[grad for x in shards if (grad := _raw_grad(x)) is not None] for shards in reached]
-        made = handed_out(grads, roots, recorded, _next_reached(roots, below, retain), _one_of(meshes))
+        made = handed_out(grads, roots, own, _next_reached(roots, below, retain), _one_of(meshes))
         for x, grad in zip(chain(*reached), chain(*made), strict=True):
             _set_raw_grad(x, grad)
     if unreduced:
@@ -158,14 +158,14 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
     below = second_order(nodes_of(roots)) if create else []
     materialize = bool(given.get("materialize_grads", False))
     flat = _flat(inputs)
-    with alone(), trail() as recorded:
+    with alone(), trail() as own:
         found: Sequence[Tensor | None] = run_backward(
             _meshes(outputs),
             roots,
             seeds,
             bool(create) if retain is None else retain,
             bool(create),
-            (*flat, *anchors()),
+            (*flat, *anchors(flat)),
             True,  # anchors may be
             accumulate_grad=False,
         )[: len(flat)]
@@ -177,7 +177,7 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
         )
     if create:
         kept = [grads for grads in per_input if grads is not None]
-        made = iter(handed_out(kept, roots, recorded, _next_reached(roots, below, retain), _one_of(_meshes(outputs))))
+        made = iter(handed_out(kept, roots, own, _next_reached(roots, below, retain), _one_of(_meshes(outputs))))
         per_input = [None if grads is None else next(made) for grads in per_input]
     with torch.set_grad_enabled(bool(create)):
         return tuple(

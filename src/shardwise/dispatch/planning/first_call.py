@@ -288,7 +288,7 @@ def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -
     layouts = [lowered.layouts[value.index] for value in results]
     if copies := [at for at, value in enumerate(results) if value.index in lowered.copies]:
         guards.append(Copies(call.func, copies))
-    is_view = copies or any(made.call.is_view for made in lowered.calls[-1:])
+    is_view = copies or all(made.call.is_view for made in lowered.calls[-1:])  # or the argument itself
     allowed = without_terms if is_view else within_graph  # what writes pass through stays as it is
     if any(layout.has_pending and allowed(layout) is not layout.unreduced for layout in layouts):
         guards.append(Settles())

@@ -251,7 +251,7 @@ class Draw:
             raise Refused("too many results")
         if "autograd.grad(" in text:
             self._check_apart(values)
-            self._check_strides(text, values)
+            self._check_wanted(text, values)
         names = [self.name() for _ in values]
         left = ", ".join(names) + ("," if several and len(names) == 1 else "")
         self.parts.append(Line(f"{left} = {text}", tuple(names)))
@@ -276,14 +276,19 @@ class Draw:
         if len(set(new)) < len(new) or set(new) & set(old):
             raise Refused("gradients that share memory")
 
-    def _check_strides(self, text: str, gradients: Sequence[Tensor | None]) -> None:
+    def _check_wanted(self, text: str, gradients: Sequence[Tensor | None]) -> None:
         """Raise where a gradient is not strided as a tensor made like its own: torch promises nothing, and where shards
-        do not show the strides of a gradient it is given those. What `contiguous` makes of it depends on them."""
+        do not show the strides of a gradient it is given those. What `contiguous` makes of it depends on them. And
+        where a result of the same node (`unbind`) retains its gradient: it is kept then, though nobody asked for it."""
         wanted = eval(text[text.index("[") : text.index("]") + 1], self.run.names)
         for x, grad in zip(wanted, gradients, strict=True):
             steps = () if grad is None else zip(grad.stride(), torch.empty_like(x).stride(), x.shape, strict=True)
             if any(a != b and size > 1 for a, b, size in steps):
                 raise Refused("a gradient of other strides")
+        nodes = {x.grad_fn for x in wanted if x.grad_fn is not None}
+        asked = set(map(id, wanted))
+        if any(x.retains_grad and x.grad_fn in nodes and id(x) not in asked for x in self.tensors.values()):
+            raise Refused("a gradient that is kept for another's sake")
 
     def _check_hidden_views(self) -> None:
         """Raise where torch's own way of computing something decides which gradients there are. `F.linear` of several

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.comm.agreement import compared, digest
 from shardwise.layout import Mesh
 from shardwise.redistribute.backward.deferred_gradients import SECOND_ORDER
-from shardwise.redistribute.backward.double_backward import anchors, tied
+from shardwise.redistribute.backward.double_backward import Trail, anchors, tied
 
 PREPARED = "shardwise.prepared"
 """Under this name a node of torch's that stands for a move, and has been told what it does to gradients that are
@@ -35,38 +35,46 @@ Shards = Sequence[Tensor]
 
 
 def handed_out(
-    found: Sequence[Shards], roots: Shards, recorded: Sequence[Tensor], ends: Sequence[Tensor], mesh: Mesh | None
+    found: Sequence[Shards], roots: Shards, own: Trail, ends: Sequence[Tensor], mesh: Mesh | None
 ) -> list[Shards]:
-    """Gradients, of each tensor its shards', of a pass that began at some roots and recorded collectives, as they are
-    given to whoever asked. Tied, they lead to all of that and to the `ends`. Without a mesh nobody can be asked."""
+    """Gradients, of each tensor its shards', of a pass that began at some roots, as they are given to whoever asked.
+    Tied, they lead to all that it recorded and to the `ends`. Without a mesh nobody can be asked."""
     with _disabled():
-        reach = _Reach(found, roots, recorded)
-        if mesh is None or reach.differs or compared(mesh, digest((len(reach.bits), reach.masks)))[0]:
-            return [tied(grads, [*recorded, *ends]) for grads in found]
+        reach = _Reach(found, roots, own.recorded)
+        if mesh is None or reach.differs or compared(mesh, digest(reach.facts))[0]:
+            return [tied(grads, [*chain(*own.recorded), *ends]) for grads in found]
+        own.needs_no_anchors()
         constant = [not (grads[0].is_leaf or reach.leads_on(at)) for at, grads in enumerate(found)]
         return [[x.detach() for x in grads] if c else grads for grads, c in zip(found, constant, strict=True)]
 
 
 class _Reach:
-    """What each rank's gradients lead to: of all nodes where ranks meet and of all leaves, a bit for each, in the order
-    of their making, which is the program's and so the same on all ranks."""
+    """What each rank's gradients, and results of its collectives, lead to: of all nodes where ranks meet and of all
+    leaves, a bit for each, in the order of their making, which is the program's and so the same on all ranks."""
 
-    def __init__(self, found: Sequence[Shards], roots: Shards, recorded: Sequence[Tensor]) -> None:
+    def __init__(self, found: Sequence[Shards], roots: Shards, recorded: Sequence[Shards]) -> None:
         self.num_ranks = max(map(len, found), default=1)
-        before, after = below(_nodes(roots)), below(_nodes(chain(*found, recorded)))
+        before, after = below(_nodes(roots)), below(_nodes(chain(*found, *recorded)))
         self.bits = _numbered(dict.fromkeys((*_in_order(before), *_in_order(after))))
         self.known: dict[tuple[Node, int], int] = {}
-        self.masks = [[hex(self._mask(x, rank)) for rank, x in enumerate(grads)] for grads in found]
+        self.masks = [self._masks(shards) for shards in found]
+        self.facts = len(self.bits), self.masks, [self._masks(shards) for shards in recorded]
 
     @property
     def differs(self) -> bool:
         """Whether ranks of this process differ."""
-        return any(len(set(masks)) > 1 for masks in self.masks)
+        n = self.num_ranks
+        each = [masks[at : at + n] for one in self.facts[1:] for masks in one for at in range(0, len(masks), n)]
+        return any(len(set(masks)) > 1 for masks in each)
 
     def leads_on(self, position: int) -> bool:
         """Whether there is a leaf that a gradient depends on."""
         leaves = reduce(or_, (bit for node, bit in self.bits.items() if node.__class__ is _Leaf), 0)
         return bool(int(self.masks[position][0], 16) & leaves)
+
+    def _masks(self, shards: Shards) -> list[str]:
+        """Of what belongs to one rank after the other."""
+        return [hex(self._mask(x, at % self.num_ranks)) for at, x in enumerate(shards)]
 
     def _mask(self, grad: Tensor, rank: int) -> int:
         if grad.grad_fn is None:

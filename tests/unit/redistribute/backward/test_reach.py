@@ -8,6 +8,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.redistribute.backward import reach
+from shardwise.redistribute.backward.double_backward import trail
 from shardwise.redistribute.backward.reach import _Reach, below, handed_out, is_ours
 
 R, S = sw.Replicate(), sw.Shard
@@ -66,7 +67,9 @@ def test_gradients_are_tied_where_ranks_differ(agree: bool, monkeypatch: pytest.
 def test_who_cannot_be_asked_is_not_relied_on() -> None:
     x = torch.ones(2, requires_grad=True)
     loss = (x * 2).sum()
-    ((grad,),) = handed_out([[torch.ones(2) * 2]], [loss], [], [loss], None)
+    with trail() as own:
+        pass
+    ((grad,),) = handed_out([[torch.ones(2) * 2]], [loss], own, [loss], None)
     assert grad.requires_grad
 
 
