@@ -381,6 +381,8 @@ def _brought(
     placements = list(found.placements)  # along other axes, those of data parallelism say, it stays as it is
     for name, placement in zip(mesh.names, _normal(wanted, found.ndim), strict=True):
         placements[around.axis(name)] = placement
+    if tuple(placements) == found.placements:
+        return found  # which may remember where it was gathered from
     return found.redistribute(placements=placements)
 
 
