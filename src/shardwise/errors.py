@@ -69,3 +69,7 @@ class StrictModeError(ShardwiseError, RuntimeError):
 
 class FallbackWarning(UserWarning):
     """A call cannot run on the shards it is given; they were gathered and it ran replicated."""
+
+
+class CaptureError(ShardwiseError):
+    """A program cannot be captured as it is."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm.faked import on_faked
 from shardwise.comm.rendezvous import expect
 from shardwise.errors import ReplicaError
 
@@ -69,6 +70,8 @@ class Ranked(Tensor):
                 args, kwargs = _apart(args), _apart(kwargs)  # it may be Python, and must not find the others' tensors
             results = [func(*pick(args, rank), **pick(kwargs, rank)) for rank in range(num_ranks)]
             return join(results, func)
+
+    __torch_dispatch__ = classmethod(on_faked)  # type: ignore[assignment]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with _disabled():

@@ -1,0 +1,6 @@
+"""Whole steps: captured once, and then run without Python's part in them."""
+
+from shardwise.graph.capture import capture
+from shardwise.graph.program import Program
+
+__all__ = ["Program", "capture"]
