@@ -32,6 +32,7 @@ class Lent:
     """A tensor as it was before."""
 
     tensor: Tensor
+    shards: tuple[Tensor, ...]
     cls: type
     facts: dict[str, Any]
     grads: Sequence[Tensor | None]
@@ -48,6 +49,8 @@ class Borrowed(TorchFunctionMode):
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor):
                 self.meet(x)
+        if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], torch.SymFloat):
+            func = torch.scalar_tensor  # which does not ask what the number is
         return func(*args, **(kwargs or {}))
 
     def meet(self, x: Tensor) -> None:
@@ -56,7 +59,7 @@ class Borrowed(TorchFunctionMode):
             return
         with _no_functions():
             grads = [_get_grad(shard) if shard.is_leaf else None for shard in shards_of(x)]
-        self.lent[id(x)] = Lent(x, x.__class__, dict(x.__dict__), grads)
+        self.lent[id(x)] = Lent(x, shards_of(x), x.__class__, dict(x.__dict__), grads)
         layout = x.__dict__.get("_layout")
         if layout is not None:
             for name in FORGOTTEN:
@@ -71,7 +74,7 @@ class Borrowed(TorchFunctionMode):
         found = []
         for lent in self.lent.values():
             with _no_functions():
-                now = [_get_grad(shard) if shard.is_leaf else None for shard in shards_of(lent.tensor)]
+                now = [_get_grad(shard) if shard.is_leaf else None for shard in lent.shards]
             if any(a is not b for a, b in zip(now, lent.grads, strict=True)):
                 found.append((lent, now))
         return found
@@ -83,6 +86,6 @@ class Borrowed(TorchFunctionMode):
             x.__class__ = lent.cls
             x.__dict__.update(lent.facts)
             with _no_functions():
-                for shard, grad in zip(shards_of(x), lent.grads, strict=True):
+                for shard, grad in zip(lent.shards, lent.grads, strict=True):
                     if shard.is_leaf and _get_grad(shard) is not grad:
                         _set_grad(shard, grad)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,16 +16,20 @@ from shardwise.comm.cause import watchers
 from shardwise.comm.faked import is_faked
 from shardwise.comm.record import listeners
 from shardwise.graph.borrowed import Borrowed
-from shardwise.graph.nodes import has_effects
+from shardwise.graph.nodes import Collective
 from shardwise.graph.numbers import SYMBOLIC
 from shardwise.graph.optimizers import Groups
+from shardwise.graph.parts import Copying, Split, conditions_part, host_nodes, host_part, without_unused
 from shardwise.graph.program import (
     FromArgument,
     FromGradient,
     FromGroup,
+    FromHost,
     FromObject,
     Given,
     Gradient,
+    Output,
+    Part,
     Place,
     Program,
     Result,
@@ -33,16 +38,24 @@ from shardwise.graph.program import (
 from shardwise.graph.recorder import Recorder
 
 
-def capture(function: Callable[..., Any], args: tuple = (), kwargs: dict[str, Any] | None = None) -> Program:
+def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
     """The program that a function is, for arguments like these. Nothing is computed or communicated, and nothing that
     the function writes to is changed."""
-    leaves, spec = tree_flatten((args, kwargs or {}))
+    leaves, spec = tree_flatten((args, kwargs))
     return _Capture(leaves).run(lambda: _called(function, leaves, spec))
 
 
 def _called(function: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
     args, kwargs = tree_unflatten(leaves, spec)
     return function(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """What a tensor, or a number, that the program gives is made by: the nodes of its shards."""
+
+    nodes: tuple[fx.Node, ...]
+    layout: Any
 
 
 class _Capture:
@@ -53,7 +66,6 @@ class _Capture:
         self.borrowed = Borrowed()
         self.groups = Groups()
         self.recorder = Recorder(self.groups)
-        self.outputs: list[fx.Node] = []
         self.places: dict[int, Place] = {}
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
@@ -82,50 +94,103 @@ class _Capture:
             yield
 
     def _program(self, returned: Any) -> Program:
-        results = tree_map(self._result, returned)
+        results = tree_map(self._recorded, returned)
         gradients = [
-            Gradient(self._place(shard), self._output(grad))
+            (self._place(shard), None if grad is None else self.recorder.node_of(grad))
             for lent, grads in self.borrowed.gradients()
-            for shard, grad, before in zip(shards_of(lent.tensor), grads, lent.grads, strict=True)
+            for shard, grad, before in zip(lent.shards, grads, lent.grads, strict=True)
             if grad is not before
         ]
-        recorder = self.recorder
-        recorder.graph.output(tuple(self.outputs))
-        conditions = tuple(recorder.conditions)
-        _without_unused(recorder.graph, {condition.node for condition in conditions})
-        sources = {node: self._source(x) for x, node in recorder.inputs.values()}
-        sources |= {node: FromObject(x) for x, node in recorder.constants}
-        sources |= {node: FromGroup(*which) for node, which in self.groups.sources.items()}
-        inputs = [node for node in recorder.graph.nodes if node.op == "placeholder"]
-        return Program(recorder.graph, tuple(sources[node] for node in inputs), results, tuple(gradients), conditions)
+        return _Arranged(self).program(results, gradients)
 
     def _place(self, shard: Tensor) -> Place:
         return self.places.get(id(shard)) or FromObject(shard)
 
-    def _source(self, x: Tensor) -> Source:
+    def sources(self) -> dict[fx.Node, Source]:
+        recorder = self.recorder
+        gradient_of = {
+            id(grad): shard
+            for lent in self.borrowed.lent.values()
+            for shard, grad in zip(lent.shards, lent.grads, strict=True)
+            if grad is not None
+        }
+        found: dict[fx.Node, Source] = {}
+        for key, (x, node) in recorder.inputs.items():
+            found[node] = FromGradient(self._place(gradient_of[key])) if key in gradient_of else self._place(x)
+        found |= {node: FromObject(x) for x, node in recorder.constants}
+        return found | {node: FromGroup(*which) for node, which in self.groups.sources.items()}
+
+    def ranks(self) -> dict[fx.Node, int | None]:
+        """Which of the ranks held here has what an input is a shard of."""
+        number_of: dict[int, int] = {}
         for lent in self.borrowed.lent.values():
-            for shard, grad in zip(shards_of(lent.tensor), lent.grads, strict=True):
-                if grad is x:
-                    return FromGradient(self._place(shard))
-        return self._place(x)
+            for rank, (shard, grad) in enumerate(zip(lent.shards, lent.grads, strict=True)):
+                if len(lent.shards) > 1:
+                    number_of[id(shard)] = rank
+                    number_of[id(grad)] = rank
+        return {node: number_of.get(key) for key, (_, node) in self.recorder.inputs.items()}
 
-    def _output(self, x: Tensor | None) -> int | None:
-        if x is None:
-            return None
-        self.outputs.append(self.recorder.node_of(x))
-        return len(self.outputs) - 1
-
-    def _result(self, x: Any) -> Any:
+    def _recorded(self, x: Any) -> Any:
         if isinstance(x, SYMBOLIC):
-            self.outputs.append(x.node.node)
-            return Result((len(self.outputs) - 1,), None)
+            return _Recorded((x.node.node,), None)
         if not isinstance(x, Tensor):
             return x
         if not is_faked(x):
             return Given(self._place(x))
         layout = x.__dict__.get("_layout")
-        shards = tuple(self._output(shard) for shard in shards_of(x))
-        return Result(shards, layout and layout.on(running_mesh(layout.mesh)))
+        nodes = tuple(self.recorder.node_of(shard) for shard in shards_of(x))
+        return _Recorded(nodes, layout and layout.on(running_mesh(layout.mesh)))
+
+
+class _Arranged:
+    """What was recorded, in parts."""
+
+    def __init__(self, captured: _Capture) -> None:
+        recorder = captured.recorder
+        self.graph, self.conditions = recorder.graph, recorder.conditions
+        self.sources, self.ranks = captured.sources(), captured.ranks()
+        meshes = [node.target.mesh for node in self.graph.nodes if isinstance(node.target, Collective)]
+        self.count = max((len(mesh.held) for mesh in meshes), default=1)
+        self.count = max(self.count, *(1 if rank is None else rank + 1 for rank in self.ranks.values()), 1)
+
+    def program(self, results: Any, gradients: list[tuple[Place, fx.Node | None]]) -> Program:
+        host = host_nodes(self.graph, self.conditions)
+        first, used = host_part(self.graph, host, self.sources)
+        given = {node: number for number, node in enumerate(used)}
+        split = Split(self.graph, host, self.sources, self.ranks, self.count)
+        is_joint = not split.is_possible()
+        self.outputs: list[list[fx.Node]] = [[] for _ in range(1 if is_joint else self.count)]
+        self.rank_of = {} if is_joint else split.ranks
+        arranged = tree_map(self._result, results)
+        kept = tuple(Gradient(of, None if node is None else self._output(node)) for of, node in gradients)
+        if is_joint:
+            ranks: tuple[Part, ...] = (self._joint(host, given),)
+        else:
+            ranks = tuple(split.part(rank, given, outputs) for rank, outputs in enumerate(self.outputs))
+        wanted = tuple(self.conditions)
+        checked = conditions_part(self.graph, host, self.sources, wanted)
+        return Program(first, ranks, is_joint, arranged, kept, checked, tuple(self.conditions.values()))
+
+    def _output(self, node: fx.Node) -> Output:
+        rank = self.rank_of.get(node) or 0
+        self.outputs[rank].append(node)
+        return Output(rank, len(self.outputs[rank]) - 1)
+
+    def _result(self, x: Any) -> Any:
+        if not isinstance(x, _Recorded):
+            return x
+        return Result(tuple(self._output(node) for node in x.nodes), x.layout)
+
+    def _joint(self, host: set[fx.Node], given: dict[fx.Node, int]) -> Part:
+        made = Copying()
+        for node in self.graph.nodes:
+            if node in given:
+                made.input(node, FromHost(given[node]))
+            elif node.op == "placeholder":
+                made.input(node, self.sources[node])
+            elif node not in host:
+                made.copy(node)
+        return without_unused(made.done(self.outputs[0]))
 
 
 @contextmanager
@@ -138,10 +203,3 @@ def _listening(recorder: Recorder) -> Iterator[None]:
     finally:
         watchers[:] = [x for x in watchers if x is not recorder]
         listeners[:] = [x for x in listeners if x is not recorder.comms]
-
-
-def _without_unused(graph: fx.Graph, kept: set[fx.Node]) -> None:
-    """Leave out what is computed for nothing."""
-    for node in reversed(graph.nodes):
-        if not node.users and node not in kept and not has_effects(node):
-            graph.erase_node(node)

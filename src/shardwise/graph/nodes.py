@@ -117,11 +117,25 @@ def is_op(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
 
+def written(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node writes to."""
+    op = op_of(node)
+    if node.op != "call_function" or not is_op(op) or not op._schema.is_mutable:
+        return []
+    given = node.args[1:] if isinstance(node.target, Seeded) else node.args
+    found: list[fx.Node] = []
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = given[position] if position < len(given) else node.kwargs.get(argument.name)
+            fx.map_arg(value, found.append)
+    return found
+
+
 def has_effects(node: fx.Node) -> bool:
     """Whether a node does more than to give a result: it writes to its arguments, draws, communicates, or raises."""
     if node.op in ("placeholder", "output"):
         return True
-    if isinstance(node.target, (Check, Draw)):
+    if isinstance(node.target, (Check, Collective, Draw)):
         return True
     if isinstance(node.target, Seeded):
         return node.target.op._schema.is_mutable

@@ -7,21 +7,13 @@ it runs. What the program does with it that only a number will do, to branch on 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """What must hold for a program to be the right one: a number of the host has this value."""
-
-    node: fx.Node
-    value: Any
 
 
 class Number:
@@ -30,7 +22,7 @@ class Number:
 
     __slots__ = ("conditions", "node", "value")
 
-    def __init__(self, value: Any, node: Any, conditions: list[Condition]) -> None:
+    def __init__(self, value: Any, node: Any, conditions: dict[fx.Node, Any]) -> None:
         self.value, self.node, self.conditions = value, node, conditions
 
     def is_int(self) -> bool:
@@ -68,7 +60,7 @@ class Number:
 
     def _read(self, file: str = "", line: int = 0) -> Any:
         if isinstance(self.node, fx.Node):
-            self.conditions.append(Condition(self.node, self.value))
+            self.conditions[self.node] = self.value
         return self.value
 
     guard_int = guard_float = guard_bool = int_ = bool_ = guard_size_oblivious = _read
@@ -93,7 +85,9 @@ def _operation(function: Callable[..., Any]) -> Callable[..., Number]:
         if found is None:
             return self._wrap(value)
         graph, home = found.graph, next(x for x in all_of_it if isinstance(x.node, fx.Node))
-        return Number(value, graph.call_function(function, tuple(x.node for x in all_of_it)), home.conditions)
+        node = graph.call_function(function, tuple(x.node for x in all_of_it))
+        node.meta["number"] = True
+        return Number(value, node, home.conditions)
 
     return apply
 
@@ -109,7 +103,7 @@ def _either(a: bool, b: bool) -> bool:
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "mod", "pow", "neg", "abs")},
     **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
-    **{"float_truediv": operator.truediv, "int_truediv": operator.truediv, "float_pow": operator.pow},
+    **{"float_truediv": operator.truediv, "int_truediv": operator.truediv, "float_pow": operator.pow, "sym_sqrt": math.sqrt},
     **{"pow_by_natural": operator.pow, "floordiv": operator.floordiv, "int_floordiv": operator.floordiv},
     **{"sym_float": float, "sym_int": int, "sym_max": max, "sym_min": min, "sym_not": operator.not_},
     **{"and_": _both, "or_": _either, "pos": operator.pos},
@@ -118,8 +112,8 @@ for _name, _function in _OPERATIONS.items():
     setattr(Number, _name, _operation(_function))
 
 
-def symbolic(value: Any, node: fx.Node, conditions: list[Condition]) -> Any:
-    """A number as the program's Python sees it."""
+def symbolic(value: Any, node: fx.Node, conditions: dict[fx.Node, Any]) -> Any:
+    """A number as the program's Python sees it. `conditions` are those of the program: what numbers must be."""
     made: Any = Number(value, node, conditions)
     if type(value) is bool:
         return torch.SymBool(made)

@@ -1,14 +1,48 @@
-"""A program: what was captured of a function, as it runs on the ranks held here."""
+"""A program: what was captured of a function. Its parts are graphs; around them, where inputs come from and results go."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, optim
 
-from shardwise.graph.numbers import Condition
 from shardwise.layout import Layout
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a tensor in a program: on this rank, what it is a shard of not counted."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(x: Tensor) -> Facts:
+        with _disabled():
+            device = x.__dict__.get("_fake_device") or x.device
+            return Facts(tuple(x.size()), x.dtype, device, tuple(x.stride()))
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Where in the user's program a node comes from, and whether it is part of the backward pass of what is there."""
+
+    file: str
+    number: int
+    backward: bool
+
+
+# Where inputs come from
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +53,7 @@ class FromArgument:
     shard: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class FromObject:
     """A tensor that the program reached: the same one in every run."""
 
@@ -46,15 +80,32 @@ class FromGroup:
     name: str
 
 
-Source = FromArgument | FromGradient | FromObject | FromGroup
-"""Where an input comes from."""
+@dataclass(frozen=True, slots=True)
+class FromHost:
+    """A value that the host's part of the program computes, by its number."""
+
+    number: int
+
+
+Source = FromArgument | FromGradient | FromObject | FromGroup | FromHost
+
+
+# What becomes of outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An output of a part: by its number, of the part of the rank held here that has this number."""
+
+    rank: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A tensor that the program gives: the numbers of its shards among the outputs, and its layout if it is a DTensor."""
+    """A tensor that the program gives, or a number: its shards, and its layout if it is a DTensor."""
 
-    shards: tuple[int, ...]
+    shards: tuple[Output, ...]
     layout: Layout | None
 
 
@@ -70,16 +121,44 @@ class Gradient:
     """What becomes of the gradient of a leaf's shard: an output, or None."""
 
     of: Place
-    output: int | None
+    output: Output | None
+
+
+# The program
+
+
+@dataclass(frozen=True)
+class Part:
+    """A graph that runs in one go, and where its placeholders come from, in their order."""
+
+    graph: fx.Graph
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A number of the host that must have a value, or the program is not the right one: the number of an output of the
+    part that computes conditions."""
+
+    output: int
+    value: Any
 
 
 @dataclass(frozen=True)
 class Program:
-    """The graph, where its inputs come from, and what becomes of its outputs."""
+    """What runs: first the host's part, then that of each rank held here.
 
-    graph: fx.Graph
-    sources: tuple[Source, ...]
+    `ranks` are programs of one rank each, that meet in their collectives; or, where the ranks held here have more in
+    common than that, one program of all of them (`is_joint`).
+    """
+
+    host: Part
+    ranks: tuple[Part, ...]
+    is_joint: bool
     results: Any
     """What the function returned, with a `Result` or `Given` in the place of each tensor."""
     gradients: tuple[Gradient, ...]
-    conditions: tuple[Condition, ...] = field(default=())
+    conditions: Part
+    """What computes the numbers that conditions are about, and writes to nothing."""
+    expected: tuple[Any, ...]
+    """The values that they must have."""

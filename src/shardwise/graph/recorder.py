@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,11 +28,11 @@ from shardwise.comm.faked import as_fakes, is_faked
 from shardwise.comm.record import Comm
 from shardwise.errors import CaptureError
 from shardwise.graph.nodes import Check, Collective, Draw, Seeded
-from shardwise.graph.numbers import SYMBOLIC, Condition, Number, is_ours, symbolic
+from shardwise.graph.numbers import SYMBOLIC, Number, is_ours, symbolic
 from shardwise.graph.optimizers import Groups
+from shardwise.graph.program import Facts, Line
 from shardwise.layout import Mesh
 
-_disabled = torch._C.DisableTorchFunctionSubclass
 _no_functions = torch._C.DisableTorchFunction
 _aten, _prim = torch.ops.aten, torch.ops.prim
 _seq_nr = torch.autograd._get_sequence_nr
@@ -42,34 +41,6 @@ _running_node = torch._C._current_autograd_node
 NODE, HOST, FIXED = "_node", "_host", "_fixed"
 """What a tensor without data knows: the node that makes it; its value, if that is a number on the host; and whether that
 number is the same in every run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known of a tensor in a program."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    strides: tuple[int, ...]
-
-    @staticmethod
-    def of(x: Tensor) -> Facts:
-        with _disabled():
-            return Facts(tuple(x.size()), x.dtype, x.__dict__["_fake_device"], tuple(x.stride()))
-
-    @property
-    def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Where in the user's program a node comes from, and whether it is part of the backward pass of what is there."""
-
-    file: str
-    number: int
-    backward: bool
 
 
 class _Stream:
@@ -91,7 +62,8 @@ class Recorder(TorchDispatchMode):
         self.inputs: dict[int, tuple[Tensor, fx.Node]] = {}
         """Real tensors that the program touched, by their ids."""
         self.constants: list[tuple[Tensor, fx.Node]] = []
-        self.conditions: list[Condition] = []
+        self.conditions: dict[fx.Node, Any] = {}
+        """Numbers that the program needed to know, and what they were."""
         self.comms: list[Comm] = []
         """Listens to the record of collectives."""
         self._standing_for: dict[int, Tensor] = {}
@@ -123,7 +95,7 @@ class Recorder(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise _needs_data(str(func)) from None
         node = self._add(func, shown, spec, out)
-        _compute_on_host(func, shown, spec, out)
+        node.meta["host"] = _compute_on_host(func, shown, spec, out)
         return out
 
     def _add(self, func: Any, shown: Sequence[Any], spec: Any, out: Any) -> fx.Node:
@@ -211,6 +183,7 @@ class Recorder(TorchDispatchMode):
         node = self.placeholder(f"constant{len(self.constants)}")
         self.constants.append((kept, node))
         copied = self._call(_aten.clone.default, (node,))  # the program may write to it
+        copied.meta["host"] = host is not None
         self._bind(copied, made)
         if host is not None:
             made.__dict__.update({HOST: host, FIXED: True})
@@ -229,11 +202,14 @@ class Recorder(TorchDispatchMode):
             value = x.__dict__[HOST].item()
         if FIXED in x.__dict__ or isinstance(value, complex):
             return value
-        return symbolic(value, self._call(_aten._local_scalar_dense.default, (_node_of(x),)), self.conditions)
+        node = self._call(_aten._local_scalar_dense.default, (_node_of(x),))
+        node.meta["number"] = True
+        return symbolic(value, node, self.conditions)
 
     def _given(self, value: float, name: str) -> tuple[Any, fx.Node]:
         """A number that every run is given."""
         node = self.placeholder(name)
+        node.meta["number"] = True
         return symbolic(value, node, self.conditions), node
 
     def step(self, optimizer: Any) -> None:
@@ -260,6 +236,7 @@ class Recorder(TorchDispatchMode):
             value = draw()
         if value not in self._seeds:
             self._seeds[value] = self._call(Draw(draw), ())
+            self._seeds[value].meta["number"] = True
         return self._seeds[value]
 
     @contextmanager
@@ -312,13 +289,13 @@ def _goes_on(node: fx.Node, out: Any) -> fx.Node:
     return state
 
 
-def _compute_on_host(func: Any, shown: Sequence[Any], spec: Any, out: Any) -> None:
+def _compute_on_host(func: Any, shown: Sequence[Any], spec: Any, out: Any) -> bool:
     """An op on numbers that the host knows makes more of them: counts of steps, and what is computed of them."""
     tensors = [x for x in shown if isinstance(x, Tensor)]
     if not tensors or not all(HOST in x.__dict__ for x in tensors):
         for x in tensors if func._schema.is_mutable else ():
             x.__dict__.pop(HOST, None)  # whatever is written to it, the host does not know it any more
-        return
+        return False
     fixed = all(FIXED in x.__dict__ for x in tensors) and not any(is_ours(x) for x in shown)
     values = [x.__dict__[HOST] if isinstance(x, Tensor) else x.node.value if is_ours(x) else x for x in shown]
     args, kwargs = tree_unflatten(values, spec)
@@ -331,6 +308,7 @@ def _compute_on_host(func: Any, shown: Sequence[Any], spec: Any, out: Any) -> No
     if func._schema.is_mutable and not fixed:
         for x in tensors:
             x.__dict__.pop(FIXED, None)
+    return True
 
 
 def _needs_data(what: str) -> CaptureError:

@@ -1,8 +1,8 @@
-"""Running a program: its inputs are gathered, the graph runs on shards, and what it leaves is put where it belongs."""
+"""Running a program: its inputs are gathered, the parts run, and what they leave is put where it belongs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,21 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm import ranked, shards_of
-from shardwise.graph.program import FromArgument, FromGradient, FromGroup, FromObject, Given, Place, Program, Result, Source
+from shardwise.graph.nodes import Collective
+from shardwise.graph.program import (
+    FromArgument,
+    FromGradient,
+    FromGroup,
+    FromHost,
+    FromObject,
+    Given,
+    Output,
+    Part,
+    Place,
+    Program,
+    Result,
+    Source,
+)
 from shardwise.tensor import wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -20,57 +34,179 @@ _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 Leaves = Sequence[Any]
 """What a call is given, without its structure."""
 
+Values = Sequence[Any]
+"""What the host has computed."""
 
-def by_fx(graph: fx.Graph) -> Callable[..., Any]:
-    """Node by node, as torch runs them: bit for bit what the program does without being captured."""
-    return fx.GraphModule(nn.Module(), graph).forward
+Runner = Callable[[Sequence[Sequence[Any]]], Sequence[Sequence[Any]]]
+"""What runs the programs of the ranks held here: from the inputs of each to the outputs of each."""
 
 
 class Run:
-    """A program that is ready to run, by whatever way its graph is run."""
+    """A program that is ready to run, by whatever way the ranks' parts are run."""
 
-    def __init__(self, program: Program, graph: Callable[..., Any]) -> None:
-        self.program = program
-        self.graph = graph
-        self._inputs = [_reader(source) for source in program.sources]
+    def __init__(self, program: Program, runner: Runner) -> None:
+        self.program, self.runner = program, runner
+        self._host = _Host(program.host)
+        self._conditions = _Host(program.conditions)
+        self._inputs = [[_reader(source) for source in part.sources] for part in program.ranks]
+
+    def holds(self, leaves: Leaves) -> bool:
+        """Whether the numbers that the program depends on are what they were."""
+        expected = self.program.expected
+        return not expected or self._conditions(leaves) == expected
 
     def __call__(self, leaves: Leaves) -> Any:
         with _disabled(), torch.no_grad():
-            outputs = self.graph(*[read(leaves) for read in self._inputs])
+            values = self._host(leaves)
+            outputs = self.runner([[read(leaves, values) for read in inputs] for inputs in self._inputs])
             for gradient in self.program.gradients:
-                grad = None if gradient.output is None else outputs[gradient.output]
+                grad = None if gradient.output is None else _get(gradient.output, outputs)
                 _set_grad(_shard_at(gradient.of, leaves), grad)
             return _returned(self.program.results, outputs, leaves)
 
 
-def _reader(source: Source) -> Callable[[Leaves], Any]:
+class _Host:
+    """A part that computes numbers."""
+
+    def __init__(self, part: Part) -> None:
+        self._inputs = [_reader(source) for source in part.sources]
+        self._is_empty = all(node.op == "output" for node in part.graph.nodes)
+        self._run = compiled(part.graph)
+
+    def __call__(self, leaves: Leaves) -> tuple[Any, ...]:
+        if self._is_empty:
+            return ()
+        with _disabled(), torch.no_grad():
+            return self._run(*[read(leaves, ()) for read in self._inputs])
+
+
+def compiled(graph: fx.Graph) -> Callable[..., Any]:
+    """A graph as a function of Python's, which lets go of values when they are not needed any more."""
+    return fx.GraphModule(nn.Module(), graph).forward
+
+
+def _reader(source: Source) -> Callable[[Leaves, Values], Any]:
     match source:
         case FromArgument(leaf, 0):
-            return lambda leaves: leaves[leaf]
+            return lambda leaves, values: leaves[leaf]
         case FromArgument(leaf, shard):
-            return lambda leaves: leaves[leaf].__dict__["_peers"][shard - 1]
+            return lambda leaves, values: leaves[leaf].__dict__["_peers"][shard - 1]
         case FromObject(tensor):
-            return lambda leaves: tensor
+            return lambda leaves, values: tensor
         case FromGradient(of):
-            return lambda leaves: _get_grad(_shard_at(of, leaves))
+            return lambda leaves, values: _get_grad(_shard_at(of, leaves))
         case FromGroup(optimizer, index, name):
-            return lambda leaves: optimizer.param_groups[index][name]
+            return lambda leaves, values: optimizer.param_groups[index][name]
+        case FromHost(number):
+            return lambda leaves, values: values[number]
 
 
 def _shard_at(place: Place, leaves: Leaves) -> Tensor:
     return place.tensor if isinstance(place, FromObject) else shards_of(leaves[place.leaf])[place.shard]
 
 
-def _returned(results: Any, outputs: Sequence[Any], leaves: Leaves) -> Any:
+def _get(output: Output, outputs: Sequence[Sequence[Any]]) -> Any:
+    return outputs[output.rank][output.number]
+
+
+def _returned(results: Any, outputs: Sequence[Sequence[Any]], leaves: Leaves) -> Any:
     def given(result: Given) -> Tensor:
         place = result.place
         return leaves[place.leaf] if isinstance(place, FromArgument) else place.tensor
 
     def made(result: Result) -> Any:
-        shards = [outputs[number] for number in result.shards]
+        shards = [_get(output, outputs) for output in result.shards]
         if not isinstance(shards[0], Tensor):
             return shards[0]
         local = shards[0] if len(shards) == 1 else ranked(shards)
         return local if result.layout is None else wrap(local, result.layout)
 
     return tree_map_only(Given, given, tree_map_only(Result, made, results))
+
+
+# Node by node, as torch runs them: bit for bit what the function does without being captured
+
+
+def by_nodes(program: Program) -> Runner:
+    """What runs the ranks' parts node by node."""
+    if len(program.ranks) > 1:
+        return Lockstep(program.ranks)
+    (part,) = program.ranks
+    run = compiled(part.graph if program.is_joint else _with_ports(part.graph))
+    return lambda inputs: (run(*inputs[0]),)
+
+
+def _with_ports(graph: fx.Graph) -> fx.Graph:
+    """A rank's graph, with collectives as functions of what this rank brings."""
+    made = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        env[node] = made.node_copy(node, env.__getitem__)
+        if isinstance(node.target, Collective):
+            env[node].target = Alone(node.target)
+    return made
+
+
+class Alone:
+    """A collective as the only rank of this process takes part in it."""
+
+    def __init__(self, collective: Collective) -> None:
+        self.collective = collective
+        self.__name__ = collective.kind
+
+    def __call__(self, brought: Any) -> Any:
+        return self.collective([brought])[0]
+
+
+class Lockstep:
+    """Ranks of the simulator: the program of each runs until it comes to a collective, then that of the next."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+
+    def __call__(self, inputs: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        running = [_steps(part.graph, given) for part, given in zip(self.parts, inputs, strict=True)]
+        waiting: list[Any] = [next(one) for one in running]
+        while not all(isinstance(at, _Done) for at in waiting):
+            collective, _ = waiting[0]
+            if any(isinstance(at, _Done) or at[0] != collective for at in waiting):
+                raise AssertionError(f"ranks do not meet in one collective: {waiting}")
+            found = collective([brought for _, brought in waiting])
+            waiting = [one.send(got) for one, got in zip(running, found, strict=True)]
+        return [at.outputs for at in waiting]
+
+
+class _Done:
+    def __init__(self, outputs: Sequence[Any]) -> None:
+        self.outputs = outputs
+
+
+def _steps(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[Any, Any, None]:
+    """A graph that stops at each collective with what it brings, and goes on with what it is sent."""
+    env: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    last = _last_uses(graph)
+    for node in graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        if node.op == "placeholder":
+            env[node] = next(given)
+        elif node.op == "output":
+            yield _Done(args[0])
+        elif isinstance(node.target, Collective):
+            env[node] = yield node.target, args[0]
+        else:
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        for used in last.get(node, ()):
+            del env[used]
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """By the last node that needs it, what can be let go of."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        for used in dict.fromkeys((node, *node.all_input_nodes)):
+            if used not in seen:
+                seen.add(used)
+                found.setdefault(node, []).append(used)
+    return found

@@ -96,7 +96,8 @@ def step_on_shards(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, An
     """Before a step: its arguments, with the optimizer's plain twin in its place where that gives the same."""
     if noters:
         noters[-1].step(optimizer)
-        return None
+        twin = _without_split_matrices(optimizer) if isinstance(optimizer, optim.Muon) else None
+        return None if twin is None else ((twin,), kwargs)
     check_reduced()
     lay_out_loaded_state(optimizer)
     twin_of = _TWINS.get(optimizer.__class__)
