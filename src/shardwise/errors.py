@@ -73,3 +73,7 @@ class FallbackWarning(UserWarning):
 
 class CaptureError(ShardwiseError):
     """A program cannot be captured as it is."""
+
+
+class CaptureWarning(UserWarning):
+    """A function that was to be captured runs as it is."""

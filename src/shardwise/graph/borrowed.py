@@ -22,6 +22,7 @@ from shardwise.tensor import DTensor
 _no_functions = torch._C.DisableTorchFunction
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
+_grad_setter = Tensor.grad.__set__  # type: ignore[attr-defined]
 
 FORGOTTEN = ("_moved", "_gathered", "_grad_set")
 """What a DTensor remembers of moves on its own mesh."""
@@ -36,6 +37,8 @@ class Lent:
     cls: type
     facts: dict[str, Any]
     grads: Sequence[Tensor | None]
+    is_reset: bool = False
+    """Whether the program gave it another gradient before it read the one that it had."""
 
 
 class Borrowed(TorchFunctionMode):
@@ -49,6 +52,8 @@ class Borrowed(TorchFunctionMode):
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor):
                 self.meet(x)
+        if func is _grad_setter:
+            self._reset(args[0])
         if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], torch.SymFloat):
             func = torch.scalar_tensor  # which does not ask what the number is
         return func(*args, **(kwargs or {}))
@@ -68,6 +73,12 @@ class Borrowed(TorchFunctionMode):
         for grad in grads:
             if grad is not None:
                 self.meet(grad)
+
+    def _reset(self, x: Tensor) -> None:
+        lent = self.lent.get(id(x))
+        if lent is not None:
+            with _no_functions():
+                lent.is_reset |= all(a is b for a, b in zip(map(_get_grad, lent.shards), lent.grads, strict=True))
 
     def gradients(self) -> list[tuple[Lent, list[Tensor | None]]]:
         """Leaves with the gradients that their shards have now, where those are not the ones they had."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +101,16 @@ class _Capture:
             for shard, grad, before in zip(lent.shards, grads, lent.grads, strict=True)
             if grad is not before
         ]
-        return _Arranged(self).program(results, gradients)
+        return _Arranged(self).program(results, gradients, tuple(self._entry_gradients(gradients)))
+
+    def _entry_gradients(self, changed: Sequence[tuple[Place, Any]]) -> Iterator[tuple[Place, bool]]:
+        """Gradients that the program began with, if it read them, or relied on there being none."""
+        for lent in self.borrowed.lent.values():
+            for shard, grad in zip(lent.shards, lent.grads, strict=True):
+                if grad is not None and id(grad) in self.recorder.inputs:
+                    yield self._place(shard), False
+                elif grad is None and not lent.is_reset and any(of == self._place(shard) for of, _ in changed):
+                    yield self._place(shard), True
 
     def _place(self, shard: Tensor) -> Place:
         return self.places.get(id(shard)) or FromObject(shard)
@@ -153,7 +162,12 @@ class _Arranged:
         self.count = max((len(mesh.held) for mesh in meshes), default=1)
         self.count = max(self.count, *(1 if rank is None else rank + 1 for rank in self.ranks.values()), 1)
 
-    def program(self, results: Any, gradients: list[tuple[Place, fx.Node | None]]) -> Program:
+    def program(
+        self,
+        results: Any,
+        gradients: list[tuple[Place, fx.Node | None]],
+        entry_gradients: tuple[tuple[Place, bool], ...],
+    ) -> Program:
         host = host_nodes(self.graph, self.conditions)
         first, used = host_part(self.graph, host, self.sources)
         given = {node: number for number, node in enumerate(used)}
@@ -169,7 +183,9 @@ class _Arranged:
             ranks = tuple(split.part(rank, given, outputs) for rank, outputs in enumerate(self.outputs))
         wanted = tuple(self.conditions)
         checked = conditions_part(self.graph, host, self.sources, wanted)
-        return Program(first, ranks, is_joint, arranged, kept, checked, tuple(self.conditions.values()))
+        return Program(
+            first, ranks, is_joint, arranged, kept, entry_gradients, checked, tuple(self.conditions.values())
+        )
 
     def _output(self, node: fx.Node) -> Output:
         rank = self.rank_of.get(node) or 0

@@ -59,6 +59,12 @@ class FromObject:
 
     tensor: Tensor
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FromObject) and self.tensor is other.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
 
 Place = FromArgument | FromObject
 """Where a shard is found."""
@@ -158,6 +164,8 @@ class Program:
     results: Any
     """What the function returned, with a `Result` or `Given` in the place of each tensor."""
     gradients: tuple[Gradient, ...]
+    entry_gradients: tuple[tuple[Place, bool], ...]
+    """Leaves whose gradient when the program begins matters, and whether that is None."""
     conditions: Part
     """What computes the numbers that conditions are about, and writes to nothing."""
     expected: tuple[Any, ...]
