@@ -14,6 +14,7 @@ from shardwise.comm import noters
 from shardwise.errors import CaptureError, CaptureWarning
 from shardwise.graph.capture import capture
 from shardwise.graph.guards import Guards
+from shardwise.graph.inductor import by_inductor
 from shardwise.graph.nodes import Collective
 from shardwise.graph.program import Program
 from shardwise.graph.reached import Reached
@@ -25,7 +26,7 @@ from shardwise.tensor import DTensor
 MAX_PROGRAMS = 8
 """Programs kept of one function. One that would need more is not the kind of function to capture."""
 
-BACKENDS: dict[str, Callable[[Program], Any]] = {"fx": by_nodes}
+BACKENDS: dict[str, Callable[[Program], Any]] = {"fx": by_nodes, "inductor": by_inductor}
 
 
 class Compiled:

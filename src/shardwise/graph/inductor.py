@@ -1,0 +1,108 @@
+"""Programs as Inductor takes them: torch's ops and functional collectives, and tensors in the place of numbers.
+
+A part of a program is traced once more. What only means something to us becomes ops on the way: collectives those of
+torch's functional ones that the port of process groups would make; ops with numbers of the host the same on tensors, so
+that another learning rate is not another kernel; draws from streams of random numbers ops of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardwise.comm.functional import functional_mesh
+from shardwise.errors import CaptureError
+from shardwise.graph.nodes import Check, Collective, Seeded
+from shardwise.graph.numbers_as_tensors import on_tensors
+from shardwise.graph.program import Part, Program
+from shardwise.graph.seeded_ops import seeded_op
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+
+
+def by_inductor(program: Program) -> Callable[[Sequence[Sequence[Any]]], Any]:
+    """What runs the part of this rank as Inductor compiles it."""
+    if program.is_joint or len(program.ranks) > 1:
+        raise CaptureError('on a simulated mesh programs run node by node: use backend="fx"')
+    return _Compiled(program.ranks[0])
+
+
+class _Compiled:
+    """A part that is compiled when it is first given inputs."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.checks = [node for node in part.graph.nodes if isinstance(node.target, Check)]
+        self.run: Any = None
+
+    def __call__(self, inputs: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        given = [x if isinstance(x, Tensor) else _as_tensor(x) for x in inputs[0]]
+        if self.run is None:
+            given = [x.detach() for x in given]  # at its first run torch looks at tensors in Python, as plain ones
+            self.run = self._compile(given)
+        outputs = self.run(*given)
+        for node, found in zip(self.checks, outputs[len(outputs) - len(self.checks) :]):
+            node.target(found)
+        return (outputs,)
+
+    def _compile(self, given: Sequence[Tensor]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(lowered(self.part.graph, given), given)
+
+
+def _as_tensor(x: float | int) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else torch.int64)
+
+
+def lowered(graph: fx.Graph, examples: Sequence[Tensor]) -> fx.GraphModule:
+    """A rank's graph in torch's own ops, for tensors like these. What checks look at comes after the outputs."""
+    fakes = FakeTensorMode()
+    inputs = [fakes.from_tensor(x, static_shapes=True) for x in examples]
+    with fakes:
+        return make_fx(_Interpreter(graph).run)(*inputs)
+
+
+class _Interpreter:
+    """Runs a graph on what a tracer gives it."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+
+    def run(self, *given: Tensor) -> list[Tensor]:
+        inputs = iter(given)
+        env: dict[fx.Node, Any] = {}
+        numbers: set[fx.Node] = set()
+        looked_at: list[Tensor] = []
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(inputs)
+                if node.meta.get("number"):
+                    numbers.add(node)
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            if node.op == "output":
+                return [*args[0], *looked_at]
+            if isinstance(node.target, Check):
+                looked_at.append(args[0])
+            elif isinstance(node.target, Collective):
+                env[node] = _communicated(node.target, args[0])
+            elif isinstance(node.target, Seeded):
+                env[node] = seeded_op(node.target)(*args, **kwargs)
+            elif not numbers.isdisjoint(node.all_input_nodes):
+                env[node] = on_tensors(node, numbers, args, kwargs)
+            else:
+                env[node] = node.target(*args, **kwargs)
+        raise AssertionError("a graph ends with its output")
+
+
+def _communicated(collective: Collective, brought: Any) -> Any:
+    with _disable_current_modes():
+        mesh = functional_mesh(collective.mesh)
+    return getattr(mesh.port, collective.kind)([brought], mesh, collective.axes, collective.how)[0]
