@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import Ranked, ranked, shards_of
+from shardwise.comm import ranked, shards_of
 from shardwise.comm.cause import handed_on, is_moving, listeners
 from shardwise.comm.cause import moved as observed
 from shardwise.dispatch.planning.trace import flat_tensors

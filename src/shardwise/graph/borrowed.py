@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm import captured_mesh, shards_of
 from shardwise.comm.faked import is_faked
-from shardwise.tensor import DTensor
 
 _no_functions = torch._C.DisableTorchFunction
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]

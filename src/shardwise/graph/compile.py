@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, nn, optim
+from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import noters

@@ -7,12 +7,11 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.comm import shards_of
-
 from shardwise.dispatch.modes import is_strict, limits, replicates_implicitly
-from shardwise.graph.program import FromArgument, FromGradient, FromGroup, FromObject, Program
+from shardwise.graph.program import FromArgument, FromGroup, FromObject, Program
 from shardwise.graph.reached import PLAIN, Reached, Slot
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -57,8 +56,12 @@ class Guards:
         with _disabled():
             self.kinds = [kind_of(leaf) for leaf in leaves]
         self._held = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]  # so that ids stay theirs
-        objects = dict.fromkeys(id(source.tensor) for part in (program.host, *program.ranks) for source in part.sources
-                                if isinstance(source, FromObject))
+        objects = dict.fromkeys(
+            id(source.tensor)
+            for part in (program.host, *program.ranks)
+            for source in part.sources
+            if isinstance(source, FromObject)
+        )
         wanted = [(slot, x) for slot, x in reached.objects if id(x) in objects or not isinstance(x, Tensor)]
         self.slots = [slot for slot, _ in wanted]
         self.objects = [x for _, x in wanted]
@@ -128,7 +131,8 @@ def _group_values(program: Program, reached: Reached) -> list[tuple[dict[str, An
             [
                 (name, value)
                 for name, value in group.items()
-                if (isinstance(value, (*PLAIN, tuple))) and (id(optimizer), index, name) not in inputs
+                if (isinstance(value, (*PLAIN, tuple)))
+                and (id(optimizer), index, name) not in inputs
                 and name not in ("initial_lr",)
             ],
         )

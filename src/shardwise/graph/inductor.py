@@ -42,7 +42,7 @@ class _Compiled:
         self.run: Any = None
 
     def __call__(self, inputs: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        given = [x if isinstance(x, Tensor) else _as_tensor(x) for x in inputs[0]]
+        given = _packed(inputs[0])
         if self.run is None:
             given = [x.detach() for x in given]  # at its first run torch looks at tensors in Python, as plain ones
             self.run = self._compile(given)
@@ -57,8 +57,16 @@ class _Compiled:
         return compile_fx(lowered(self.part.graph, given), given)
 
 
-def _as_tensor(x: float | int) -> Tensor:
-    return torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else torch.int64)
+def _packed(inputs: Sequence[Any]) -> list[Tensor]:
+    """Tensors as they are, and behind them all numbers in two: in one the seeds, in the other what is computed with."""
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    for kind, dtype in NUMBERS:
+        if numbers := [x for x in inputs if isinstance(x, kind)]:
+            tensors.append(torch.tensor(numbers, dtype=dtype))
+    return tensors
+
+
+NUMBERS = ((float, torch.float64), (int, torch.int64))
 
 
 def lowered(graph: fx.Graph, examples: Sequence[Tensor]) -> fx.GraphModule:
@@ -76,15 +84,10 @@ class _Interpreter:
         self.graph = graph
 
     def run(self, *given: Tensor) -> list[Tensor]:
-        inputs = iter(given)
-        env: dict[fx.Node, Any] = {}
-        numbers: set[fx.Node] = set()
+        env, numbers = self._inputs(given)
         looked_at: list[Tensor] = []
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                env[node] = next(inputs)
-                if node.meta.get("number"):
-                    numbers.add(node)
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             if node.op == "output":
@@ -100,6 +103,17 @@ class _Interpreter:
             else:
                 env[node] = node.target(*args, **kwargs)
         raise AssertionError("a graph ends with its output")
+
+    def _inputs(self, given: Sequence[Tensor]) -> tuple[dict[fx.Node, Any], set[fx.Node]]:
+        """What placeholders stand for, and which of them for numbers."""
+        inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        kinds = [node.meta.get("number") for node in inputs]
+        tensors = iter(given)
+        env = {node: next(tensors) for node, kind in zip(inputs, kinds, strict=True) if kind is None}
+        for kind, _ in NUMBERS:
+            nodes = [node for node, own in zip(inputs, kinds, strict=True) if own is kind]
+            env.update(zip(nodes, next(tensors).unbind(), strict=True) if nodes else ())
+        return env, {node for node, kind in zip(inputs, kinds, strict=True) if kind is not None}
 
 
 def _communicated(collective: Collective, brought: Any) -> Any:

@@ -86,7 +86,7 @@ def _operation(function: Callable[..., Any]) -> Callable[..., Number]:
             return self._wrap(value)
         graph, home = found.graph, next(x for x in all_of_it if isinstance(x.node, fx.Node))
         node = graph.call_function(function, tuple(x.node for x in all_of_it))
-        node.meta["number"] = True
+        node.meta["number"] = type(value)
         return Number(value, node, home.conditions)
 
     return apply
@@ -103,7 +103,12 @@ def _either(a: bool, b: bool) -> bool:
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "mod", "pow", "neg", "abs")},
     **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
-    **{"float_truediv": operator.truediv, "int_truediv": operator.truediv, "float_pow": operator.pow, "sym_sqrt": math.sqrt},
+    **{
+        "float_truediv": operator.truediv,
+        "int_truediv": operator.truediv,
+        "float_pow": operator.pow,
+        "sym_sqrt": math.sqrt,
+    },
     **{"pow_by_natural": operator.pow, "floordiv": operator.floordiv, "int_floordiv": operator.floordiv},
     **{"sym_float": float, "sym_int": int, "sym_max": max, "sym_min": min, "sym_not": operator.not_},
     **{"and_": _both, "or_": _either, "pos": operator.pos},

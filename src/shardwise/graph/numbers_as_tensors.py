@@ -28,7 +28,9 @@ def on_tensors(node: fx.Node, numbers: set[fx.Node], args: tuple, kwargs: dict[s
     in_place = name.endswith("_")
     form = _FORMS.get(name.rstrip("_"))
     if form is None:
-        raise CaptureError(f"{node.target} takes a number that changes from run to run, which is not compiled: use backend=\"fx\"")
+        raise CaptureError(
+            f'{node.target} takes a number that changes from run to run, which is not compiled: use backend="fx"'
+        )
     x = args[0]
     found = form(*args, **kwargs)
     return x.copy_(found) if in_place else found
@@ -39,7 +41,9 @@ def _each(name: str, node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> Any:
     in_place = name.endswith("_")
     form = _FORMS.get(name.removeprefix("_foreach_").rstrip("_"))
     if form is None:
-        raise CaptureError(f"{node.target} takes a number that changes from run to run, which is not compiled: use backend=\"fx\"")
+        raise CaptureError(
+            f'{node.target} takes a number that changes from run to run, which is not compiled: use backend="fx"'
+        )
     found = []
     for i, x in enumerate(args[0]):
         own = [arg[i] if isinstance(arg, (list, tuple)) else arg for arg in args]

@@ -37,7 +37,7 @@ def host_nodes(graph: fx.Graph, wanted: Iterable[fx.Node]) -> set[fx.Node]:
 
 def is_number(node: fx.Node) -> bool:
     """Whether a node gives a number of the host."""
-    return node.meta.get("number", False)
+    return "number" in node.meta
 
 
 def _check_order(graph: fx.Graph, host: set[fx.Node]) -> None:
@@ -169,7 +169,9 @@ class Split:
                 continue
             elif isinstance(node.target, Collective):
                 (brought,) = node.args
-                made.env[node] = made.graph.call_function(node.target, (fx.map_arg(brought[rank], made.env.__getitem__),))
+                made.env[node] = made.graph.call_function(
+                    node.target, (fx.map_arg(brought[rank], made.env.__getitem__),)
+                )
                 made.env[node].meta.update(node.meta)
             elif node.op == "call_function" and self.ranks.get(node, rank) in (rank, None):
                 if _is_part_of_collective(node):

@@ -1,4 +1,4 @@
-"""What a function reaches beside its arguments: modules, optimizers and numbers in its closure, its globals, its object."""
+"""What a function reaches beside its arguments: modules, optimizers and numbers, in its closure or its globals."""
 
 from __future__ import annotations
 

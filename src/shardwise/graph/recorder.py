@@ -1,7 +1,7 @@
 """The recorder: a dispatch mode under which every op that reaches torch's dispatcher becomes a node of a program.
 
 Ops run on shards without data: torch's fake tensors, of the real device, so that its kernels are chosen. Whatever real
-tensor the program touches, however it came by it, becomes an input: parameters, buffers, an optimizer's state, tensors in
+tensor the program touches, however it came by it, becomes an input: parameters, buffers, an optimizer's state, what is in
 closures. So nothing has to be handed in, or put in the place of something else.
 """
 
@@ -39,8 +39,8 @@ _seq_nr = torch.autograd._get_sequence_nr
 _running_node = torch._C._current_autograd_node
 
 NODE, HOST, FIXED = "_node", "_host", "_fixed"
-"""What a tensor without data knows: the node that makes it; its value, if that is a number on the host; and whether that
-number is the same in every run."""
+"""What a tensor without data knows: the node that makes it; its value, if that is a number on the host; and whether
+that number is the same in every run."""
 
 
 class _Stream:
@@ -203,13 +203,13 @@ class Recorder(TorchDispatchMode):
         if FIXED in x.__dict__ or isinstance(value, complex):
             return value
         node = self._call(_aten._local_scalar_dense.default, (_node_of(x),))
-        node.meta["number"] = True
+        node.meta["number"] = type(value)
         return symbolic(value, node, self.conditions)
 
     def _given(self, value: float, name: str) -> tuple[Any, fx.Node]:
         """A number that every run is given."""
         node = self.placeholder(name)
-        node.meta["number"] = True
+        node.meta["number"] = type(value)
         return symbolic(value, node, self.conditions), node
 
     def step(self, optimizer: Any) -> None:
@@ -236,7 +236,7 @@ class Recorder(TorchDispatchMode):
             value = draw()
         if value not in self._seeds:
             self._seeds[value] = self._call(Draw(draw), ())
-            self._seeds[value].meta["number"] = True
+            self._seeds[value].meta["number"] = int
         return self._seeds[value]
 
     @contextmanager

@@ -44,7 +44,6 @@ class Bound:
         elif not self.own:  # asynchronously, as torch does there
             torch._assert_async(((index >= self.allowed.start) & (index < self.allowed.stop)).all())
 
-
     def _refuse(self, found: Any) -> None:
         if int(found) != IN_RANGE:
             first, last = self.allowed.start, self.allowed.stop - 1
