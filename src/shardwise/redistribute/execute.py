@@ -18,7 +18,7 @@ from shardwise.comm.ranked import ranked
 from shardwise.layout import Layout
 from shardwise.redistribute.averages import finish, prepare
 from shardwise.redistribute.backward.buckets import FIRST
-from shardwise.redistribute.backward.deferred_gradients import SECOND_ORDER, deferred, leaf_of
+from shardwise.redistribute.backward.deferred_gradients import SECOND_ORDER, deferred, is_parameter, leaf_of
 from shardwise.redistribute.backward.double_backward import anchored, left_behind
 from shardwise.redistribute.backward.ownership import bare_function, is_ours
 from shardwise.redistribute.cost import group_size
@@ -259,8 +259,9 @@ def _alias(move: Move) -> Callable[[Tensor], Tensor]:
             return tuple(recorded(dual, grads))
         (grad,) = grads
         with _disabled():
-            # Whether it may be overwritten: small ones are copied in any case, to be reduced together.
-            owned = grad.nbytes >= FIRST and grad.is_contiguous() and is_ours(grad)
+            # Whether it may be overwritten. Small ones of parameters are copied in any case, to be reduced together.
+            asked = grad.nbytes >= FIRST or not is_parameter(ctx.leaf)
+            owned = asked and grad.is_contiguous() and is_ours(grad)
             found = deferred(ctx.leaf, dual, grads, owned=owned)
             if found is not None:
                 return tuple(found)

@@ -92,7 +92,7 @@ def deferred(
     every pass. Or they are moved with others and added at the end of the pass: then it gets nothing. `owned` gradients
     are contiguous and nobody else's."""
     mode = blocks[-1] if blocks else "reduced"
-    if mode == "alone" or leaf is None or not is_parameter(leaf):
+    if mode == "alone" or not is_parameter(leaf):
         return None
     parameter: Any = leaf
     given = grads
@@ -113,8 +113,8 @@ def deferred(
     return [None] * len(grads)
 
 
-def is_parameter(leaf: Tensor) -> bool:
-    return leaf.__dict__.get("_is_param", False) or isinstance(leaf, nn.Parameter)
+def is_parameter(leaf: Tensor | None) -> bool:
+    return leaf is not None and (leaf.__dict__.get("_is_param", False) or isinstance(leaf, nn.Parameter))
 
 
 def is_watched(parameter: Tensor) -> bool:
