@@ -42,7 +42,7 @@ def as_mesh(mesh: AnyMesh | None) -> Mesh:
     """Our mesh for whatever the user passed: one of ours, torch's DeviceMesh, or None for that of the `with` block."""
     if mesh is None:
         mesh = entered_mesh() or _entered_in_torch()
-    if isinstance(mesh, DeviceMesh):
+    if not isinstance(mesh, Mesh) and isinstance(mesh, DeviceMesh):
         mesh = mesh_of(mesh)
     if isinstance(mesh, Mesh):
         return captured_mesh(mesh) if noters else mesh

@@ -8,17 +8,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
+
+_DEVICE, _MODE = "_fake_device", "fake_mode"
+"""What torch keeps on its fake tensors."""
 
 
 def is_faked(x: Tensor) -> bool:
-    return "fake_mode" in x.__dict__
+    return _MODE in x.__dict__
+
+
+def device_of(x: Tensor) -> torch.device:
+    """The device of a shard; of one without data, that which it would be on."""
+    found: torch.device | None = x.__dict__.get(_DEVICE)
+    return x.device if found is None else found
 
 
 def as_fakes(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`function(*args, **kwargs)`, in which shards without data are seen as the fake tensors that they are."""
+    from torch._subclasses.fake_tensor import FakeTensor  # which plain programs do without
+
     hidden = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and is_faked(x)]
     hidden = [x for x in hidden if x.__class__ is not FakeTensor]
     classes = [x.__class__ for x in hidden]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, optim
 
+from shardwise.comm.faked import device_of
 from shardwise.layout import Layout
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -25,8 +26,7 @@ class Facts:
     @staticmethod
     def of(x: Tensor) -> Facts:
         with _disabled():
-            device = x.__dict__.get("_fake_device") or x.device
-            return Facts(tuple(x.size()), x.dtype, device, tuple(x.stride()))
+            return Facts(tuple(x.size()), x.dtype, device_of(x), tuple(x.stride()))
 
     @property
     def bytes(self) -> int:

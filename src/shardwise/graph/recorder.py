@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_any, tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.comm.cause import users_line
-from shardwise.comm.faked import as_fakes, is_faked
+from shardwise.comm.faked import as_fakes, device_of, is_faked
 from shardwise.comm.record import Comm
 from shardwise.errors import CaptureError
 from shardwise.graph.nodes import Check, Collective, Draw, Seeded
@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func is _prim.device.default:
-            return args[0].__dict__["_fake_device"]
+            return device_of(args[0])
         leaves, spec = tree_flatten((args, kwargs or {}))
         if func.namespace in ("prim", "profiler") or self._is_silent:
             return _run(func, leaves, spec)

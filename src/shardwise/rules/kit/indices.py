@@ -36,7 +36,7 @@ class Bound:
 
     def check(self, group: Collectives, index: Tensor) -> None:
         if index.device.type == "cpu":
-            worst = group.map(_worst_outside, index, self.allowed)
+            worst = group.map(_least_outside if group.is_captured else _first_outside, index, self.allowed)
             group.verify(group.reduce(worst, "min") if self.split else worst, self._refuse)
         elif index.is_meta:
             if self.split:
@@ -50,12 +50,17 @@ class Bound:
             raise IndexRangeError(f"{self.noun} {int(found)} is out of bounds: it must be from {first} to {last}")
 
 
-def _worst_outside(index: Tensor, allowed: range) -> Tensor:
-    """The least of the indices that are outside; what is known of an index without data is not its value."""
+def _first_outside(index: Tensor, allowed: range) -> Tensor:
+    outside = index[(index < allowed.start) | (index >= allowed.stop)].reshape(-1)
+    return outside[0].long() if outside.numel() else torch.tensor(IN_RANGE)
+
+
+def _least_outside(index: Tensor, allowed: range) -> Tensor:
+    """The same without looking at data."""
     if not index.numel():
         return torch.full((), IN_RANGE, device=index.device)
     outside = (index < allowed.start) | (index >= allowed.stop)
-    return torch.where(outside, index, IN_RANGE).min().long()
+    return torch.where(outside, index.long(), IN_RANGE).min()
 
 
 def checked_call(bound: Bound, index: Layout, local: Local, argument: int) -> Local:
