@@ -71,7 +71,7 @@ class Ranked(Tensor):
             results = [func(*pick(args, rank), **pick(kwargs, rank)) for rank in range(num_ranks)]
             return join(results, func)
 
-    __torch_dispatch__: Any = classmethod(on_faked)  # type: ignore[assignment]
+    __torch_dispatch__: Any = classmethod(on_faked)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with _disabled():

@@ -21,7 +21,7 @@ from shardwise.comm.faked import is_faked
 _no_functions = torch._C.DisableTorchFunction
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
-_grad_setter = Tensor.grad.__set__  # type: ignore[attr-defined]
+_grad_setter = Tensor.grad.__set__  # type: ignore[union-attr]
 
 FORGOTTEN = ("_moved", "_gathered", "_grad_set")
 """What a DTensor remembers of moves on its own mesh."""

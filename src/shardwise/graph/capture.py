@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,18 +17,22 @@ from shardwise.comm.cause import watchers
 from shardwise.comm.faked import is_faked
 from shardwise.comm.record import listeners
 from shardwise.graph.borrowed import Borrowed
+from shardwise.graph.differentiate import Backward, differentiate, terms_of
 from shardwise.graph.nodes import Collective
 from shardwise.graph.numbers import SYMBOLIC
 from shardwise.graph.optimizers import Groups
 from shardwise.graph.parts import Copying, Split, conditions_part, host_nodes, host_part, without_unused
 from shardwise.graph.program import (
+    Differentiable,
     FromArgument,
     FromGradient,
     FromGroup,
     FromHost,
     FromObject,
+    FromTangent,
     Given,
     Gradient,
+    Leaf,
     Output,
     Part,
     Place,
@@ -66,11 +71,13 @@ class _Capture:
         self.borrowed = Borrowed()
         self.groups = Groups()
         self.recorder = Recorder(self.groups)
+        self.backward: Backward | None = None
         self.places: dict[int, Place] = {}
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 for rank, shard in enumerate(shards_of(leaf)):
                     self.places.setdefault(id(shard), FromArgument(number, rank))
+                    self.recorder.arguments.add(id(shard))
 
     def run(self, call: Callable[[], Any]) -> Program:
         with self._around():
@@ -79,6 +86,8 @@ class _Capture:
                     if isinstance(leaf, Tensor):
                         self.borrowed.meet(leaf)
                 returned = call()
+                if not self.borrowed.gradients():
+                    self.backward = differentiate(self.recorder, returned)
             self.groups.put_back()
             return self._program(returned)
 
@@ -113,7 +122,15 @@ class _Capture:
                     yield self._place(shard), True
 
     def _place(self, shard: Tensor) -> Place:
-        return self.places.get(id(shard)) or FromObject(shard)
+        if id(shard) not in self.places:
+            self.places[id(shard)] = FromObject(shard, *self._owners.get(id(shard), (shard, 0)))
+        return self.places[id(shard)]
+
+    @cached_property
+    def _owners(self) -> dict[int, tuple[Tensor, int]]:
+        """By its id, which tensor a shard is of, and which of its shards."""
+        met = sorted(self.borrowed.lent.values(), key=lambda lent: len(lent.shards))  # shards may be met by themselves
+        return {id(shard): (lent.tensor, rank) for lent in met for rank, shard in enumerate(lent.shards)}
 
     def sources(self) -> dict[fx.Node, Source]:
         recorder = self.recorder
@@ -126,7 +143,8 @@ class _Capture:
         found: dict[fx.Node, Source] = {}
         for key, (x, node) in recorder.inputs.items():
             found[node] = FromGradient(self._place(gradient_of[key])) if key in gradient_of else self._place(x)
-        found |= {node: FromObject(x) for x, node in recorder.constants}
+        found |= {node: FromObject(x, x, 0) for x, node in recorder.constants}
+        found |= {node: FromTangent(number) for number, node in enumerate(recorder.tangents)}
         return found | {node: FromGroup(*which) for node, which in self.groups.sources.items()}
 
     def ranks(self) -> dict[fx.Node, int | None]:
@@ -137,7 +155,8 @@ class _Capture:
                 if len(lent.shards) > 1:
                     number_of[id(shard)] = rank
                     number_of[id(grad)] = rank
-        return {node: number_of.get(key) for key, (_, node) in self.recorder.inputs.items()}
+        found = {node: number_of.get(key) for key, (_, node) in self.recorder.inputs.items()}
+        return found | dict(zip(self.recorder.tangents, self.backward.ranks if self.backward is not None else ()))
 
     def _recorded(self, x: Any) -> Any:
         if isinstance(x, SYMBOLIC):
@@ -156,11 +175,17 @@ class _Arranged:
 
     def __init__(self, captured: _Capture) -> None:
         recorder = captured.recorder
-        self.graph, self.conditions = recorder.graph, recorder.conditions
+        self.captured, self.graph, self.conditions = captured, recorder.graph, recorder.conditions
         self.sources, self.ranks = captured.sources(), captured.ranks()
+        backward = captured.backward
+        self.leaves = [] if backward is None else self._leaves(backward)
         meshes = [node.target.mesh for node in self.graph.nodes if isinstance(node.target, Collective)]
         self.count = max((len(mesh.held) for mesh in meshes), default=1)
         self.count = max(self.count, *(1 if rank is None else rank + 1 for rank in self.ranks.values()), 1)
+
+    def _leaves(self, backward: Backward) -> list[tuple[Place, fx.Node | None, tuple[int, ...]]]:
+        terms = terms_of(self.graph, [gradient for _, gradient in backward.leaves])
+        return [(self.captured._place(x), *term) for (x, _), term in zip(backward.leaves, terms, strict=True)]
 
     def program(
         self,
@@ -177,20 +202,31 @@ class _Arranged:
         self.rank_of = {} if is_joint else split.ranks
         arranged = tree_map(self._result, results)
         kept = tuple(Gradient(of, None if node is None else self._output(node)) for of, node in gradients)
+        differentiable = self._differentiable()
         if is_joint:
             ranks: tuple[Part, ...] = (self._joint(host, given),)
         else:
             ranks = tuple(split.part(rank, given, outputs) for rank, outputs in enumerate(self.outputs))
         wanted = tuple(self.conditions)
         checked = conditions_part(self.graph, host, self.sources, wanted)
-        return Program(
-            first, ranks, is_joint, arranged, kept, entry_gradients, checked, tuple(self.conditions.values())
-        )
+        expected = tuple(self.conditions.values())
+        return Program(first, ranks, is_joint, arranged, kept, entry_gradients, checked, expected, differentiable)
+
+    def _differentiable(self) -> Differentiable | None:
+        """Gradients come behind all that the function returned."""
+        if self.captured.backward is None:
+            return None
+        tangents = tuple(self._output(node) for node in self.captured.backward.results)
+        counts = tuple(map(len, self.outputs))
+        leaves = tuple(Leaf(of, None if term is None else self._output(term), axes) for of, term, axes in self.leaves)
+        return Differentiable(leaves, tangents, counts)
 
     def _output(self, node: fx.Node) -> Output:
         rank = self.rank_of.get(node) or 0
-        self.outputs[rank].append(node)
-        return Output(rank, len(self.outputs[rank]) - 1)
+        outputs = self.outputs[rank]
+        if node not in outputs:
+            outputs.append(node)
+        return Output(rank, outputs.index(node))
 
     def _result(self, x: Any) -> Any:
         if not isinstance(x, _Recorded):

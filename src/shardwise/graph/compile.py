@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,12 +14,13 @@ from torch.utils._pytree import tree_flatten
 from shardwise.comm import noters
 from shardwise.errors import CaptureError, CaptureWarning
 from shardwise.graph.capture import capture
+from shardwise.graph.function import DifferentiableRun
 from shardwise.graph.guards import Guards
 from shardwise.graph.inductor import by_inductor
 from shardwise.graph.nodes import Collective
 from shardwise.graph.program import Program
 from shardwise.graph.reached import Reached
-from shardwise.graph.run import Run, by_nodes
+from shardwise.graph.run import Make, Run, by_nodes
 from shardwise.layout import Mesh
 from shardwise.parallel.agreement import agreed
 from shardwise.tensor import DTensor
@@ -26,7 +28,7 @@ from shardwise.tensor import DTensor
 MAX_PROGRAMS = 8
 """Programs kept of one function. One that would need more is not the kind of function to capture."""
 
-BACKENDS: dict[str, Callable[[Program], Any]] = {"fx": by_nodes, "inductor": by_inductor}
+BACKENDS: dict[str, Make] = {"fx": by_nodes, "inductor": by_inductor}
 
 
 class Compiled:
@@ -59,11 +61,8 @@ class Compiled:
         if self._is_first_step(reached):
             return self.function(*args, **kwargs)
         if len(self.runs) >= MAX_PROGRAMS:
-            return self._give_up(
-                f"was captured {len(self.runs)} times, and again something differs ({missed}); from now on it runs as it is",
-                args,
-                kwargs,
-            )
+            why = f"was captured {len(self.runs)} times, and again something differs ({missed}): it runs as it is"
+            return self._give_up(why, args, kwargs)
         try:
             program = self._agreed(reached, leaves, args, kwargs)
         except CaptureError as error:
@@ -71,7 +70,8 @@ class Compiled:
                 raise
             return self._give_up(f"runs as it is: {error}", args, kwargs)
         guards = Guards(leaves, spec, reached, program)
-        run = Run(program, BACKENDS[self.backend](program))
+        kind = Run if program.differentiable is None else DifferentiableRun
+        run = kind(program, BACKENDS[self.backend])
         self.runs.insert(0, (guards, run))
         return run(leaves)
 
@@ -84,15 +84,9 @@ class Compiled:
     def _agreed(self, reached: Reached, leaves: Sequence[Any], args: tuple, kwargs: dict[str, Any]) -> Program:
         """The program, if all ranks of the meshes that it runs on have captured the same."""
 
-        def find() -> Program:
-            return capture(self.function, *args, **kwargs)
-
+        find = partial(capture, self.function, *args, **kwargs)
         for mesh in _meshes(reached, leaves):
-            inner = find
-
-            def find(mesh: Mesh = mesh, inner: Callable[[], Program] = inner) -> Program:
-                return agreed(mesh, inner, collectives_of, _FAILED_ELSEWHERE, _DIFFERS)
-
+            find = partial(agreed, mesh, find, collectives_of, _FAILED_ELSEWHERE, _DIFFERS)
         return find()
 
     def _give_up(self, why: str, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -20,17 +20,17 @@ from shardwise.comm.functional import functional_mesh
 from shardwise.errors import CaptureError
 from shardwise.graph.nodes import Check, Collective, Seeded
 from shardwise.graph.numbers_as_tensors import on_tensors
-from shardwise.graph.program import Part, Program
+from shardwise.graph.program import Part
 from shardwise.graph.seeded_ops import seeded_op
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
 
-def by_inductor(program: Program) -> Callable[[Sequence[Sequence[Any]]], Any]:
+def by_inductor(parts: Sequence[Part], is_joint: bool) -> Callable[[Sequence[Sequence[Any]]], Any]:
     """What runs the part of this rank as Inductor compiles it."""
-    if program.is_joint or len(program.ranks) > 1:
+    if is_joint or len(parts) > 1:
         raise CaptureError('on a simulated mesh programs run node by node: use backend="fx"')
-    return _Compiled(program.ranks[0])
+    return _Compiled(parts[0])
 
 
 class _Compiled:

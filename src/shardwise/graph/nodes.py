@@ -137,8 +137,8 @@ def has_effects(node: fx.Node) -> bool:
         return True
     if isinstance(node.target, (Check, Collective, Draw)):
         return True
-    if isinstance(node.target, Seeded):
-        return node.target.op._schema.is_mutable
-    if is_op(node.target):
-        return node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
-    return False
+    op = op_of(node)
+    if not is_op(op):
+        return False
+    draws = not isinstance(node.target, Seeded) and torch.Tag.nondeterministic_seeded in op.tags
+    return bool(op._schema.is_mutable or draws)

@@ -1,8 +1,8 @@
-"""Numbers of the host that are not constants of a program: learning rates, counts of steps, and what is computed of them.
+"""Numbers of the host that are no constants of a program: learning rates, counts of steps, what is computed of them.
 
-To Python such a number is one of torch's symbolic ones (`torch.SymFloat`), which optimizers and torch's ops take like any
-other; its node is ours. So arithmetic becomes nodes of the program, done in the same order, with the same roundings, when
-it runs. What the program does with it that only a number will do, to branch on it say, is a condition of the program.
+To Python such a number is one of torch's symbolic ones (`torch.SymFloat`), which optimizers and torch's ops take like
+any other; its node is ours. So arithmetic becomes nodes of the program, done in the same order, with the same
+roundings, when it runs. Where only a number will do, to branch on it say, the value becomes a condition of the program.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import fx
 
 
 class Number:
-    """The node of a symbolic number: the value that it has while the program is captured, and the node that computes it.
-    torch asks it for what its own nodes have."""
+    """The node of a symbolic number: the value that it has while the program is captured, and the node of the program
+    that computes it. torch asks it for what its own nodes have."""
 
     __slots__ = ("conditions", "node", "value")
 

@@ -1,7 +1,8 @@
 """What was recorded falls apart: into what the host computes, and what each rank does with its shards.
 
-Numbers of the host (learning rates, counts of steps, seeds) depend on nothing that is computed on shards, so all of them
-can be computed first. Shards of different ranks only meet in collectives: there the programs of the ranks fall apart.
+Numbers of the host (learning rates, counts of steps, seeds) depend on nothing that is computed on shards, so all of
+them can be computed first. Shards of different ranks only meet in collectives: there the programs of the ranks fall
+apart.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class Split:
                 self.ranks[node] = 0
                 continue
             if _is_part_of_collective(node):
-                self.ranks[node] = node.args[1]  # type: ignore[assignment]
+                self.ranks[node] = node.args[1]
                 continue
             found = {self.ranks.get(arg) for arg in node.all_input_nodes} - {None}
             if len(found) > 1 or (not found and has_effects(node)):
@@ -175,15 +176,15 @@ class Split:
                 made.env[node].meta.update(node.meta)
             elif node.op == "call_function" and self.ranks.get(node, rank) in (rank, None):
                 if _is_part_of_collective(node):
-                    made.env[node] = made.env[node.args[0]]  # type: ignore[index]
+                    made.env[node] = made.env[node.args[0]]
                     made.env[node].meta.update(node.meta)
                 else:
                     made.copy(node)
         return without_unused(made.done(outputs))
 
 
-def _is_part_of_collective(node: fx.Node) -> bool:
-    return node.target is operator.getitem and isinstance(node.args[0].target, Collective)  # type: ignore[union-attr]
+def _is_part_of_collective(node: Any) -> bool:
+    return node.target is operator.getitem and isinstance(node.args[0].target, Collective)
 
 
 def without_unused(part: Part) -> Part:

@@ -1,4 +1,4 @@
-"""A program: what was captured of a function. Its parts are graphs; around them, where inputs come from and results go."""
+"""A program: what was captured of a function. Its parts are graphs; around them, what comes in and goes out."""
 
 from __future__ import annotations
 
@@ -55,9 +55,11 @@ class FromArgument:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FromObject:
-    """A tensor that the program reached: the same one in every run."""
+    """A tensor that the program reached, the same in every run; in the simulator, the shard of a rank of `owner`."""
 
     tensor: Tensor
+    owner: Tensor
+    shard: int
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FromObject) and self.tensor is other.tensor
@@ -93,7 +95,21 @@ class FromHost:
     number: int
 
 
-Source = FromArgument | FromGradient | FromObject | FromGroup | FromHost
+@dataclass(frozen=True, slots=True)
+class FromTangent:
+    """The gradient of an output, by its number among those that have one, on this rank."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class FromSaved:
+    """A value that the forward pass has saved, by its number."""
+
+    number: int
+
+
+Source = FromArgument | FromGradient | FromObject | FromGroup | FromHost | FromTangent | FromSaved
 
 
 # What becomes of outputs
@@ -128,6 +144,27 @@ class Gradient:
 
     of: Place
     output: Output | None
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A shard that the program gives a gradient: an output of the parts that run forward and backward in one go, or
+    None. If `reduced` names axes, that is one term of it, to be summed along these."""
+
+    of: Place
+    gradient: Output | None
+    reduced: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Differentiable:
+    """What a program needs to be one node of a larger graph."""
+
+    leaves: tuple[Leaf, ...]
+    tangents: tuple[Output, ...]
+    """Outputs that have a gradient, in the order of their numbers."""
+    counts: tuple[int, ...]
+    """How many outputs of each part are of the forward pass: the first ones."""
 
 
 # The program
@@ -170,3 +207,5 @@ class Program:
     """What computes the numbers that conditions are about, and writes to nothing."""
     expected: tuple[Any, ...]
     """The values that they must have."""
+    differentiable: Differentiable | None
+    """If it is a node of a larger graph: then `ranks` run forward and backward in one go, and are to be cut."""

@@ -1,8 +1,8 @@
 """The recorder: a dispatch mode under which every op that reaches torch's dispatcher becomes a node of a program.
 
 Ops run on shards without data: torch's fake tensors, of the real device, so that its kernels are chosen. Whatever real
-tensor the program touches, however it came by it, becomes an input: parameters, buffers, an optimizer's state, what is in
-closures. So nothing has to be handed in, or put in the place of something else.
+tensor the program touches, however it came by it, becomes an input: parameters, buffers, an optimizer's state, what is
+in closures. So nothing has to be handed in, or put in the place of something else.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class Recorder(TorchDispatchMode):
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.inputs: dict[int, tuple[Tensor, fx.Node]] = {}
         """Real tensors that the program touched, by their ids."""
+        self.arguments: set[int] = set()
+        """Ids of tensors that the program is given: their gradients flow on."""
         self.constants: list[tuple[Tensor, fx.Node]] = []
         self.conditions: dict[fx.Node, Any] = {}
         """Numbers that the program needed to know, and what they were."""
@@ -72,6 +74,9 @@ class Recorder(TorchDispatchMode):
         self._stream: _Stream | None = None
         self._seeds: dict[int, fx.Node] = {}
         self._lines: dict[int, Line] = {}
+        self.tangents: list[fx.Node] = []
+        """Placeholders of gradients that a backward pass of the program's results begins with."""
+        self.is_backward = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -87,7 +92,7 @@ class Recorder(TorchDispatchMode):
             return _run(func, leaves, spec)
         if func is _aten.lift_fresh.default and not is_faked(leaves[0]):
             return self._constant(leaves[0])
-        shown = [self._shown(x) if isinstance(x, Tensor) else x for x in leaves]
+        shown: list[Any] = [self._shown(x) if isinstance(x, Tensor) else x for x in leaves]
         if func is _aten._local_scalar_dense.default:
             return self._number(shown[0])
         try:
@@ -113,6 +118,8 @@ class Recorder(TorchDispatchMode):
     def _call(self, target: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         node.meta["line"] = self._line()
+        if self.is_backward:
+            node.meta["backward"] = True
         return node
 
     def _line(self) -> Line:
@@ -137,7 +144,13 @@ class Recorder(TorchDispatchMode):
         elif isinstance(out, (list, tuple)):
             for position, part in enumerate(out):
                 if tree_any(_is_new, part):
-                    self._bind(self.graph.call_function(operator.getitem, (node, position)), part)
+                    self._bind(self._part_of(node, position), part)
+
+    def _part_of(self, node: fx.Node, position: int) -> fx.Node:
+        part = self.graph.call_function(operator.getitem, (node, position))
+        if self.is_backward:
+            part.meta["backward"] = True
+        return part
 
     # Real tensors
 
@@ -152,7 +165,7 @@ class Recorder(TorchDispatchMode):
 
     def _lift(self, x: Tensor) -> Tensor:
         with _disable_current_modes(), _no_functions():
-            if x.grad_fn is not None:
+            if x.grad_fn is not None and id(x) not in self.arguments:
                 raise CaptureError(
                     f"the program uses a tensor of shape {list(x.size())} that was computed outside of it and needs a "
                     f"gradient, which could not flow back: detach() it, or compute it inside"
@@ -187,6 +200,18 @@ class Recorder(TorchDispatchMode):
         self._bind(copied, made)
         if host is not None:
             made.__dict__.update({HOST: host, FIXED: True})
+        return made
+
+    def tangent(self, x: Tensor) -> Tensor:
+        """A gradient of `x`, from outside of the program."""
+        self._is_silent = True
+        try:
+            made = torch.empty_like(x)
+        finally:
+            self._is_silent = False
+        node = self.placeholder(f"tangent{len(self.tangents)}")
+        self._bind(node, made)
+        self.tangents.append(node)
         return made
 
     def node_of(self, x: Tensor) -> fx.Node:

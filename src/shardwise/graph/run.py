@@ -41,14 +41,23 @@ Runner = Callable[[Sequence[Sequence[Any]]], Sequence[Sequence[Any]]]
 """What runs the programs of the ranks held here: from the inputs of each to the outputs of each."""
 
 
+Make = Callable[[Sequence[Part], bool], Runner]
+"""Makes what runs the parts of the ranks held here; or one part, of all of them together."""
+
+
 class Run:
     """A program that is ready to run, by whatever way the ranks' parts are run."""
 
-    def __init__(self, program: Program, runner: Runner) -> None:
-        self.program, self.runner = program, runner
-        self._host = _Host(program.host)
+    def __init__(self, program: Program, make: Make) -> None:
+        self.program = program
+        self.host = _Host(program.host)
         self._conditions = _Host(program.conditions)
-        self._inputs = [[_reader(source) for source in part.sources] for part in program.ranks]
+        self.parts = self._forward()
+        self.runner = make(self.parts, program.is_joint)
+        self.inputs = [[_reader(source) for source in part.sources] for part in self.parts]
+
+    def _forward(self) -> Sequence[Part]:
+        return self.program.ranks
 
     def holds(self, leaves: Leaves) -> bool:
         """Whether the numbers that the program depends on are what they were."""
@@ -57,12 +66,12 @@ class Run:
 
     def __call__(self, leaves: Leaves) -> Any:
         with _disabled(), torch.no_grad():
-            values = self._host(leaves)
-            outputs = self.runner([[read(leaves, values) for read in inputs] for inputs in self._inputs])
+            values = self.host(leaves)
+            outputs = self.runner([[read(leaves, values) for read in inputs] for inputs in self.inputs])
             for gradient in self.program.gradients:
                 grad = None if gradient.output is None else _get(gradient.output, outputs)
-                _set_grad(_shard_at(gradient.of, leaves), grad)
-            return _returned(self.program.results, outputs, leaves)
+                _set_grad(shard_at(gradient.of, leaves), grad)
+            return returned(self.program.results, outputs, leaves)
 
 
 class _Host:
@@ -94,14 +103,16 @@ def _reader(source: Source) -> Callable[[Leaves, Values], Any]:
         case FromObject(tensor):
             return lambda leaves, values: tensor
         case FromGradient(of):
-            return lambda leaves, values: _get_grad(_shard_at(of, leaves))
+            return lambda leaves, values: _get_grad(shard_at(of, leaves))
         case FromGroup(optimizer, index, name):
             return lambda leaves, values: optimizer.param_groups[index][name]
         case FromHost(number):
             return lambda leaves, values: values[number]
+        case _:
+            raise AssertionError(source)
 
 
-def _shard_at(place: Place, leaves: Leaves) -> Tensor:
+def shard_at(place: Place, leaves: Leaves) -> Tensor:
     return place.tensor if isinstance(place, FromObject) else shards_of(leaves[place.leaf])[place.shard]
 
 
@@ -109,7 +120,7 @@ def _get(output: Output, outputs: Sequence[Sequence[Any]]) -> Any:
     return outputs[output.rank][output.number]
 
 
-def _returned(results: Any, outputs: Sequence[Sequence[Any]], leaves: Leaves) -> Any:
+def returned(results: Any, outputs: Sequence[Sequence[Any]], leaves: Leaves) -> Any:
     def given(result: Given) -> Tensor:
         place = result.place
         return leaves[place.leaf] if isinstance(place, FromArgument) else place.tensor
@@ -127,12 +138,12 @@ def _returned(results: Any, outputs: Sequence[Sequence[Any]], leaves: Leaves) ->
 # Node by node, as torch runs them: bit for bit what the function does without being captured
 
 
-def by_nodes(program: Program) -> Runner:
+def by_nodes(parts: Sequence[Part], is_joint: bool) -> Runner:
     """What runs the ranks' parts node by node."""
-    if len(program.ranks) > 1:
-        return Lockstep(program.ranks)
-    (part,) = program.ranks
-    run = compiled(part.graph if program.is_joint else _with_ports(part.graph))
+    if len(parts) > 1:
+        return Lockstep(parts)
+    (part,) = parts
+    run = compiled(part.graph if is_joint else _with_ports(part.graph))
     return lambda inputs: (run(*inputs[0]),)
 
 
@@ -195,7 +206,7 @@ def _steps(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[Any, Any, None]:
         elif isinstance(node.target, Collective):
             env[node] = yield node.target, args[0]
         else:
-            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            env[node] = node.target(*args, **kwargs)
         for used in last.get(node, ()):
             del env[used]
 
