@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import noters
@@ -126,4 +126,15 @@ def compile(
         raise ValueError("dynamic=True is not available: layouts, and so programs, are made for sizes")
     if backend not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
+    if isinstance(target, nn.Module):
+        target._compiled_call_impl = Compiled(target._call_impl, backend, fullgraph=fullgraph)  # type: ignore[assignment]
+        return target
     return Compiled(target, backend, fullgraph=fullgraph)
+
+
+def programs_of(target: Any) -> Compiled:
+    """What was captured of a function or a module that `compile` was given."""
+    found = getattr(target, "_compiled_call_impl", None) if isinstance(target, nn.Module) else target
+    if not isinstance(found, Compiled):
+        raise TypeError(f"shardwise.compile was not given this {type(target).__name__}")
+    return found

@@ -45,7 +45,7 @@ class Reached:
         elif isinstance(function, MethodType):
             self._object(function.__self__)
             self._function(function.__func__)
-        elif isinstance(function, FunctionType) and id(function) not in self._seen:
+        elif isinstance(function, FunctionType) and id(function) not in self._seen and not _is_library(function):
             self._seen.add(id(function))
             for cell in function.__closure__ or ():
                 self._slot((_Cell(cell), 0))
@@ -101,6 +101,7 @@ class Reached:
             for kept in (inner._parameters, inner._buffers):
                 self.objects += [((kept, name), value) for name, value in kept.items() if value is not None]
             if not _is_library(inner):
+                self._function(type(inner).forward)
                 own = inner.__dict__.items()
                 self.values += [((inner.__dict__, name), value) for name, value in own if _is_setting(name, value)]
 
