@@ -173,7 +173,9 @@ class _Arrival:
             if here is not None:
                 here.make_room()
             started = reduction.start(self.group, terms, self.divisor)
-            if here is not None and all(self._can_wait(i) for i, entry in enumerate(self.group.entries) if entry in dict(terms)):
+            if here is not None and all(
+                self._can_wait(i) for i, entry in enumerate(self.group.entries) if entry in dict(terms)
+            ):
                 here.add(started)
             else:
                 self._wait(started, found)
