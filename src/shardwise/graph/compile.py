@@ -133,7 +133,7 @@ def compile(
     if backend not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
     if isinstance(target, nn.Module):
-        target._compiled_call_impl = Compiled(target._call_impl, backend, fullgraph=fullgraph)  # type: ignore[assignment]
+        target._compiled_call_impl = Compiled(target._call_impl, backend, fullgraph=fullgraph)
         return target
     return Compiled(target, backend, fullgraph=fullgraph)
 

@@ -138,7 +138,7 @@ def has_effects(node: fx.Node) -> bool:
     if isinstance(node.target, (Check, Collective, Draw)):
         return True
     op = op_of(node)
-    return is_op(op) and (bool(op._schema.is_mutable) or draws(node))
+    return bool(is_op(op) and (op._schema.is_mutable or draws(node)))
 
 
 def draws(node: fx.Node) -> bool:
@@ -154,4 +154,4 @@ def _is_random(node: fx.Node) -> bool:
         return True
     position = names.index("dropout_p")
     given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return given != 0.0
+    return bool(given != 0.0)
