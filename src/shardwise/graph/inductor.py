@@ -7,6 +7,7 @@ that another learning rate is not another kernel; draws from streams of random n
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,9 +53,10 @@ class _Compiled:
         return (outputs,)
 
     def _compile(self, given: Sequence[Tensor]) -> Any:
-        from torch._inductor.compile_fx import compile_fx
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # torch's own
+            from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(lowered(self.part.graph, given), given)
+            return compile_fx(lowered(self.part.graph, given), given)
 
 
 def _packed(inputs: Sequence[Any]) -> list[Tensor]:
