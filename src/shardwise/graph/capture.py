@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -218,15 +218,20 @@ class _Arranged:
         kept = tuple(Gradient(of, None if node is None else self._output(node)) for of, node in gradients)
         differentiable = self._differentiable()
         if is_joint:
-            ranks: tuple[Part, ...] = (self._joint(host, given),)
+            ranks = [self._joint(host, given)]
         else:
-            ranks = tuple(split.part(rank, given, outputs) for rank, outputs in enumerate(self.outputs))
+            ranks = [split.part(rank, given, outputs) for rank, outputs in enumerate(self.outputs)]
+        written = [gradient.output for gradient in kept if gradient.output is not None]
+        parts = tuple(
+            replace(part, overwritten=frozenset(output.number for output in written if output.rank == rank))
+            for rank, part in enumerate(ranks)
+        )
         wanted = tuple(self.conditions)
         checked = conditions_part(self.graph, host, self.sources, wanted)
         expected = tuple(self.conditions.values())
         numbers = tuple(FromGroup(*which) for which in self.captured.groups.sources.values())
         return Program(
-            first, ranks, is_joint, arranged, kept, entry_gradients, checked, expected, numbers, differentiable
+            first, parts, is_joint, arranged, kept, entry_gradients, checked, expected, numbers, differentiable
         )
 
     def _differentiable(self) -> Differentiable | None:

@@ -34,7 +34,7 @@ BACKENDS: dict[str, Make] = {"fx": by_nodes, "inductor": by_inductor}
 class Compiled:
     """A function, with the programs that were captured of it."""
 
-    def __init__(self, function: Callable[..., Any], backend: str, *, fullgraph: bool) -> None:
+    def __init__(self, function: Callable[..., Any], backend: Make, *, fullgraph: bool) -> None:
         self.function = function
         self.backend = backend
         self.fullgraph = fullgraph
@@ -71,7 +71,7 @@ class Compiled:
             return self._give_up(f"runs as it is: {error}", args, kwargs)
         guards = Guards(leaves, spec, reached, program, missed or "the first call")
         kind = Run if program.differentiable is None else DifferentiableRun
-        run = kind(program, BACKENDS[self.backend])
+        run = kind(program, self.backend)
         self.runs.insert(0, (guards, run))
         return run(leaves)
 
@@ -132,10 +132,13 @@ def compile(
         raise ValueError("dynamic=True is not available: layouts, and so programs, are made for sizes")
     if backend not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
+    make = BACKENDS[backend]
+    if backend == "inductor":
+        make = partial(make, cuda_graph=cuda_graph)
     if isinstance(target, nn.Module):
-        target._compiled_call_impl = Compiled(target._call_impl, backend, fullgraph=fullgraph)
+        target._compiled_call_impl = Compiled(target._call_impl, make, fullgraph=fullgraph)
         return target
-    return Compiled(target, backend, fullgraph=fullgraph)
+    return Compiled(target, make, fullgraph=fullgraph)
 
 
 def programs_of(target: Any) -> Compiled:

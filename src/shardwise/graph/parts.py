@@ -233,4 +233,4 @@ def without_unused(part: Part) -> Part:
             sources.append(source)
         else:
             part.graph.erase_node(node)
-    return Part(part.graph, tuple(sources))
+    return Part(part.graph, tuple(sources), part.overwritten)
