@@ -132,9 +132,7 @@ def compile(
         raise ValueError("dynamic=True is not available: layouts, and so programs, are made for sizes")
     if backend not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
-    make = BACKENDS[backend]
-    if backend == "inductor":
-        make = partial(make, cuda_graph=cuda_graph)
+    make: Make = partial(by_inductor, cuda_graph=cuda_graph) if backend == "inductor" else BACKENDS[backend]
     if isinstance(target, nn.Module):
         target._compiled_call_impl = Compiled(target._call_impl, make, fullgraph=fullgraph)
         return target

@@ -71,10 +71,8 @@ class _Compiled:
 
 def _device_of(part: Part) -> torch.device:
     """Where the program computes: on an accelerator, if any of its inputs is there."""
-    found = [
-        node.meta["facts"].device for node in part.graph.nodes if node.op == "placeholder" and "facts" in node.meta
-    ]
-    return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
+    inputs = (node.meta.get("facts") for node in part.graph.nodes if node.op == "placeholder")
+    return next((facts.device for facts in inputs if facts and facts.device.type != "cpu"), torch.device("cpu"))
 
 
 def _packed(inputs: Sequence[Any], device: torch.device) -> list[Tensor]:
@@ -84,10 +82,8 @@ def _packed(inputs: Sequence[Any], device: torch.device) -> list[Tensor]:
     for kind, dtype in NUMBERS:
         if numbers := [x for x in inputs if isinstance(x, kind)]:
             packed = torch.tensor(numbers, dtype=dtype)
-            there = (
-                packed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and kind is float else packed
-            )
-            tensors.append(there)
+            moves = kind is float and device.type == "cuda"
+            tensors.append(packed.pin_memory().to(device, non_blocking=True) if moves else packed)
     return tensors
 
 
