@@ -19,7 +19,9 @@ from shardwise.dispatch.call import dispatch
 from shardwise.tensor import DTensor, distribute_tensor
 
 _eval_frame = torch._C._dynamo.eval_frame
-REASON = "it computes with shardwise's DTensors, which torch.compile cannot trace: shardwise.compile captures such programs"
+REASON = (
+    "it computes with shardwise's DTensors, which torch.compile cannot trace: shardwise.compile captures such programs"
+)
 """What torch says where it was told to trace all of a function."""
 
 _SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
