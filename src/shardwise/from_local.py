@@ -13,8 +13,9 @@ from itertools import product
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise.comm import shards_of
+from shardwise.comm import running_mesh, shards_of
 from shardwise.comm.agreement import compared, digest
 from shardwise.errors import PlacementError, ReplicaError, ShardShapeError
 from shardwise.layout import Layout, Mesh, Placements, Replicate
@@ -44,9 +45,7 @@ def layout_of_shards(
         _check_kinds(mesh, coordinates, [(shard.dim(), shard.dtype) for shard in shards])
         look = run_check and mesh.device_type != "meta"
         if (look or (compare and _differ(shards[0], mesh, placements, shape))) and len(mesh.held) < mesh.size():
-            coordinates = list(product(*(range(extent) for extent in mesh.shape)))
-            _check_kinds(mesh, coordinates, _gather_kinds(shards[0], mesh))
-            shapes = _gather_shapes(shards[0], mesh)
+            coordinates, shapes = _of_all_ranks(shards[0], mesh)
         layout = _infer_layout(Layout.of(mesh, shapes[0], placements), coordinates, shapes, shape)
         _check_shapes(layout, coordinates, shapes)
         if look:
@@ -98,6 +97,15 @@ def laid_out(shards: Sequence[Tensor], layout: Layout) -> Sequence[Tensor]:
 def _fresh(x: Tensor) -> Tensor:
     """A copy with the strides of a new tensor. (`contiguous` leaves strides that do not matter to it.)"""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _of_all_ranks(shard: Tensor, mesh: Mesh) -> tuple[Sequence[Coordinate], Sequence[Shape]]:
+    """Where ranks are, and the shapes of what they bring. They are asked now, also while a program is captured."""
+    mesh = running_mesh(mesh)
+    coordinates = list(product(*(range(extent) for extent in mesh.shape)))
+    with _disable_current_modes():
+        _check_kinds(mesh, coordinates, _gather_kinds(shard, mesh))
+        return coordinates, _gather_shapes(shard, mesh)
 
 
 def _gather_kinds(shard: Tensor, mesh: Mesh) -> list[tuple[int, torch.dtype]]:

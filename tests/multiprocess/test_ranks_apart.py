@@ -95,7 +95,7 @@ def one_rank_keeps_its_loss(rank: int, world_size: int) -> None:
 
 
 def ranks_with_other_seeds(rank: int, world_size: int) -> None:
-    mesh = line(world_size)
+    mesh = DeviceMesh("cpu", list(range(world_size)), mesh_dim_names=("new",))  # seeds are compared once per mesh
     x, w = (sw.zeros(64, device_mesh=mesh, placements=[p]) for p in (R, S(0)))
     draws = {
         "dropout": lambda: F.dropout(x, 0.5),
@@ -113,7 +113,7 @@ def ranks_with_other_seeds(rank: int, world_size: int) -> None:
             with pytest.raises(ReplicaError) as error:
                 draw()
             assert str(error.value) == (
-                f"random numbers on Mesh(tp=2) need its ranks in step, but their generators were seeded differently, "
+                f"random numbers on Mesh(new=2) need its ranks in step, but their generators were seeded differently, "
                 f"from {low} to {high}; call torch.manual_seed with the same seed on every rank"
             ), name
             assert torch.equal(torch.get_rng_state(), state), f"{name} drew numbers before it was refused"

@@ -1,4 +1,5 @@
-"""Whether ranks are about to do the same: one small reduction, which is nobody's program and is not recorded."""
+"""Whether ranks are about to do the same: one small reduction, which is nobody's program. It is neither recorded nor
+captured."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import hashlib
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise.comm.captured import running_mesh
 from shardwise.comm.record import off_the_record
 from shardwise.layout import Mesh
 
@@ -18,6 +20,7 @@ def digest(facts: object) -> int:
 
 def compared(mesh: Mesh, number: int, flag: bool = False) -> tuple[bool, bool]:
     """Whether the ranks' numbers differ, and whether any flag is set. Those of one process need not be asked."""
+    mesh = running_mesh(mesh)
     if len(mesh.held) >= mesh.size() or mesh.device_type == "meta":
         return False, False
     with off_the_record(), _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():

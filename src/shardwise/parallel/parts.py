@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.comm import as_mesh
 from shardwise.comm.agreement import compared, digest
 from shardwise.errors import ShardShapeError
 from shardwise.from_local import check_alike
@@ -67,7 +68,7 @@ def brought_in(who: str, part: Tensor, mesh: Mesh, placements: Placements, shape
     """The DTensor of the parts that ranks bring to a module. Those of a dim may be uneven."""
     _, differ = _running.get(mesh, (None, not _recomputes()))
     try:
-        return from_parts(part, mesh, placements, shape, compare=differ)
+        return from_parts(part, as_mesh(mesh), placements, shape, compare=differ)
     except ShardShapeError as error:
         raise ShardShapeError(
             f"{who}: what the ranks of {mesh} bring does not fit together: {error}. {_EQUALLY_LONG}"

@@ -79,7 +79,7 @@ def _linear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
     if move.is_identity:
         return shards
     out = differentiable(move)(*shards)
-    return (out,) if out.__class__ is Tensor else tuple(map(_with_own_node, out))
+    return tuple(map(_with_own_node, out)) if out.__class__ is tuple else (out,)
 
 
 def _with_own_node(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import AnyMesh, Ranked, as_mesh, ranked, shards_of
+from shardwise.comm.faked import as_fakes
 from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardShapeError
 from shardwise.from_local import check_strides, gradient_layout, laid_out, layout_of_shards
 from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
@@ -91,8 +92,9 @@ class DTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Never called: C++ sees plain shards. But `torch.compile` leaves alone tensors whose class has this."""
-        raise AssertionError("a DTensor is a plain tensor to torch's dispatcher")
+        """Only called for shards without data: C++ sees plain shards. (`torch.compile` leaves alone tensors whose class
+        has this.)"""
+        return as_fakes(func, args, kwargs or {})
 
     def as_subclass(self, cls: type) -> Any:
         if not torch._C._is_torch_function_enabled():  # the shard is what is meant
@@ -400,7 +402,8 @@ def localise(x: DTensor) -> Tensor:
     if "_peers" not in facts:
         return local
     with _disabled():  # all by aliases: ranks whose graphs differ would add up gradients in different orders
-        return ranked((local, *(_as_subclass(peer, Tensor) for peer in facts["_peers"])))
+        alias = facts["_layout"].mesh.port.alias
+        return ranked((local, *(alias(peer, Tensor) for peer in facts["_peers"])))
 
 
 def remembering(made: DTensor, local: Tensor, moves: Sequence[Move]) -> DTensor:

@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.captured import noters
 from shardwise.comm.rendezvous import PLACES
 from shardwise.errors import UnreducedGradientError
 from shardwise.layout import Mesh
@@ -75,6 +76,22 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
+def reduced_apart() -> Iterator[None]:
+    """While a program is captured: what it keeps it must reduce, or it would be lost."""
+    before = set(unreduced)
+    try:
+        with _block("reduced"):
+            yield
+    finally:
+        kept = [unreduced.pop(key) for key in unreduced.keys() - before]
+    if kept:
+        raise UnreducedGradientError(
+            "a program that is captured ends with gradients that no_sync() kept: run its last backward pass outside of "
+            "that block, inside of the program"
+        )
+
+
+@contextmanager
 def _block(mode: str) -> Iterator[None]:
     blocks.append(mode)
     try:
@@ -106,7 +123,7 @@ def deferred(
             return [grad.new_zeros(()).expand(_size(x)) for x, grad in zip(held(parameter), grads, strict=True)]
         if not kept:
             drop(parameter)
-    if not move.communicates or grads[0].is_sparse or is_watched(parameter):
+    if not move.communicates or grads[0].is_sparse or noters or is_watched(parameter):
         return None if grads is given else run_move(move, grads)
     add_to_bucket(parameter, move, grads, owned and grads is given)
     return [None] * len(grads)
