@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import update_wrapper
 from typing import Any, TypeVar
+
+import torch
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -13,6 +16,8 @@ call, where nothing inside of it has to move; or what a rule runs on shards inst
 
 steps: list[Callable[..., Any]] = []
 """The steps of distributed programs that a kernel may be offered for."""
+
+_library = torch.library.Library("shardwise", "FRAGMENT")
 
 
 def step(function: _F) -> _F:
@@ -24,3 +29,31 @@ def step(function: _F) -> _F:
 def kernel_for(function: _F, device: str) -> _F:
     """What runs on shards of a device for a function: its kernel, or the function itself."""
     return kernels.get((function, device), function)  # type: ignore[return-value]
+
+
+class Pass:
+    """A step that is given one rank's shards, and gives tensors that are none of them: to tracers and dispatch modes it
+    is one op, whatever it does inside. It runs the kernel for the device of its first argument, where there is one."""
+
+    def __init__(self, function: Callable[..., Any], schema: str) -> None:
+        update_wrapper(self, function)
+        self._function = function
+        name = function.__name__
+        _library.define(name + schema)
+        _library.impl(name, self._run, "CompositeExplicitAutograd")
+        self._op = getattr(torch.ops.shardwise, name).default
+
+    def __call__(self, *args: Any) -> Any:
+        return self._op(*args)
+
+    def _run(self, *args: Any) -> Any:
+        return kernels.get((self, args[0].device.type), self._function)(*args)
+
+
+def one_pass(schema: str) -> Callable[[Callable[..., Any]], Pass]:
+    """A function as a `Pass`. The schema says its parameters and results: `"(Tensor x, int dim) -> Tensor"`."""
+
+    def make(function: Callable[..., Any]) -> Pass:
+        return step(Pass(function, schema))
+
+    return make

@@ -141,8 +141,20 @@ class Collectives(Protocol):
     def attach(self, value: Tensor, gradient_of: Tensor) -> Tensor:
         """`value`, with the gradient of `gradient_of`."""
 
-    def softmax(self, x: Tensor, known: Tensor, dim: int, *, log: bool) -> Tensor:
-        """`known`, which is the softmax of `x`, or its logarithm, along a dim, with its gradient, of any order."""
+    def place(self, x: Tensor) -> Tensor:
+        """The place of `x` in the graph: a tensor that takes no memory, and has no meaning but as an input of
+        `with_gradient` that is not looked at."""
+
+    def with_gradient(self, value: Tensor, gradient: Gradient, inputs: Sequence[Tensor], saved: Saved) -> Tensor:
+        """`value`, with the gradient that a function gives. Until then nobody may write to inputs or what is saved."""
+
+
+Saved = Mapping[str, Tensor]
+"""What is kept for a gradient, by name."""
+
+Gradient = Callable[[Collectives, Tensor, Sequence[Tensor], Saved], Sequence[Tensor | None]]
+"""Given the gradient of a value, the inputs and what was saved: the gradients of the inputs. Where grad mode is on,
+these will be differentiated in turn."""
 
 
 class HeldValues:

@@ -12,6 +12,7 @@ from shardwise.rules.nn import (
     pooling,
     recurrent,
     resampling,
+    softmax,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "pooling",
     "recurrent",
     "resampling",
+    "softmax",
 ]
