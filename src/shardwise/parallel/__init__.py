@@ -11,7 +11,7 @@ from shardwise.parallel.fully_sharded import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from shardwise.parallel.loss import loss_parallel
+from shardwise.parallel.loss import cross_entropy, loss_parallel
 from shardwise.parallel.modules import distribute_module
 from shardwise.parallel.sharded_init import init_on
 from shardwise.parallel.style import (
@@ -38,6 +38,7 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "UnshardHandle",
+    "cross_entropy",
     "distribute_module",
     "fully_shard",
     "init_on",

@@ -15,9 +15,10 @@ from shardwise.dispatch.planning.fallback import describe
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.dispatch.watch import Label, SeenCall
 from shardwise.errors import PlacementError
+from shardwise.rules.nn.class_losses import cross_entropy
 from shardwise.tensor import DTensor
 
-LOSSES = frozenset({F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, Tensor.log_softmax})
+LOSSES = frozenset({F.cross_entropy, cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, Tensor.log_softmax})
 """The functions that torch's own `loss_parallel` is about."""
 
 _WATCHED = frozenset({"cross_entropy", "_log_softmax", "nll_loss_forward", "nll_loss2d_forward"})

@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import _reduction
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.empty import remembered
 from shardwise.rules.kit.indices import Bound, owned
 from shardwise.rules.kit.kernels import kernel_for
 from shardwise.rules.kit.registry import register, register_function
+from shardwise.rules.kit.treatments import traced_form, treat
 from shardwise.rules.kit.types import SUM, AxisPlacement, Call, Collectives, Local, Rule, Strategy, replicated
 from shardwise.rules.math.reductions import PROGRAM_COST, wide
 from shardwise.rules.nn.class_rows import Loss, class_parallel_rows, weights_of
@@ -35,6 +38,8 @@ def _loss_of(call: Call, ins: Sequence[Layout]) -> Loss:
         bool(ins[0].splits[dim]),
         len(ins) > 2 and any(ins[2].splits),
         call.outputs[0].dtype,
+        call.bound.get("z_loss", 0.0),
+        call.bound.get("inplace_backward", False),
     )
 
 
@@ -174,11 +179,11 @@ def _cross_entropy(call: Call) -> list[Strategy]:
 
 
 def _cross_entropy_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
-    if not any(ins[0].splits):
-        return Local(F.cross_entropy, call.args, call.kwargs)
-    args = [call["input"], call["target"], call["weight"], _loss_of(call, ins)]
-    classes = _class_dim(call)
-    return Local(_sharded_cross_entropy, args, groups=(_batch_axes(ins[0], classes), ins[0].splits[classes]))
+    loss, given = _loss_of(call, ins), [call["input"], call["target"], call["weight"]]
+    if not any(ins[0].splits) and not loss.is_only_ours:
+        return Local(F.cross_entropy, given, {**_options(loss), "reduction": loss.reduction})
+    groups = _batch_axes(ins[0], loss.dim), ins[0].splits[loss.dim]
+    return Local(_sharded_cross_entropy, [*given, loss], groups=groups, always=loss.is_only_ours)
 
 
 def _sharded_cross_entropy(
@@ -192,7 +197,7 @@ def _sharded_cross_entropy(
         )
     if not loss.probabilities:
         _check_targets(batch, target, loss, own=not loss.split_classes)
-    if loss.split_classes:
+    if loss.split_classes or loss.is_only_ours:
         run = kernel_for(class_parallel_rows, x.device.type)
         rows, weights = run(shards, x, target, weight, loss)
     elif loss.reduction == "sum":
@@ -216,8 +221,11 @@ def _rounded(value: Tensor, loss: Loss) -> Tensor:
 
 
 def _local_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, reduction: str = "sum") -> Tensor:
-    options: Any = {"ignore_index": loss.ignore, "reduction": reduction, "label_smoothing": loss.smoothing}
-    return kernel_for(F.cross_entropy, x.device.type)(x, target, weight, **options)
+    return kernel_for(F.cross_entropy, x.device.type)(x, target, weight, **_options(loss), reduction=reduction)
+
+
+def _options(loss: Loss) -> dict[str, Any]:
+    return {"ignore_index": loss.ignore, "label_smoothing": loss.smoothing}
 
 
 def _local_rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> tuple[Tensor, Tensor]:
@@ -229,9 +237,79 @@ def _local_rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) ->
     return wide(rows), wide(weights)
 
 
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    inplace_backward: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy`, with two options more.
+
+    `z_loss` is a factor: so many times the square of `logsumexp` of its logits is added to the loss of each row that
+    counts, before the reduction, which keeps logits from drifting away. `inplace_backward=True` allows the gradient to
+    be written over the logits, where the loss is the last that they are used for: a read of them after the backward
+    pass finds their gradient, and an op that saved them for its own gradient raises. Leaves, and logits whose graph is
+    retained or differentiated again, are never written to.
+
+    >>> import torch, shardwise as sw
+    >>> mesh = sw.simulate((2,), ("tp",))
+    >>> logits, target = torch.randn(4, 10), torch.arange(4)
+    >>> x = sw.distribute_tensor(logits, mesh, [sw.Shard(1)]).requires_grad_()
+    >>> loss = sw.parallel.cross_entropy(x, sw.distribute_tensor(target, mesh), z_loss=1e-4)
+    >>> plain = torch.nn.functional.cross_entropy(logits, target) + 1e-4 * logits.logsumexp(1).square().mean()
+    >>> torch.testing.assert_close(loss.full_tensor(), plain)
+    """
+    if not z_loss >= 0:
+        raise ValueError(f"z_loss is a factor of what is added to the loss, and is not negative; got {z_loss}")
+    given = (input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    if has_torch_function(given[:3]):
+        more: dict[str, Any] = {"z_loss": z_loss, "inplace_backward": inplace_backward}
+        return handle_torch_function(cross_entropy, given[:3], *given, **more)
+    loss = _with_long_targets(*given)
+    return (
+        loss + z_loss * _squares(input, target, weight, ignore_index, _reduction_name(size_average, reduce, reduction))
+        if z_loss
+        else loss
+    )
+
+
+def _with_long_targets(x: Tensor, target: Tensor, *given: Any) -> Tensor:
+    """Torch's loss, which takes no other integers for classes. Options of ours are left out."""
+    return F.cross_entropy(x, target if target.is_floating_point() else target.long(), *given[:6])
+
+
+def _reduction_name(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
+    if size_average is None and reduce is None:
+        return reduction
+    return _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+
+
+def _squares(x: Tensor, target: Tensor, weight: Tensor | None, ignore: int, reduction: str) -> Tensor:
+    """The squares that `z_loss` adds to the losses of plain rows, reduced as these are."""
+    squares = x.logsumexp(min(1, x.ndim - 1)).square()
+    if target.shape == x.shape:
+        return squares if reduction == "none" else squares.mean() if reduction == "mean" else squares.sum()
+    counted = target != ignore
+    squares = torch.where(counted, squares, 0)
+    if reduction != "mean":
+        return squares if reduction == "none" else squares.sum()
+    weights = counted if weight is None else torch.where(counted, weight[torch.where(counted, target, 0)], 0)
+    return squares.sum() / weights.sum()
+
+
 register_function(
-    F.cross_entropy,
+    cross_entropy,
     "Tensor input, Tensor target, Tensor? weight=None, bool? size_average=None, int ignore_index=-100, "
-    "bool? reduce=None, str reduction='mean', float label_smoothing=0.0",
+    "bool? reduce=None, str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
+    "bool inplace_backward=False",
     rule=Rule(_cross_entropy, _cross_entropy_local),
+    meta=_with_long_targets,
 )
+treat(F.cross_entropy, traced_as=traced_form(cross_entropy))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwise.rules.kit.indices import owned
 from shardwise.rules.kit.kernels import step
+from shardwise.rules.kit.registry import repeats
 from shardwise.rules.kit.types import Collectives, Saved
 from shardwise.rules.math.reductions import maximum, wide
 from shardwise.rules.nn.row_passes import (
@@ -49,6 +50,11 @@ class Loss:
     over_logits: bool = False  # the gradient may be written over the logits
 
     @property
+    def is_only_ours(self) -> bool:
+        """Whether it has options that torch's has not."""
+        return bool(self.z_loss) or self.over_logits
+
+    @property
     def share(self) -> float:
         """What smoothing takes from the target and gives to each class."""
         return self.smoothing / self.num_classes
@@ -79,7 +85,10 @@ def class_parallel_rows(
         if not has_gradient:
             return rows, weights
         saved |= known.for_gradient(loss, None if of_logits else sums[MAXIMUM])
-    may_overwrite = loss.over_logits if of_logits else _listener(True) is None  # who listens may keep what is saved
+    if of_logits:
+        may_overwrite = loss.over_logits and shards.map(_can_be_overwritten, x)
+    else:
+        may_overwrite = _listener(True) is None  # who listens may keep what is saved
     gradient = _Gradient(loss, start, may_overwrite)
     return shards.with_gradient(rows, gradient, [x if of_logits else shards.place(x)], saved), weights
 
@@ -181,7 +190,17 @@ def _own_part(weight: Tensor, x: Tensor, start: int, loss: Loss) -> Tensor:
     return wide(weight if loss.split_weight else weight.narrow(0, start, x.shape[loss.dim]))
 
 
+def _can_be_overwritten(x: Tensor) -> bool:
+    """Whether logits are results, and not a leaf, or a view of one, and no element of theirs is another's too."""
+    base = x._base if x._is_view() else x
+    return base is not None and not base.is_leaf and not repeats(x)
+
+
 # Backward
+
+
+def _room(kept: Tensor, may_overwrite: bool) -> Tensor:
+    return kept if may_overwrite else torch.empty_like(kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +210,7 @@ class _Gradient:
 
     loss: Loss
     start: Any
-    may_overwrite: bool
+    may_overwrite: Any
 
     def __call__(self, shards: Collectives, grad: Tensor, inputs: Sequence[Tensor], saved: Saved) -> Sequence[Tensor]:
         if torch.is_grad_enabled():
@@ -202,7 +221,7 @@ class _Gradient:
         if "mass" in saved:
             scale.mul_(saved["mass"])
         smooth = grad * loss.share if loss.smoothing else None
-        out = kept if self.may_overwrite and not _graph_is_kept() else torch.empty_like(kept)
+        out = shards.map(_room, kept, not _graph_is_kept() and self.may_overwrite)
         rows = saved.get("less"), scale, smooth, saved.get("class_weights")
         at_target = saved["target"], saved["at_target"] * grad
         shards.map(row_gradient, kept, out, *rows, *at_target, self.start, loss.dim)
@@ -217,7 +236,8 @@ class _Gradient:
         mass = saved.get("mass", weights)
         if loss.z_loss:
             log_sum = shards.with_gradient(saved["log_sum"], _OfLogSum(loss), [x], {"known": probabilities.detach()})
-            mass = mass + torch.where(counted, 2 * loss.z_loss * (log_sum - saved["log_sum"]), 0)
+            more = shards.vary(log_sum) - saved["log_sum"]  # nothing, but for its gradient
+            mass = mass + torch.where(counted, 2 * loss.z_loss * more, 0)
         taken = shards.map(_taken, probabilities, target, weights, saved.get("class_weights"), self.start, loss)
         factors = along(mass, loss) * probabilities - taken
         grad = torch.where(counted, shards.vary(grad), 0)

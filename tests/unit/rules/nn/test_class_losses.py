@@ -142,8 +142,8 @@ CLASSES = torch.arange(6) * 2
 @pytest.mark.parametrize("vocabulary", [16, 13, 5])
 @pytest.mark.parametrize("mesh", [(2,), (4,)], ids=str)
 def test_sharded_classes_need_two_reductions(reduction, vocabulary, mesh):
-    """Per row: the maximum; then the sum of exponentials and the target's logit. Smoothing adds the sum of logits; class
-    weights, if they are sharded, the target's and, with smoothing, the sum of all."""
+    """Per row: the maximum; then the sum of exponentials and the target's logit. Smoothing adds the sum of logits;
+    class weights, if they are sharded, the target's and, with smoothing, the sum of all."""
     target = CLASSES % vocabulary
     spent = lambda **more: communicated(  # noqa: E731
         F.cross_entropy, normal(6, vocabulary), [S(1)], target, [R], mesh, reduction=reduction, **more
