@@ -11,7 +11,7 @@ from shardwise.parallel.fully_sharded import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from shardwise.parallel.loss import cross_entropy, loss_parallel
+from shardwise.parallel.loss import cross_entropy, linear_cross_entropy, loss_parallel
 from shardwise.parallel.modules import distribute_module
 from shardwise.parallel.sharded_init import init_on
 from shardwise.parallel.style import (
@@ -42,6 +42,7 @@ __all__ = [
     "distribute_module",
     "fully_shard",
     "init_on",
+    "linear_cross_entropy",
     "loss_parallel",
     "no_sync",
     "optimizers",

@@ -39,6 +39,9 @@ class Group:
         self._psum = (Move(Typed(pending), Typed(whole), axes),) if axes else ()
         self._vary = (Move(Typed(whole), Typed(whole, frozenset(axes)), axes),) if axes else ()
 
+    def along(self, axes: tuple[int, ...]) -> Group:
+        return type(self)(self.mesh, axes, self.ins)
+
     def psum(self, x: Tensor) -> Tensor:
         return self._run(x, self._psum)
 
@@ -131,6 +134,12 @@ class _InRecordedPass(Group):
             for move in moves:
                 shards = recorded(move, shards)
             return self._local(shards, x)
+
+    def _exchange(self, what: exchange.Exchange, x: Tensor) -> Tensor:
+        if not self.axes:
+            return x
+        with _disabled():
+            return self._local(left_behind(exchange.run_exchange(what, anchored(shards_of(x)))), x)
 
     def with_gradient(self, value: Tensor, gradient: Gradient, inputs: Sequence[Tensor], saved: Saved) -> Tensor:
         with _disabled():

@@ -106,6 +106,9 @@ class Collectives(Protocol):
     ins: Sequence[Layout]
     size: int
 
+    def along(self, axes: tuple[int, ...]) -> Collectives:
+        """The same of other axes."""
+
     def psum(self, x: Tensor) -> Tensor:
         """P -> R: the sum over the group."""
 

@@ -60,7 +60,7 @@ def _weight_ways(call: Call) -> list[list[AxisPlacement]]:
     return [[0], [None]] if call["weight"] is not None else [[]]
 
 
-def _check_targets(batch: Collectives, target: Tensor, loss: Loss, *, own: bool = False) -> None:
+def check_targets(batch: Collectives, target: Tensor, loss: Loss, *, own: bool = False) -> None:
     """Refuse targets that are no class, on all ranks alike: those that split the batch agree first."""
     bound = Bound(range(loss.num_classes), batch.size > 1, own, "target")
     if bound.is_needed(target):
@@ -129,7 +129,7 @@ def _sharded_nll(
 ) -> tuple[Tensor, Tensor]:
     """Each rank looks up the targets among its classes. A mean is the global sum over the global weight, both in one
     reduction."""
-    _check_targets(batch, target, loss, own=not loss.split_classes)
+    check_targets(batch, target, loss, own=not loss.split_classes)
     if not loss.split_classes and loss.reduction != "mean":
         return group.map(
             _contiguous_nll, op, x, target, weight, NONE if loss.reduction == "none" else TOTAL, loss.ignore
@@ -196,7 +196,7 @@ def _sharded_cross_entropy(
             "cannot have requires_grad True."
         )
     if not loss.probabilities:
-        _check_targets(batch, target, loss, own=not loss.split_classes)
+        check_targets(batch, target, loss, own=not loss.split_classes)
     if loss.split_classes or loss.is_only_ours:
         run = kernel_for(class_parallel_rows, x.device.type)
         rows, weights = run(shards, x, target, weight, loss)

@@ -29,7 +29,7 @@ from shardwise.rules.nn.row_passes import (
 from shardwise.rules.nn.softmax import known_softmax
 
 _listener = torch._C._autograd._top_saved_tensors_default_hooks
-_graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
+graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,13 @@ def class_parallel_rows(
     with torch.no_grad():
         start, saved = shards.offset(0, loss.dim), {"target": target}
         if weight is not None and loss.smoothing:
-            saved["class_weights"] = shards.map(_own_part, weight, x, start, loss)
+            saved["class_weights"] = shards.map(own_part, weight, x, start, loss)
         given = x, target, start, loss.dim, saved.get("class_weights"), bool(loss.smoothing)
         if of_logits:
             sums = shards.map(row_sums, *given)
         else:
             sums, saved["kept"] = shards.map(row_exponentials, *given)
-        known = _reduced(shards, sums, x, target, weight, loss)
+        known = reduced(shards, sums, x, target, weight, start, loss)
         rows = known.losses(loss)
         weights = known.counted.to(rows.dtype) if known.weights is None else known.weights
         if not has_gradient:
@@ -88,16 +88,21 @@ def class_parallel_rows(
     if of_logits:
         may_overwrite = loss.over_logits and shards.map(_can_be_overwritten, x)
     else:
-        may_overwrite = _listener(True) is None  # who listens may keep what is saved
-    gradient = _Gradient(loss, start, may_overwrite)
+        may_overwrite = not is_listened_to()
+    gradient = RowGradient(loss, start, may_overwrite)
     return shards.with_gradient(rows, gradient, [x if of_logits else shards.place(x)], saved), weights
+
+
+def is_listened_to() -> bool:
+    """Whether somebody listens for saved tensors, who may keep them."""
+    return _listener(True) is not None
 
 
 # Forward
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class Known:
     """Of rows, from all ranks: the largest logit; with that taken off, the sum of exponentials and the target's logit;
     which rows count; the target's weight, if classes have any. With smoothed labels, the weighted sum of logits, and of
     class weights."""
@@ -145,18 +150,21 @@ class _Known:
         return saved
 
 
-def _reduced(shards: Collectives, sums: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> _Known:
+def reduced(
+    shards: Collectives, sums: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, start: Any, loss: Loss
+) -> Known:
+    """What is known of rows from what each rank has found."""
     top = shards.reduce(sums[MAXIMUM], "max")
-    terms = shards.map(_terms, sums, top, x, target, weight, shards.offset(0, loss.dim), loss)
+    terms = shards.map(_terms, sums, top, x, target, weight, start, loss)
     total, picked, *more = shards.reduce(terms, "sum").unbind()
     counted, class_weights = target != loss.ignore, float(loss.num_classes)
     logits = more.pop(0) if loss.smoothing else None
     known = top, total, picked - top, counted
     if weight is None:
-        return _Known(*known, None, logits, class_weights)
+        return Known(*known, None, logits, class_weights)
     if loss.split_weight:
-        return _Known(*known, more[0], logits, more[-1])
-    return _Known(*known, weights_of(weight, target, 0, loss), logits, wide(weight).sum())
+        return Known(*known, more[0], logits, more[-1])
+    return Known(*known, weights_of(weight, target, 0, loss), logits, wide(weight).sum())
 
 
 def _terms(
@@ -165,7 +173,7 @@ def _terms(
     """The terms that one rank has of each row's sums, the largest logit of all ranks taken off but of the target's."""
     shift = sums[MAXIMUM] - top
     if loss.smoothing:
-        of_classes = x.shape[loss.dim] if weight is None else _own_part(weight, x, start, loss).sum()
+        of_classes = x.shape[loss.dim] if weight is None else own_part(weight, x, start, loss).sum()
         sums[-1].add_(shift * of_classes)
     sums[TOTAL].mul_(shift.exp_())
     if weight is None or not loss.split_weight:
@@ -185,7 +193,7 @@ def weights_of(weight: Tensor, target: Tensor, start: int, loss: Loss) -> Tensor
     return torch.where(mine & (target != loss.ignore), weight[index.clamp(0, len(weight) - 1)], 0)
 
 
-def _own_part(weight: Tensor, x: Tensor, start: int, loss: Loss) -> Tensor:
+def own_part(weight: Tensor, x: Tensor, start: int, loss: Loss) -> Tensor:
     """The weights of the classes held here."""
     return wide(weight if loss.split_weight else weight.narrow(0, start, x.shape[loss.dim]))
 
@@ -204,7 +212,7 @@ def _room(kept: Tensor, may_overwrite: bool) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Gradient:
+class RowGradient:
     """That of rows: probabilities times `mass`, less what is taken from the target and, by smoothing, from all classes.
     Nothing is communicated, unless it is differentiated again."""
 
@@ -214,20 +222,25 @@ class _Gradient:
 
     def __call__(self, shards: Collectives, grad: Tensor, inputs: Sequence[Tensor], saved: Saved) -> Sequence[Tensor]:
         if torch.is_grad_enabled():
-            return [self._differentiable(shards, grad, inputs[0], saved)]
-        loss, kept = self.loss, saved.get("kept", inputs[0]).detach()
+            return [self.differentiable(shards, shards.vary(grad), inputs[0], saved)]
+        kept = saved.get("kept", inputs[0]).detach()
+        out = shards.map(_room, kept, not graph_is_kept() and self.may_overwrite)
+        self.write(shards, grad, kept, out, saved)
+        return [out]
+
+    def write(self, shards: Collectives, grad: Tensor, kept: Tensor, out: Tensor, saved: Saved) -> None:
+        """Write the gradient to `out`, which may be what is kept."""
+        loss = self.loss
         grad = torch.where(saved["target"] != loss.ignore, grad, 0)  # it may be NaN, that of a mean over nothing
         scale = saved["norm"] * grad
         if "mass" in saved:
             scale.mul_(saved["mass"])
         smooth = grad * loss.share if loss.smoothing else None
-        out = shards.map(_room, kept, not _graph_is_kept() and self.may_overwrite)
         rows = saved.get("less"), scale, smooth, saved.get("class_weights")
         at_target = saved["target"], saved["at_target"] * grad
         shards.map(row_gradient, kept, out, *rows, *at_target, self.start, loss.dim)
-        return [out]
 
-    def _differentiable(self, shards: Collectives, grad: Tensor, x: Tensor, saved: Saved) -> Tensor:
+    def differentiable(self, shards: Collectives, grad: Tensor, x: Tensor, saved: Saved) -> Tensor:
         """The same in ordinary functions of the gradient and of a softmax."""
         loss, target, counted = self.loss, saved["target"], saved["target"] != self.loss.ignore
         exponentials = wide(saved["kept"]) if "kept" in saved else (wide(x.detach()) - along(saved["less"], loss)).exp()
@@ -240,7 +253,7 @@ class _Gradient:
             mass = mass + torch.where(counted, 2 * loss.z_loss * more, 0)
         taken = shards.map(_taken, probabilities, target, weights, saved.get("class_weights"), self.start, loss)
         factors = along(mass, loss) * probabilities - taken
-        grad = torch.where(counted, shards.vary(grad), 0)
+        grad = torch.where(counted, grad, 0)
         return (along(grad, loss) * factors).to(x.dtype)
 
 
@@ -303,5 +316,5 @@ def _probability_terms(x: Tensor, target: Tensor, weight: Tensor | None, start: 
     if loss.smoothing:
         target = target * (1 - loss.smoothing) + loss.share
     if weight is not None:
-        target = target * _own_part(weight, x, start, loss).reshape([-1] + [1] * (x.ndim - 1 - loss.dim))
+        target = target * own_part(weight, x, start, loss).reshape([-1] + [1] * (x.ndim - 1 - loss.dim))
     return torch.stack([x.exp().sum(loss.dim), target.sum(loss.dim), (target * x).sum(loss.dim)])
