@@ -1,4 +1,4 @@
-"""Cross entropy of what a linear layer gives: the function, and where its classes and rows may be."""
+"""Cross entropy of what a linear layer gives: where its classes and rows may be, and how many rows make a chunk."""
 
 from __future__ import annotations
 
@@ -39,65 +39,17 @@ def linear_cross_entropy(
     dtype: torch.dtype | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """`cross_entropy(linear(input, linear_weight, linear_bias), target)`: `[..., d], [c, d], [...] -> []`, with logits
-    that exist only for `chunk_size` rows at a time.
-
-    Classes may be sharded, by the rows of `linear_weight`; rows of the input along other axes, or along the same
-    (sequence parallelism: they are gathered, and their gradients reduce-scattered, chunk by chunk). Gradients of sums
-    and means are computed beside the loss: nothing else takes more memory the more rows there are. The loss has the
-    `dtype` that is asked for, else the input's; inside autocast, single precision. Targets that are probabilities, and
-    gradients of gradients, need the logits as a whole.
-
-    >>> import torch, shardwise as sw
-    >>> mesh = sw.simulate((2,), ("tp",))
-    >>> hidden, head, target = torch.randn(6, 4), torch.randn(10, 4), torch.arange(6)
-    >>> x, w = sw.distribute_tensor(hidden, mesh), sw.distribute_tensor(head, mesh, [sw.Shard(0)])
-    >>> loss = sw.parallel.linear_cross_entropy(x, w, sw.distribute_tensor(target, mesh), chunk_size=2)
-    >>> torch.testing.assert_close(loss.full_tensor(), torch.nn.functional.cross_entropy(hidden @ head.T, target))
-    """
-    _check_sizes(input, linear_weight, target, linear_bias, chunk_size)
-    options: dict[str, Any] = {"linear_bias": linear_bias, "weight": weight, "reduction": reduction}
-    options |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    options |= {"dtype": dtype, "chunk_size": chunk_size}
-    if torch.is_autocast_enabled(input.device.type):
-        return _outside_autocast(input, linear_weight, target, **options)
+    """The loss of DTensors, for targets that name classes; users' function is `parallel.linear_cross_entropy`."""
     given = (input, linear_weight, target, linear_bias, weight)
-    if target.is_floating_point() or not has_torch_function(given):
-        return _with_logits(input, linear_weight, target, **options)
-    return handle_torch_function(linear_cross_entropy, given, input, linear_weight, target, **options)
+    options: dict[str, Any] = {"linear_bias": linear_bias, "weight": weight, "reduction": reduction}
+    options |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss, "dtype": dtype}
+    if not has_torch_function(given):
+        return with_logits(input, linear_weight, target, **options)
+    more: dict[str, Any] = {"chunk_size": chunk_size}
+    return handle_torch_function(linear_cross_entropy, given, input, linear_weight, target, **options, **more)
 
 
-def _check_sizes(x: Tensor, layer: Tensor, target: Tensor, bias: Tensor | None, chunk_size: int | None) -> None:
-    name = "linear_cross_entropy"
-    if layer.ndim != 2 or not x.ndim or x.shape[-1] != layer.shape[1]:
-        raise ValueError(
-            f"{name}: rows of linear_weight are as long as those of the input; they are {list(layer.shape)} and "
-            f"{list(x.shape)}"
-        )
-    rows = x.shape[:-1] if not target.is_floating_point() else (*x.shape[:-1], layer.shape[0])
-    if target.shape != rows:
-        raise ValueError(
-            f"{name}: a target names a class for each row of the input, {list(x.shape[:-1])}, or has the probabilities "
-            f"of all, {[*x.shape[:-1], layer.shape[0]]}; this one is {target.dtype} {list(target.shape)}"
-        )
-    if bias is not None and bias.shape != layer.shape[:1]:
-        raise ValueError(
-            f"{name}: linear_bias has {layer.shape[0]} numbers, one for each class; not {list(bias.shape)}"
-        )
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{name}: chunk_size is a number of rows, at least 1; got {chunk_size}")
-
-
-def _outside_autocast(x: Tensor, layer: Tensor, target: Tensor, **options: Any) -> Tensor:
-    """What autocast makes of it: a product in low precision, and a loss in single precision."""
-    device = x.device.type
-    narrow, bias = torch.get_autocast_dtype(device), options["linear_bias"]
-    options |= {"dtype": options["dtype"] or torch.float32, "linear_bias": bias if bias is None else bias.to(narrow)}
-    with torch.autocast(device, enabled=False):
-        return linear_cross_entropy(x.to(narrow), layer.to(narrow), target, **options)
-
-
-def _with_logits(
+def with_logits(
     x: Tensor,
     layer: Tensor,
     target: Tensor,
@@ -185,5 +137,5 @@ register_function(
     "str reduction='mean', int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, "
     "ScalarType? dtype=None, int? chunk_size=None",
     rule=Rule(_ways, _local),
-    meta=_with_logits,
+    meta=with_logits,
 )
