@@ -32,6 +32,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
     chunk_size: int | None = None,
+    acc_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`cross_entropy(linear(input, linear_weight, linear_bias), target)`: `[..., d], [c, d], [...] -> []`, with logits
     that exist only for `chunk_size` rows at a time.
@@ -43,6 +44,9 @@ def linear_cross_entropy(
     gradients of gradients, need the logits as a whole. Other options are those of `parallel.cross_entropy`; plain
     tensors are taken as well.
 
+    The layer's gradient is added up over the chunks in its own dtype. In half precision that rounds it once for each
+    chunk; with `acc_dtype=torch.float32` it is as exact as that of one product, in three times the memory.
+
     >>> import torch, shardwise as sw
     >>> mesh = sw.simulate((2,), ("tp",))
     >>> hidden, head, target = torch.randn(6, 4), torch.randn(10, 4), torch.arange(6)
@@ -53,19 +57,18 @@ def linear_cross_entropy(
     _check(input, linear_weight, target, linear_bias, z_loss, chunk_size)
     options: dict[str, Any] = {"linear_bias": linear_bias, "weight": weight, "reduction": reduction, "dtype": dtype}
     options |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    chunks: dict[str, Any] = {"chunk_size": chunk_size, "acc_dtype": acc_dtype}
     device = input.device.type
     if torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
             narrow = torch.get_autocast_dtype(device)
             options |= {"linear_bias": _to(linear_bias, narrow), "dtype": dtype or torch.float32}
-            return linear_cross_entropy(
-                input.to(narrow), linear_weight.to(narrow), target, chunk_size=chunk_size, **options
-            )
+            return linear_cross_entropy(input.to(narrow), linear_weight.to(narrow), target, **chunks, **options)
     if target.is_floating_point():
         return with_logits(input, linear_weight, target, **options)
     given = (input, linear_weight, target, linear_bias, weight)
     function: Callable[..., Tensor] = of_dtensors if any(isinstance(x, DTensor) for x in given) else _of_plain_tensors
-    return function(input, linear_weight, target, chunk_size=chunk_size, **options)
+    return function(input, linear_weight, target, **chunks, **options)
 
 
 def _check(
@@ -136,6 +139,7 @@ class LinearCrossEntropy(nn.Module):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         chunk_size: int | None = None,
+        acc_dtype: torch.dtype | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -143,12 +147,13 @@ class LinearCrossEntropy(nn.Module):
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.register_buffer("weight", weight)
         self.reduction, self.ignore_index, self.label_smoothing = reduction, ignore_index, label_smoothing
-        self.z_loss, self.chunk_size = z_loss, chunk_size
+        self.z_loss, self.chunk_size, self.acc_dtype = z_loss, chunk_size, acc_dtype
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         options: dict[str, Any] = {"linear_bias": self.linear.bias, "weight": self.weight, "z_loss": self.z_loss}
         options |= {"reduction": self.reduction, "ignore_index": self.ignore_index}
         options |= {"label_smoothing": self.label_smoothing, "chunk_size": self.chunk_size}
+        options["acc_dtype"] = self.acc_dtype
         given = (input, self.linear.weight, target)
         if isinstance(input, DTensor) or not isinstance(self.linear.weight, DTensor):
             return linear_cross_entropy(*given, **options)
@@ -164,12 +169,12 @@ def _of_torch(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Torch's function of that name, whose `options` say how it goes about it on one device. Classes in several dims,
     and an op in its place, are planned as usual."""
     given = dict(zip(("input", "linear_weight", "target"), args, strict=False)) | kwargs
-    given.pop("options", None)
+    options = given.pop("options", None)
     if given["linear_weight"].ndim != 2:
         return NotImplemented
     if given.get("ignore_index") is None:
         given.pop("ignore_index", None)
-    return linear_cross_entropy(**given)
+    return linear_cross_entropy(**given, acc_dtype=getattr(options, "acc_dtype", None))
 
 
 if hasattr(F, "linear_cross_entropy"):  # since torch 2.13

@@ -13,6 +13,7 @@ from shardwise.comm.ranked import PerRank, Ranked, join, per_rank, pick, shards_
 from shardwise.layout import SUM, Layout, Mesh
 from shardwise.redistribute import exchange
 from shardwise.redistribute.backward.double_backward import anchored, left_behind
+from shardwise.redistribute.cost import transition_cost
 from shardwise.redistribute.exchange import Interval
 from shardwise.redistribute.execute import applied, recorded, run_path
 from shardwise.redistribute.kernels import members
@@ -64,6 +65,10 @@ class Group:
             shapes = [[tuple(shard.shape)] * self.size for shard in shards]
             rows = self.mesh.port.all_gather(shards, self.mesh, self.axes, shapes)
             return self._local([torch.stack(row) for row in rows], x)
+
+    def tells_all(self, numel: int) -> bool:
+        gathered = transition_cost("all_gather", numel * self.size, self.size)
+        return gathered < 2 * transition_cost("all_reduce", numel, self.size)
 
     def window(self, x: Tensor, dim: int, have: Sequence[Interval], want: Sequence[Interval]) -> Tensor:
         if all(w[0] >= w[1] or (h[0] <= w[0] and w[1] <= h[1]) for h, w in zip(have, want, strict=True)):

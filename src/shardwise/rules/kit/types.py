@@ -132,6 +132,9 @@ class Collectives(Protocol):
     def stack(self, x: Tensor) -> Tensor:
         """Every member's tensor along a new first dim, without gradient."""
 
+    def tells_all(self, numel: int) -> bool:
+        """Whether to `stack` so many numbers costs less than to `reduce` them twice."""
+
     def index(self) -> Any:
         """Our number in the group (an argument for `map`)."""
 

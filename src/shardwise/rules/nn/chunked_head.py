@@ -26,20 +26,22 @@ from shardwise.rules.nn.class_rows import (
     reduced,
     weights_of,
 )
-from shardwise.rules.nn.row_passes import row_sums
+from shardwise.rules.nn.row_passes import CACHED, row_sums
 
 Axes = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A linear layer and a loss over what it gives: how many rows each rank brings to a chunk, and which axes split
-    rows and classes (`tokens`), classes only, and rows only."""
+    """A linear layer and a loss over what it gives: how many rows each rank brings to a chunk, in which dtype the
+    layer's gradient is added up, if not its own, and which axes split rows and classes (`tokens`), classes only, and
+    rows only."""
 
     loss: Loss
     width: int
     step: int
     num_chunks: int
+    acc_dtype: torch.dtype | None
     tokens: Axes
     others: Axes
     batch: Axes
@@ -72,14 +74,15 @@ def losses_of_head(
         scale = _scale(shards.along(head.batch), saved["target"], weight, loss)
         gradient = _Gradient(head, start, may_overwrite=not is_listened_to())
         made = _Made(rows, inputs) if has_gradient and not head.is_for_each else None
+        together = shards.tells_all((4 if loss.smoothing else 3) * rows.count)
         losses, known = [], []
         for at in range(head.num_chunks):
             part, of_part = rows.chunk(x, at), rows.part(saved, at)
             logits = F.linear(part, layer, bias)
             given = of_part["target"], start, loss.dim, of_part.get("class_weights"), bool(loss.smoothing)
-            found = reduced(
-                shards, shards.map(row_sums, logits, *given), logits, of_part["target"], weight, start, loss
-            )
+            sums = shards.map(row_sums, logits, *given)
+            of_rows = sums, logits, of_part["target"], weight, start, loss
+            found = reduced(shards, *of_rows, together=together)
             losses.append(found.losses(loss))
             if has_gradient:
                 known.append(found.for_gradient(loss, None))
@@ -90,7 +93,7 @@ def losses_of_head(
         value = rows.own(value, x).view_as(target) if head.is_for_each else value.sum() * scale
         value = value.to(loss.dtype)
         saved |= {name: torch.cat([each[name] for each in known]) for name in (known[0] if known else ())}
-        saved |= {"scale": scale} if made is None else {"scale": scale, **made.gradients}
+        saved |= {"scale": scale} if made is None else {"scale": scale, **made.finished()}
     return shards.with_gradient(value, gradient, inputs, saved)
 
 
@@ -175,23 +178,39 @@ def _copied_to(into: Tensor, x: Tensor) -> None:
 class _Made:
     """Gradients of the inputs that need one, added up over the chunks."""
 
-    __slots__ = ("gradients", "inputs", "rows")
+    __slots__ = ("inputs", "rows", "sums")
 
     def __init__(self, rows: _Rows, inputs: Sequence[Tensor]) -> None:
         self.rows, self.inputs = rows, inputs
-        named = zip(INPUTS, inputs, strict=False)
-        made = {"input": torch.empty_like, "layer": torch.empty_like, "bias": torch.zeros_like}
-        self.gradients = {name: made[name](x) for name, x in named if x.requires_grad}
+        acc_dtype = rows.head.acc_dtype if rows.head.num_chunks > 1 else None
+        named = [(name, x) for name, x in zip(INPUTS, inputs, strict=False) if x.requires_grad]
+        self.sums = {name: torch.empty_like(x, dtype=None if name == "input" else acc_dtype) for name, x in named}
 
     def add(self, at: int, part: Tensor, of_logits: Tensor) -> None:
         """What one chunk adds: its rows, and the gradient of their logits."""
-        found, before = self.gradients, int(at > 0)
-        if "input" in found:
-            self.rows.put(found["input"], at, of_logits, self.inputs[1])
-        if "layer" in found:
-            found["layer"].addmm_(of_logits.t(), part, beta=before)
-        if "bias" in found:
-            found["bias"].add_(of_logits.sum(0))
+        if "input" in self.sums:
+            self.rows.put(self.sums["input"], at, of_logits, self.inputs[1])
+        if "layer" in self.sums:
+            self.rows.tokens.map(_add_product, self.sums["layer"], of_logits.t(), part, at > 0)
+        if "bias" in self.sums:
+            found = of_logits.sum(0, dtype=self.sums["bias"].dtype)
+            self.sums["bias"].copy_(found if at == 0 else self.sums["bias"] + found)
+
+    def finished(self) -> dict[str, Tensor]:
+        each = zip(INPUTS, self.inputs, strict=False)
+        return {name: self.sums[name].to(x.dtype) for name, x in each if name in self.sums}
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, is_begun: bool) -> None:
+    """Add a product of matrices, perhaps to numbers of a wider dtype; or begin with it."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b, beta=int(is_begun))
+    elif total.device.type == "cuda":
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, beta=int(is_begun), out=total)
+    else:
+        b, step = b.to(total.dtype), max(1, CACHED // max(a.shape[1], 1))
+        for rows, some in zip(total.split(step), a.split(step), strict=True):
+            rows.addmm_(some.to(total.dtype), b, beta=int(is_begun))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +249,7 @@ class _Gradient:
             logits = F.linear(part, *inputs[1:])
             self.of_rows.write(shards, of_part["grad"], logits, logits, of_part)
             made.add(at, part, logits)
-        return made.gradients
+        return made.finished()
 
     def _differentiable(
         self, shards: Collectives, grad: Tensor, inputs: Sequence[Tensor], saved: Saved

@@ -20,6 +20,7 @@ from shardwise.rules.kit.types import Collectives, Saved
 from shardwise.rules.math.reductions import maximum, wide
 from shardwise.rules.nn.row_passes import (
     MAXIMUM,
+    PICKED,
     TOTAL,
     keeps_logits,
     row_exponentials,
@@ -151,12 +152,24 @@ class Known:
 
 
 def reduced(
-    shards: Collectives, sums: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, start: Any, loss: Loss
+    shards: Collectives,
+    sums: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    start: Any,
+    loss: Loss,
+    *,
+    together: bool = False,
 ) -> Known:
-    """What is known of rows from what each rank has found."""
-    top = shards.reduce(sums[MAXIMUM], "max")
-    terms = shards.map(_terms, sums, top, x, target, weight, start, loss)
-    total, picked, *more = shards.reduce(terms, "sum").unbind()
+    """What is known of rows from what each rank has found: by two reductions; or `together`, by one exchange."""
+    of_classes = shards.map(_weight_of_classes, x, weight, start, loss) if loss.smoothing else None
+    if together:
+        top, found = _combined(shards, sums, of_classes)
+    else:
+        top = shards.reduce(sums[MAXIMUM], "max")
+        found = shards.reduce(shards.map(_terms, sums, top, of_classes, weight, target, start, loss), "sum")
+    total, picked, *more = found.unbind()
     counted, class_weights = target != loss.ignore, float(loss.num_classes)
     logits = more.pop(0) if loss.smoothing else None
     known = top, total, picked - top, counted
@@ -167,21 +180,46 @@ def reduced(
     return Known(*known, weights_of(weight, target, 0, loss), logits, wide(weight).sum())
 
 
+def _weight_of_classes(x: Tensor, weight: Tensor | None, start: int, loss: Loss) -> Tensor:
+    """How much the classes that are here weigh together."""
+    if weight is None:
+        return torch.full((), float(x.shape[loss.dim]), device=x.device)
+    return own_part(weight, x, start, loss).sum()
+
+
 def _terms(
-    sums: Tensor, top: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, start: int, loss: Loss
+    sums: Tensor,
+    top: Tensor,
+    of_classes: Tensor | None,
+    weight: Tensor | None,
+    target: Tensor,
+    start: int,
+    loss: Loss,
 ) -> Tensor:
     """The terms that one rank has of each row's sums, the largest logit of all ranks taken off but of the target's."""
     shift = sums[MAXIMUM] - top
-    if loss.smoothing:
-        of_classes = x.shape[loss.dim] if weight is None else own_part(weight, x, start, loss).sum()
+    if of_classes is not None:
         sums[-1].add_(shift * of_classes)
     sums[TOTAL].mul_(shift.exp_())
     if weight is None or not loss.split_weight:
         return sums[1:]
     more = [weights_of(weight, target, start, loss)]
-    if loss.smoothing:
-        more.append(wide(weight).sum().expand_as(shift))
+    if of_classes is not None:
+        more.append(of_classes.expand_as(shift))
     return torch.cat([sums[1:], torch.stack(more)])
+
+
+def _combined(shards: Collectives, sums: Tensor, of_classes: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The largest logit of all ranks and the sums of their terms, from what every rank tells every other."""
+    if of_classes is not None:
+        sums = torch.cat([sums, of_classes.expand_as(sums[:1])])
+    each = shards.stack(sums)
+    top = each[:, MAXIMUM].amax(0)
+    shift = each[:, MAXIMUM] - top
+    found = [(each[:, TOTAL] * shift.exp()).sum(0), each[:, PICKED].sum(0)]
+    if of_classes is not None:
+        found.append((each[:, -2] + shift * each[:, -1]).sum(0))
+    return top, torch.stack(found)
 
 
 def weights_of(weight: Tensor, target: Tensor, start: int, loss: Loss) -> Tensor:

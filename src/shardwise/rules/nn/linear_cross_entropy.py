@@ -38,6 +38,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
     chunk_size: int | None = None,
+    acc_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The loss of DTensors, for targets that name classes; users' function is `parallel.linear_cross_entropy`."""
     given = (input, linear_weight, target, linear_bias, weight)
@@ -45,7 +46,7 @@ def linear_cross_entropy(
     options |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss, "dtype": dtype}
     if not has_torch_function(given):
         return with_logits(input, linear_weight, target, **options)
-    more: dict[str, Any] = {"chunk_size": chunk_size}
+    more: dict[str, Any] = {"chunk_size": chunk_size, "acc_dtype": acc_dtype}
     return handle_torch_function(linear_cross_entropy, given, input, linear_weight, target, **options, **more)
 
 
@@ -57,6 +58,7 @@ def with_logits(
     linear_bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
     chunk_size: int | None = None,
+    acc_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Tensor:
     """What it stands for."""
@@ -99,6 +101,7 @@ def _local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
         call["input"].shape[-1],
         rows,
         max(1, -(-most // rows)),
+        call["acc_dtype"],
         tokens,
         tuple(axis for axis in of_classes if axis not in of_rows),
         tuple(axis for axis in of_rows if axis not in of_classes),
@@ -135,7 +138,7 @@ register_function(
     linear_cross_entropy,
     "Tensor input, Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, Tensor? weight=None, "
     "str reduction='mean', int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, "
-    "ScalarType? dtype=None, int? chunk_size=None",
+    "ScalarType? dtype=None, int? chunk_size=None, ScalarType? acc_dtype=None",
     rule=Rule(_ways, _local),
     meta=with_logits,
 )
