@@ -59,7 +59,7 @@ def linear_cross_entropy(
     options |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
     chunks: dict[str, Any] = {"chunk_size": chunk_size, "acc_dtype": acc_dtype}
     device = input.device.type
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
             narrow = torch.get_autocast_dtype(device)
             options |= {"linear_bias": _to(linear_bias, narrow), "dtype": dtype or torch.float32}

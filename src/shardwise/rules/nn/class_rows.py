@@ -322,7 +322,7 @@ def _taken(
         return taken
     if loss.smoothing:
         each = 1.0 if class_weights is None else class_weights.reshape([-1] + [1] * (like.ndim - 1 - loss.dim))
-        taken += along((target != loss.ignore) * loss.share, loss) * each
+        taken += along((target != loss.ignore).to(like.dtype), loss) * loss.share * each
     mine, index = owned(target, start, like.shape[loss.dim])
     at_target = torch.where(mine, (1 - loss.smoothing) * weights, 0)
     return taken.scatter_add_(loss.dim, along(index.clamp(0, like.shape[loss.dim] - 1), loss), along(at_target, loss))

@@ -65,7 +65,7 @@ def test_every_option_and_its_second_gradient(reduction: str, smoothing: float, 
             return (cross_entropy if sharded else written_out)(x, target, given, **options)
 
         rows = [p if p == S(0) else R for p in where]
-        compare(with_slope(loss), [normal(5, 4), TARGET], mesh_of(mesh), [where, rows], atol=1e-7, rtol=1e-6)
+        compare(with_slope(loss), [normal(5, 4), TARGET], mesh_of(mesh), [where, rows])
 
 
 def test_plain_tensors() -> None:
