@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.errors import IndexRangeError
 from shardwise.layout import Layout
 from shardwise.rules.kit.agreement import unknown
 from shardwise.rules.kit.types import Call, Collectives, HeldValues, Local, Value
 
+_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 IN_RANGE = torch.iinfo(torch.int64).max
 
 
@@ -36,8 +39,9 @@ class Bound:
 
     def check(self, group: Collectives, index: Tensor) -> None:
         if index.device.type == "cpu":
-            worst = group.map(_first_outside, index, self.allowed)
-            found = int(group.reduce(worst, "min") if self.split else worst)
+            with _looking():
+                worst = group.map(_first_outside, index, self.allowed)
+                found = int(group.reduce(worst, "min") if self.split else worst)
             if found != IN_RANGE:
                 first, last = self.allowed.start, self.allowed.stop - 1
                 raise IndexRangeError(f"{self.noun} {found} is out of bounds: it must be from {first} to {last}")
@@ -46,6 +50,11 @@ class Bound:
                 unknown(group, index)
         elif not self.own:  # asynchronously, as torch does there
             torch._assert_async(((index >= self.allowed.start) & (index < self.allowed.stop)).all())
+
+
+def _looking() -> AbstractContextManager[object]:
+    """For a look at the data. A tracer is not shown it: a graph is of any data."""
+    return _disable_current_modes() if _mode(_PROXY) is not None else nullcontext()
 
 
 def _first_outside(index: Tensor, allowed: range) -> Tensor:

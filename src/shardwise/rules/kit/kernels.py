@@ -32,21 +32,22 @@ def kernel_for(function: _F, device: str) -> _F:
 
 
 class Pass:
-    """A step that is given one rank's shards, and gives tensors that are none of them: to tracers and dispatch modes it
-    is one op, whatever it does inside. It runs the kernel for the device of its first argument, where there is one."""
+    """A step that is given one rank's shards, and gives tensors that are none of them. Where there is a kernel for the
+    device of its first argument that runs, as one op, so that a tracer knows what it does to tensors."""
 
     def __init__(self, function: Callable[..., Any], schema: str) -> None:
         update_wrapper(self, function)
         self._function = function
         name = function.__name__
         _library.define(name + schema)
-        _library.impl(name, self._run, "CompositeExplicitAutograd")
+        _library.impl(name, self._kernel, "CompositeExplicitAutograd")
         self._op = getattr(torch.ops.shardwise, name).default
 
     def __call__(self, *args: Any) -> Any:
-        return self._op(*args)
+        is_offered = (self, args[0].device.type) in kernels
+        return self._op(*args) if is_offered else self._function(*args)
 
-    def _run(self, *args: Any) -> Any:
+    def _kernel(self, *args: Any) -> Any:
         return kernels.get((self, args[0].device.type), self._function)(*args)
 
 

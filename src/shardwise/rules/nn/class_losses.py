@@ -68,9 +68,8 @@ def check_targets(batch: Collectives, target: Tensor, loss: Loss, *, own: bool =
 
 
 def _not_ignored(target: Tensor, ignore: int) -> Tensor:
-    if target.device.type == "cpu":
-        return target[target != ignore]
-    return torch.where(target == ignore, 0, target)  # elsewhere it is not known how many there are
+    """The targets, with one that exists for those that are ignored."""
+    return torch.where(target == ignore, 0, target)
 
 
 def _look_up(x: Tensor, dim: int, target: Tensor, start: int) -> tuple[Tensor, Tensor]:

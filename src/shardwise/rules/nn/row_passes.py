@@ -27,6 +27,7 @@ CACHED = 1 << 19
 LARGE = 1 << 22
 """Elements of a block elsewhere."""
 
+_proxies, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 _LOG2_E = math.log2(math.e)
 
 Block = tuple[slice, ...]
@@ -216,7 +217,7 @@ def blocks(x: Tensor, dim: int) -> Iterator[Block]:
 
 
 def _block_size(x: Tensor) -> int:
-    if x.is_meta:
+    if x.is_meta or _proxies(_PROXY) is not None:  # there is no cache; or a tracer looks on, who wants one op of a kind
         return x.numel()
     return CACHED if x.device.type == "cpu" else LARGE
 

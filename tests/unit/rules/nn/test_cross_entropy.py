@@ -1,5 +1,5 @@
-"""Cross entropy whose classes are sharded, in two passes over the logits: every option of torch's and ours, gradients of
-gradients, and what the backward pass may and may not write over."""
+"""Cross entropy whose classes are sharded, in two passes over the logits: every option of torch's and ours, gradients
+of gradients, and what the backward pass may and may not write over."""
 
 from __future__ import annotations
 

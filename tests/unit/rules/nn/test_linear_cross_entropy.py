@@ -1,5 +1,5 @@
-"""The loss of what a linear layer gives, chunk by chunk: its classes and its rows sharded, along axes of their own or the
-same ones, against plain torch on whole logits."""
+"""The loss of what a linear layer gives, chunk by chunk: its classes and its rows sharded, along axes of their own or
+the same ones, against plain torch on whole logits."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_sizes_that_do_not_fit() -> None:
         linear_cross_entropy(x, layer, target, linear_bias=place(BIAS[:4], R))
     with pytest.raises(ValueError, match="chunk_size is a number of rows, at least 1; got 0"):
         linear_cross_entropy(x, layer, target, chunk_size=0)
-    with pytest.raises(ValueError, match="z_loss .* is not negative; got -1"):
+    with pytest.raises(ValueError, match=r"z_loss .* is not negative; got -1"):
         linear_cross_entropy(x, layer, target, z_loss=-1.0)
 
 
