@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import NoneType
 from typing import Any, cast
 
 import torch
@@ -149,7 +150,7 @@ class Logits(Tensor):
     def but(
         self, *, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, factor: float = 1.0
     ) -> Logits:
-        """The same logits in another shape of rows, in a wider dtype, or times a number."""
+        """The same logits in another shape of rows, in another dtype, or times a number."""
         factor *= self._factor
         return self._made(self._hidden, self._head, factor, shape or tuple(self.shape), dtype or self.dtype)
 
@@ -183,12 +184,18 @@ def _in_another_shape(func: Callable, x: Logits, *args: Any, **kwargs: Any) -> A
 
 
 def _in_another_dtype(func: Callable, x: Logits, *args: Any, **kwargs: Any) -> Any:
-    with _disabled():
-        wanted = func(x.as_subclass(Tensor), *args, **kwargs)  # of meta tensors
-        dtype = wanted.dtype
-    stays = wanted.device.type in ("meta", x._hidden.device.type)
-    is_wider = torch.promote_types(x.dtype, dtype) == dtype
-    return x.but(dtype=dtype) if x._computed is None and stays and is_wider else NotImplemented
+    dtype, stays = {Tensor.float: torch.float32, Tensor.double: torch.float64}.get(func, x.dtype), True
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, torch.dtype):
+            dtype = given
+        elif isinstance(given, Tensor):
+            dtype, stays = given.dtype, given.device == x._hidden.device
+        elif isinstance(given, (str, torch.device)):
+            stays = torch.device(given) in (x._hidden.device, torch.device(x._hidden.device.type))
+        elif not isinstance(given, (bool, NoneType)):
+            return NotImplemented
+    is_exact = dtype in (x.dtype, torch.float32, torch.float64)  # the loss is computed in one of these
+    return x.but(dtype=dtype) if x._computed is None and stays and is_exact else NotImplemented
 
 
 def _rows(func: Callable, x: Logits, index: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.comm import simulate
+from shardwise.comm import Ranked, simulate
 from shardwise.dispatch import implicit_replication
 from shardwise.layout import Replicate
 from shardwise.parallel.style import to_local
@@ -101,7 +101,10 @@ def _to(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _of_plain_tensors(*args: Any, **options: Any) -> Tensor:
-    """By the same program, on a mesh of one rank."""
+    """By the same program, on a mesh of one rank; in the simulator, where each rank has its own, by what it stands
+    for."""
+    if any(isinstance(x, Ranked) for x in (*args, *options.values())):
+        return with_logits(*args, **options)
     alone = simulate((1,), ("alone",), device=args[0].device.type)
 
     def shown(x: Any) -> Any:
