@@ -200,6 +200,20 @@ def test_nothing_as_large_as_the_logits_but_results(
     assert found.peak < (results + 1) * rows * classes * dtype.itemsize
 
 
+@pytest.mark.parametrize("where", [R, S0], ids=["rows replicated", "rows sharded"])
+def test_a_head_and_its_loss_take_the_memory_of_gradients_and_of_a_chunk(where: Placement, mesh: DeviceMesh) -> None:
+    """However many rows there are: beside gradients a few numbers for each."""
+    classes, chunk = 1024, 64
+    for rows in (256, 2048):
+        (x, layer), _ = inputs(mesh, [((rows, WIDTH), where), ((classes * NUM_RANKS, WIDTH), S0)])
+        target = sw.distribute_tensor(torch.randint(classes, (rows,)), mesh, [where])
+        found = measure(partial(sw.parallel.linear_cross_entropy, x, layer, target, chunk_size=chunk))
+        gradients = x.to_local().nbytes + layer.to_local().nbytes
+        of_chunk = chunk * (classes + WIDTH) * 4
+        assert found.kept <= gradients + 64 * rows
+        assert found.peak <= gradients + 3 * of_chunk + 64 * rows
+
+
 @pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
 def test_softmax_over_a_sharded_dim_keeps_its_result(function: Callable, mesh: DeviceMesh) -> None:
     rows = BATCH * TIME
