@@ -75,24 +75,29 @@ def losses_of_head(
         gradient = _Gradient(head, start, may_overwrite=not is_listened_to())
         made = _Made(rows, inputs) if has_gradient and not head.is_for_each else None
         together = shards.tells_all((4 if loss.smoothing else 3) * rows.count)
-        losses, known = [], []
+        losses: list[Tensor] = []
+        known: dict[str, list[Tensor]] = {"less": [], "numbers": []}
+        if weight is not None:
+            known["weights"] = []
         for at in range(head.num_chunks):
             part, of_part = rows.chunk(x, at), rows.part(saved, at)
             logits = F.linear(part, layer, bias)
             given = of_part["target"], start, loss.dim, of_part.get("class_weights"), bool(loss.smoothing)
             sums = shards.map(row_sums, logits, *given)
-            of_rows = sums, logits, of_part["target"], weight, start, loss
-            found = reduced(shards, *of_rows, together=together)
-            losses.append(found.losses(loss))
-            if has_gradient:
-                known.append(found.for_gradient(loss, None))
+            found = reduced(shards, sums, logits, of_part["target"], weight, start, loss, together=together)
+            each, weights, numbers = found.losses(of_part["target"], loss, for_gradient=has_gradient)
+            losses.append(each)
+            of_part |= {"less": found.top, "numbers": numbers, "weights": weights}
+            for name, parts in known.items():
+                parts.append(of_part[name])
             if made is not None:
-                gradient.of_rows.write(shards, scale, logits, logits, of_part | known[-1])
+                gradient.of_rows.write(shards, scale, logits, logits, of_part)
                 made.add(at, part, logits)
         value = torch.cat(losses)
         value = rows.own(value, x).view_as(target) if head.is_for_each else value.sum() * scale
         value = value.to(loss.dtype)
-        saved |= {name: torch.cat([each[name] for each in known]) for name in (known[0] if known else ())}
+        if has_gradient:
+            saved |= {name: torch.cat(parts, -1) for name, parts in known.items()}
         saved |= {"scale": scale} if made is None else {"scale": scale, **made.finished()}
     return shards.with_gradient(value, gradient, inputs, saved)
 
@@ -147,7 +152,7 @@ class _Rows:
     def part(self, saved: Saved, at: int) -> dict[str, Tensor]:
         """Of what is saved, that of the rows of one chunk, and that which is of no row."""
         here = slice(at * self.count, (at + 1) * self.count)
-        return {name: x if name in _OF_NO_ROW else x[here] for name, x in saved.items()}
+        return {name: x if name in _OF_NO_ROW else x[..., here] for name, x in saved.items()}
 
     def put(self, out: Tensor, at: int, of_logits: Tensor, layer: Tensor) -> None:
         """Write the gradient of the rows of one chunk."""

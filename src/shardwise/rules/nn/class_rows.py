@@ -18,6 +18,7 @@ from shardwise.rules.kit.kernels import step
 from shardwise.rules.kit.registry import repeats
 from shardwise.rules.kit.types import Collectives, Saved
 from shardwise.rules.math.reductions import maximum, wide
+from shardwise.rules.nn.row_numbers import AT_TARGET, LOG_SUM, MASS, NORM, in_order, row_losses, row_terms
 from shardwise.rules.nn.row_passes import (
     MAXIMUM,
     PICKED,
@@ -80,12 +81,15 @@ def class_parallel_rows(
             sums = shards.map(row_sums, *given)
         else:
             sums, saved["kept"] = shards.map(row_exponentials, *given)
-        known = reduced(shards, sums, x, target, weight, start, loss)
-        rows = known.losses(loss)
-        weights = known.counted.to(rows.dtype) if known.weights is None else known.weights
+        found = reduced(shards, sums, x, target, weight, start, loss)
+        largest = None if of_logits else sums[MAXIMUM]
+        rows, weights, saved["numbers"] = found.losses(target, loss, largest, for_gradient=has_gradient)
         if not has_gradient:
             return rows, weights
-        saved |= known.for_gradient(loss, None if of_logits else sums[MAXIMUM])
+        if weight is not None:
+            saved["weights"] = weights
+        if of_logits:
+            saved["less"] = found.top
     if of_logits:
         may_overwrite = loss.over_logits and shards.map(_can_be_overwritten, x)
     else:
@@ -103,52 +107,22 @@ def is_listened_to() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """Of rows, from all ranks: the largest logit; with that taken off, the sum of exponentials and the target's logit;
-    which rows count; the target's weight, if classes have any. With smoothed labels, the weighted sum of logits, and of
-    class weights."""
+class Found:
+    """Of rows, from all ranks: the largest logit, and the sums that losses are made of; if classes have weights, those
+    of the targets, and that of all classes."""
 
     top: Tensor
-    total: Tensor
-    picked: Tensor
-    counted: Tensor
+    sums: Tensor
     weights: Tensor | None
-    logits: Tensor | None
-    class_weights: Tensor | float
+    of_classes: Tensor | None
 
-    def losses(self, loss: Loss) -> Tensor:
-        log_total = self.total.log()
-        rows = log_total - self.picked
-        if self.weights is not None:
-            rows = rows * self.weights
-        if self.logits is not None:
-            rows = (1 - loss.smoothing) * rows + loss.share * (log_total * self.class_weights - self.logits)
-        if loss.z_loss:
-            rows = rows + loss.z_loss * (log_total + self.top).square()
-        return torch.where(self.counted, rows, 0)
-
-    def for_gradient(self, loss: Loss, largest: Tensor | None) -> dict[str, Tensor]:
-        """What is saved: `norm` makes probabilities of exponentials, of logits less `largest` here, or `less`; `mass`
-        is what all probabilities of a row are multiplied by in its gradient, if not one."""
-        weights = self.weights
-        saved: dict[str, Tensor] = {}
-        if largest is None:
-            saved |= {"less": self.top, "norm": self.total.reciprocal()}
-        else:
-            saved["norm"] = (largest - self.top).exp_().div_(self.total)
-        chance = self.picked.exp().div_(self.total)
-        if weights is not None:
-            saved |= {"weights": weights, "mass": weights}
-        if loss.smoothing or loss.z_loss:
-            log_sum = self.total.log() + self.top
-            smooth = loss.share * self.class_weights + 2 * loss.z_loss * log_sum
-            saved["mass"] = smooth + (1 - loss.smoothing) * (1 if weights is None else weights)
-        if loss.z_loss:
-            saved["log_sum"] = log_sum
-        chance = chance if "mass" not in saved else chance.mul_(saved["mass"])
-        from_target = 1 - loss.smoothing + loss.share
-        saved["at_target"] = chance.sub_(from_target if weights is None else from_target * weights)
-        return saved
+    def losses(
+        self, target: Tensor, loss: Loss, largest: Tensor | None = None, *, for_gradient: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The losses of rows, their weights, and what their gradients are made of."""
+        of_classes = self.of_classes if loss.smoothing else None
+        given = self.sums, self.top, largest, target, self.weights, of_classes
+        return row_losses(*given, loss.ignore, loss.smoothing, loss.num_classes, loss.z_loss, for_gradient)
 
 
 def reduced(
@@ -161,23 +135,28 @@ def reduced(
     loss: Loss,
     *,
     together: bool = False,
-) -> Known:
+) -> Found:
     """What is known of rows from what each rank has found: by two reductions; or `together`, by one exchange."""
     of_classes = shards.map(_weight_of_classes, x, weight, start, loss) if loss.smoothing else None
     if together:
-        top, found = _combined(shards, sums, of_classes)
+        top, sums = _combined(shards, sums, of_classes)
     else:
-        top = shards.reduce(sums[MAXIMUM], "max")
-        found = shards.reduce(shards.map(_terms, sums, top, of_classes, weight, target, start, loss), "sum")
-    total, picked, *more = found.unbind()
-    counted, class_weights = target != loss.ignore, float(loss.num_classes)
-    logits = more.pop(0) if loss.smoothing else None
-    known = top, total, picked - top, counted
+        top = in_order(shards.reduce(in_order(sums[MAXIMUM]), "max"))
+        row_terms(sums, top, of_classes)
+        more = shards.map(_weights_of_both, weight, target, start, sums, loss) if loss.split_weight else None
+        sums = shards.reduce(sums[TOTAL:] if more is None else torch.cat([sums[TOTAL:], more]), "sum")
     if weight is None:
-        return Known(*known, None, logits, class_weights)
+        return Found(top, sums, None, None)
     if loss.split_weight:
-        return Known(*known, more[0], logits, more[-1])
-    return Known(*known, weights_of(weight, target, 0, loss), logits, wide(weight).sum())
+        of_both = 2 if loss.smoothing else 1
+        return Found(top, sums[:-of_both], sums[-of_both], sums[-1])
+    return Found(top, sums, weights_of(weight, target, 0, loss), wide(weight).sum())
+
+
+def _weights_of_both(weight: Tensor, target: Tensor, start: int, sums: Tensor, loss: Loss) -> Tensor:
+    """The weights of the targets that are here; and, with smoothing, of all classes that are."""
+    weights = weights_of(weight, target, start, loss)
+    return torch.stack([weights, wide(weight).sum().expand_as(weights)] if loss.smoothing else [weights])
 
 
 def _weight_of_classes(x: Tensor, weight: Tensor | None, start: int, loss: Loss) -> Tensor:
@@ -185,28 +164,6 @@ def _weight_of_classes(x: Tensor, weight: Tensor | None, start: int, loss: Loss)
     if weight is None:
         return torch.full((), float(x.shape[loss.dim]), device=x.device)
     return own_part(weight, x, start, loss).sum()
-
-
-def _terms(
-    sums: Tensor,
-    top: Tensor,
-    of_classes: Tensor | None,
-    weight: Tensor | None,
-    target: Tensor,
-    start: int,
-    loss: Loss,
-) -> Tensor:
-    """The terms that one rank has of each row's sums, the largest logit of all ranks taken off but of the target's."""
-    shift = sums[MAXIMUM] - top
-    if of_classes is not None:
-        sums[-1].add_(shift * of_classes)
-    sums[TOTAL].mul_(shift.exp_())
-    if weight is None or not loss.split_weight:
-        return sums[1:]
-    more = [weights_of(weight, target, start, loss)]
-    if of_classes is not None:
-        more.append(of_classes.expand_as(shift))
-    return torch.cat([sums[1:], torch.stack(more)])
 
 
 def _combined(shards: Collectives, sums: Tensor, of_classes: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -268,31 +225,29 @@ class RowGradient:
 
     def write(self, shards: Collectives, grad: Tensor, kept: Tensor, out: Tensor, saved: Saved) -> None:
         """Write the gradient to `out`, which may be what is kept."""
-        loss = self.loss
-        grad = torch.where(saved["target"] != loss.ignore, grad, 0)  # it may be NaN, that of a mean over nothing
-        scale = saved["norm"] * grad
-        if "mass" in saved:
-            scale.mul_(saved["mass"])
-        smooth = grad * loss.share if loss.smoothing else None
-        rows = saved.get("less"), scale, smooth, saved.get("class_weights")
-        at_target = saved["target"], saved["at_target"] * grad
-        shards.map(row_gradient, kept, out, *rows, *at_target, self.start, loss.dim)
+        loss, numbers, target = self.loss, saved["numbers"], saved["target"]
+        mass = numbers[MASS] if len(numbers) > MASS else None
+        given = saved.get("less"), numbers[NORM], mass, grad, loss.share, saved.get("class_weights")
+        of_targets = target, numbers[AT_TARGET], loss.ignore, self.start, loss.dim
+        shards.map(row_gradient, kept, out, *given, *of_targets)
 
     def differentiable(self, shards: Collectives, grad: Tensor, x: Tensor, saved: Saved) -> Tensor:
         """The same in ordinary functions of the gradient and of a softmax."""
-        loss, target, counted = self.loss, saved["target"], saved["target"] != self.loss.ignore
+        loss, target, numbers = self.loss, saved["target"], saved["numbers"]
+        counted = target != loss.ignore
         exponentials = wide(saved["kept"]) if "kept" in saved else (wide(x.detach()) - along(saved["less"], loss)).exp()
-        probabilities = known_softmax(shards, x, exponentials * along(saved["norm"], loss), loss.dim)
+        probabilities = known_softmax(shards, x, exponentials * along(numbers[NORM], loss), loss.dim)
+        factors = probabilities
+        if len(numbers) > MASS:
+            mass = numbers[MASS]
+            if loss.z_loss:
+                known = {"known": probabilities.detach()}
+                log_sum = shards.with_gradient(numbers[LOG_SUM], _OfLogSum(loss), [x], known)
+                mass = mass + 2 * loss.z_loss * (shards.vary(log_sum) - numbers[LOG_SUM])  # nothing, but a gradient
+            factors = along(mass, loss) * probabilities
         weights = saved.get("weights", counted.to(probabilities.dtype))
-        mass = saved.get("mass", weights)
-        if loss.z_loss:
-            log_sum = shards.with_gradient(saved["log_sum"], _OfLogSum(loss), [x], {"known": probabilities.detach()})
-            more = shards.vary(log_sum) - saved["log_sum"]  # nothing, but for its gradient
-            mass = mass + torch.where(counted, 2 * loss.z_loss * more, 0)
         taken = shards.map(_taken, probabilities, target, weights, saved.get("class_weights"), self.start, loss)
-        factors = along(mass, loss) * probabilities - taken
-        grad = torch.where(counted, grad, 0)
-        return (along(grad, loss) * factors).to(x.dtype)
+        return (along(torch.where(counted, grad, 0), loss) * (factors - taken)).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)

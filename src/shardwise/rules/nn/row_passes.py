@@ -83,24 +83,29 @@ def _sums(
 
 
 @one_pass(
-    "(Tensor kept, Tensor(a!) out, Tensor? less, Tensor scale, Tensor? smooth, Tensor? weight, Tensor? target, "
-    "Tensor? at_target, int start, int dim) -> ()"
+    "(Tensor kept, Tensor(a!) out, Tensor? less, Tensor norm, Tensor? mass, Tensor grad, float share, Tensor? weight, "
+    "Tensor target, Tensor at_target, int ignore, int start, int dim) -> ()"
 )
 def row_gradient(
     kept: Tensor,
     out: Tensor,
     less: Tensor | None,
-    scale: Tensor,
-    smooth: Tensor | None,
+    norm: Tensor,
+    mass: Tensor | None,
+    grad: Tensor,
+    share: float,
     weight: Tensor | None,
-    target: Tensor | None,
-    at_target: Tensor | None,
+    target: Tensor,
+    at_target: Tensor,
+    ignore: int,
     start: int,
     dim: int,
 ) -> None:
-    """Write the gradient of rows to `out`, which may be `kept`: exponentials times `scale`, less `smooth`, which class
-    weights multiply, but `at_target` where the target is. What is kept are these exponentials; or, where there is
-    something `less` which they are taken, logits."""
+    """Write the gradient of logits to `out`, which may be `kept`, given those of their rows' losses. What is kept are
+    exponentials; or, where there is something `less` which they are taken, logits."""
+    grad = torch.where(target != ignore, grad, 0)  # it may be NaN, that of a mean over nothing
+    scale = norm * grad if mass is None else (norm * grad).mul_(mass)
+    smooth = grad * share if share else None
     if not kept.shape[dim]:
         return
     spare, dtype = _Spare(kept), _wide(kept.dtype)
@@ -117,10 +122,9 @@ def row_gradient(
             into.sub_(each) if weight is None else into.addcmul_(each, _along(weight, kept, dim), value=-1)
         if out.dtype != dtype:
             out[block] = into
-    if target is not None and at_target is not None:
-        mine, index = _here(out, target, start, dim)
-        places = _places(index, dim)  # `scatter_` would copy half precision first
-        out.index_put_(places, torch.where(mine, at_target.to(out.dtype), out[places]))
+    mine, index = _here(out, target, start, dim)
+    places = _places(index, dim)  # `scatter_` would copy half precision first
+    out.index_put_(places, torch.where(mine, (at_target * grad).to(out.dtype), out[places]))
 
 
 @one_pass("(Tensor x, Tensor(a!) out, Tensor less, Tensor total, int dim, bool log) -> ()")

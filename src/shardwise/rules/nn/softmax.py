@@ -13,6 +13,7 @@ from shardwise.rules.kit.notation import factor_rule, other_dims
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, Local, Rule, Saved, Strategy
 from shardwise.rules.math.reductions import PROGRAM_COST, is_inexact, wide
+from shardwise.rules.nn.row_numbers import in_order, row_terms
 from shardwise.rules.nn.row_passes import MAXIMUM, TOTAL, row_products, row_softmax, row_softmax_gradient, row_sums
 
 
@@ -36,8 +37,9 @@ def _softmax_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
 def _sharded_softmax(group: Collectives, x: Tensor, dim: int, log: bool, to_float: bool) -> Tensor:
     with torch.no_grad():
         sums = group.map(row_sums, x, None, 0, dim, None, False)
-        top = group.reduce(sums[MAXIMUM], "max")
-        total = group.reduce(sums[TOTAL] * (sums[MAXIMUM] - top).exp(), "sum")
+        top = in_order(group.reduce(in_order(sums[MAXIMUM]), "max"))
+        row_terms(sums, top, None)
+        total = group.reduce(sums[TOTAL], "sum")
         found = torch.empty_like(x, dtype=torch.float32 if to_float else None)
         group.map(row_softmax, x, found, top, total, dim, log)
     return known_softmax(group, group.place(x), found, dim, log=log)
