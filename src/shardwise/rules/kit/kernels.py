@@ -37,7 +37,7 @@ class Pass:
 
     def __init__(self, function: Callable[..., Any], schema: str) -> None:
         update_wrapper(self, function)
-        self._function = function
+        self.function = function
         name = function.__name__
         _library.define(name + schema)
         _library.impl(name, self._kernel, "CompositeExplicitAutograd")
@@ -45,10 +45,10 @@ class Pass:
 
     def __call__(self, *args: Any) -> Any:
         is_offered = (self, args[0].device.type) in kernels
-        return self._op(*args) if is_offered else self._function(*args)
+        return self._op(*args) if is_offered else self.function(*args)
 
     def _kernel(self, *args: Any) -> Any:
-        return kernels.get((self, args[0].device.type), self._function)(*args)
+        return kernels.get((self, args[0].device.type), self.function)(*args)
 
 
 def one_pass(schema: str) -> Callable[[Callable[..., Any]], Pass]:
