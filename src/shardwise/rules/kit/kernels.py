@@ -17,7 +17,25 @@ call, where nothing inside of it has to move; or what a rule runs on shards inst
 steps: list[Callable[..., Any]] = []
 """The steps of distributed programs that a kernel may be offered for."""
 
+_providers: dict[str, Callable[[], None]] = {}
 _library = torch.library.Library("shardwise", "FRAGMENT")
+
+
+def provides(device: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """A function that offers kernels for a device, called when the first is asked for there: what they are written in
+    is not imported before."""
+
+    def provide(function: Callable[[], None]) -> Callable[[], None]:
+        _providers[device] = function
+        return function
+
+    return provide
+
+
+def has_kernel(function: Any, device: str) -> bool:
+    if device in _providers:
+        _providers.pop(device)()
+    return (function, device) in kernels
 
 
 def step(function: _F) -> _F:
@@ -28,7 +46,7 @@ def step(function: _F) -> _F:
 
 def kernel_for(function: _F, device: str) -> _F:
     """What runs on shards of a device for a function: its kernel, or the function itself."""
-    return kernels.get((function, device), function)  # type: ignore[return-value]
+    return kernels[function, device] if has_kernel(function, device) else function  # type: ignore[return-value]
 
 
 class Pass:
@@ -37,15 +55,13 @@ class Pass:
 
     def __init__(self, function: Callable[..., Any], schema: str) -> None:
         update_wrapper(self, function)
-        self.function = function
-        name = function.__name__
-        _library.define(name + schema)
-        _library.impl(name, self._kernel, "CompositeExplicitAutograd")
-        self._op = getattr(torch.ops.shardwise, name).default
+        self.function, self.name = function, function.__name__
+        _library.define(self.name + schema)
+        _library.impl(self.name, self._kernel, "CompositeExplicitAutograd")
+        self._op = getattr(torch.ops.shardwise, self.name).default
 
     def __call__(self, *args: Any) -> Any:
-        is_offered = (self, args[0].device.type) in kernels
-        return self._op(*args) if is_offered else self.function(*args)
+        return self._op(*args) if has_kernel(self, args[0].device.type) else self.function(*args)
 
     def _kernel(self, *args: Any) -> Any:
         return kernels.get((self, args[0].device.type), self.function)(*args)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardwise.rules.kit.kernels import kernels, one_pass
+from shardwise.rules.kit.kernels import has_kernel, one_pass
 
 MAXIMUM, TOTAL, PICKED = range(3)
 """What `row_sums` gives for each row: the largest logit; the sum of the exponentials of all logits less that; if there
@@ -36,7 +36,7 @@ Block = tuple[slice, ...]
 def keeps_logits(device: str) -> bool:
     """Whether the gradient is computed from the logits again, as kernels do, who wait for memory and not for
     exponentials. Otherwise the exponentials are kept, and the gradient is written over them."""
-    return (row_sums, device) in kernels
+    return has_kernel(row_sums, device)
 
 
 @one_pass("(Tensor x, Tensor? target, int start, int dim, Tensor? weight, bool smoothed) -> Tensor")

@@ -15,14 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.rules.kit.kernels import Pass, kernels
 from shardwise.rules.nn import row_numbers, row_passes
 
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 LOG2_E = tl.constexpr(math.log2(math.e))
 
-LONGEST = 16384
-"""Classes that a program looks at together; more, one part after the other."""
+LONGEST = 32768
+"""Bytes that a program looks at together; more, one part after the other."""
 
 SIDE_BY_SIDE, FEW = 32, 64
 """Rows, and classes, that a program looks at together where neighbours in memory are of different rows."""
@@ -60,11 +59,11 @@ class Layout:
         if len(sizes) > 3 or any(x.dtype == torch.float64 for x in tensors):
             return None
         missing = 3 - len(sizes)
-        strides = [(*[0] * missing, *step, x.stride(dim)) for step, x in zip(steps, tensors, strict=True)]
+        strides: Any = [(*[0] * missing, *step, x.stride(dim)) for step, x in zip(steps, tensors, strict=True)]
         sizes = [1] * missing + sizes
         num_classes, lies_together = tensors[0].shape[dim], all(stride[3] == 1 for stride in strides)
-        longest = triton.next_power_of_2(max(num_classes, 1))
-        rows, classes = (1, min(longest, LONGEST)) if lies_together else (SIDE_BY_SIDE, min(longest, FEW))
+        longest, most = triton.next_power_of_2(max(num_classes, 1)), LONGEST // max(x.itemsize for x in tensors)
+        rows, classes = (1, min(longest, most)) if lies_together else (SIDE_BY_SIDE, min(longest, FEW))
         return Layout(math.prod(sizes), num_classes, (sizes[1], sizes[2]), tuple(strides), rows, classes)
 
     @property
@@ -86,19 +85,20 @@ class Layout:
 
     @property
     def options(self) -> dict[str, Any]:
-        elements = self.rows * self.classes
-        return {"ROWS": self.rows, "CLASSES": self.classes, "num_warps": max(1, min(16, elements // 1024))}
+        of_a_warp = 1024 if self.rows == 1 else 512
+        num_warps = max(1, min(16, self.rows * self.classes // of_a_warp))
+        return {"ROWS": self.rows, "CLASSES": self.classes, "num_warps": num_warps}
 
 
 @triton.jit
-def _beginning(row: Any, size_1: Any, size_2: Any, step_0: Any, step_1: Any, step_2: Any) -> Any:
+def _beginning(row, size_1, size_2, step_0, step_1, step_2):
     """How far from the first element a row begins."""
     outer = row // size_2
     return (outer // size_1) * step_0 + (outer % size_1) * step_1 + (row % size_2) * step_2
 
 
 @triton.jit
-def _exponential(x: Any) -> Any:
+def _exponential(x):
     return tl.exp2(x * LOG2_E)
 
 
@@ -107,27 +107,27 @@ def _exponential(x: Any) -> Any:
 
 @triton.jit
 def _sums(
-    x: Any,
-    target: Any,
-    weight: Any,
-    sums: Any,
-    num_rows: Any,
-    num_classes: Any,
-    start: Any,
-    share: Any,
-    size_1: Any,
-    size_2: Any,
-    step_0: Any,
-    step_1: Any,
-    step_2: Any,
-    step: Any,
+    x,
+    target,
+    weight,
+    sums,
+    num_rows,
+    num_classes,
+    start,
+    share,
+    size_1,
+    size_2,
+    step_0,
+    step_1,
+    step_2,
+    step,
     TARGET: tl.constexpr,
     SMOOTHED: tl.constexpr,
     WEIGHT: tl.constexpr,
     NUM_SUMS: tl.constexpr,
     ROWS: tl.constexpr,
     CLASSES: tl.constexpr,
-) -> None:
+):
     """For each row and each part of it: the largest logit and the sum of exponentials, renewed whenever there is a
     larger one; the target's logit; with smoothing, the weighted sum of logits, and of the weights."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -171,15 +171,15 @@ def _sums(
 
 @triton.jit
 def _joined(
-    parts: Any,
-    sums: Any,
-    num_rows: Any,
-    num_parts: Any,
+    parts,
+    sums,
+    num_rows,
+    num_parts,
     TARGET: tl.constexpr,
     SMOOTHED: tl.constexpr,
     NUM_SUMS: tl.constexpr,
     ROWS: tl.constexpr,
-) -> None:
+):
     """The sums of rows from those of their parts."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
@@ -235,38 +235,38 @@ def row_sums(x: Tensor, target: Tensor | None, start: int, dim: int, weight: Ten
 
 @triton.jit
 def _gradient(
-    kept: Any,
-    out: Any,
-    less: Any,
-    norm: Any,
-    mass: Any,
-    grad: Any,
-    weight: Any,
-    target: Any,
-    at_target: Any,
-    num_rows: Any,
-    num_classes: Any,
-    start: Any,
-    ignore: Any,
-    part: Any,
-    grad_step: Any,
-    size_1: Any,
-    size_2: Any,
-    step_0: Any,
-    step_1: Any,
-    step_2: Any,
-    step: Any,
-    out_0: Any,
-    out_1: Any,
-    out_2: Any,
-    out_step: Any,
+    kept,
+    out,
+    less,
+    norm,
+    mass,
+    grad,
+    weight,
+    target,
+    at_target,
+    num_rows,
+    num_classes,
+    start,
+    ignore,
+    part,
+    grad_step,
+    size_1,
+    size_2,
+    step_0,
+    step_1,
+    step_2,
+    step,
+    out_0,
+    out_1,
+    out_2,
+    out_step,
     LESS: tl.constexpr,
     MASS: tl.constexpr,
     SMOOTHED: tl.constexpr,
     WEIGHT: tl.constexpr,
     ROWS: tl.constexpr,
     CLASSES: tl.constexpr,
-) -> None:
+):
     """A tile: probabilities times their factor, less what smoothing takes; but the target's."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * CLASSES + tl.arange(0, CLASSES)
@@ -311,8 +311,8 @@ def row_gradient(
 ) -> None:
     layout = Layout.of(dim, kept, out)
     if layout is None:
-        given = kept, out, less, norm, mass, grad, share, weight, target, at_target, ignore, start, dim
-        return row_passes.row_gradient.function(*given)
+        of_targets = target, at_target, ignore, start, dim
+        return row_passes.row_gradient.function(kept, out, less, norm, mass, grad, share, weight, *of_targets)
     if not (layout.num_rows and layout.num_classes):
         return None
     one_for_all = not any(grad.stride())  # that of a sum, or of a mean
@@ -345,26 +345,26 @@ def row_gradient(
 
 @triton.jit
 def _softmax(
-    x: Any,
-    out: Any,
-    less: Any,
-    total: Any,
-    num_rows: Any,
-    num_classes: Any,
-    size_1: Any,
-    size_2: Any,
-    step_0: Any,
-    step_1: Any,
-    step_2: Any,
-    step: Any,
-    out_0: Any,
-    out_1: Any,
-    out_2: Any,
-    out_step: Any,
+    x,
+    out,
+    less,
+    total,
+    num_rows,
+    num_classes,
+    size_1,
+    size_2,
+    step_0,
+    step_1,
+    step_2,
+    step,
+    out_0,
+    out_1,
+    out_2,
+    out_step,
     LOG: tl.constexpr,
     ROWS: tl.constexpr,
     CLASSES: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * CLASSES + tl.arange(0, CLASSES)
     exists = row < num_rows
@@ -394,26 +394,26 @@ def row_softmax(x: Tensor, out: Tensor, less: Tensor, total: Tensor, dim: int, l
 
 @triton.jit
 def _products(
-    grad: Any,
-    known: Any,
-    sums: Any,
-    num_rows: Any,
-    num_classes: Any,
-    share: Any,
-    size_1: Any,
-    size_2: Any,
-    step_0: Any,
-    step_1: Any,
-    step_2: Any,
-    step: Any,
-    known_0: Any,
-    known_1: Any,
-    known_2: Any,
-    known_step: Any,
+    grad,
+    known,
+    sums,
+    num_rows,
+    num_classes,
+    share,
+    size_1,
+    size_2,
+    step_0,
+    step_1,
+    step_2,
+    step,
+    known_0,
+    known_1,
+    known_2,
+    known_step,
     LOG: tl.constexpr,
     ROWS: tl.constexpr,
     CLASSES: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1).to(tl.int64)
     exists = row < num_rows
@@ -443,30 +443,30 @@ def row_products(grad: Tensor, known: Tensor, dim: int, log: bool) -> Tensor:
 
 @triton.jit
 def _softmax_gradient(
-    grad: Any,
-    known: Any,
-    out: Any,
-    total: Any,
-    num_rows: Any,
-    num_classes: Any,
-    size_1: Any,
-    size_2: Any,
-    step_0: Any,
-    step_1: Any,
-    step_2: Any,
-    step: Any,
-    known_0: Any,
-    known_1: Any,
-    known_2: Any,
-    known_step: Any,
-    out_0: Any,
-    out_1: Any,
-    out_2: Any,
-    out_step: Any,
+    grad,
+    known,
+    out,
+    total,
+    num_rows,
+    num_classes,
+    size_1,
+    size_2,
+    step_0,
+    step_1,
+    step_2,
+    step,
+    known_0,
+    known_1,
+    known_2,
+    known_step,
+    out_0,
+    out_1,
+    out_2,
+    out_step,
     LOG: tl.constexpr,
     ROWS: tl.constexpr,
     CLASSES: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * CLASSES + tl.arange(0, CLASSES)
     exists = row < num_rows
@@ -502,7 +502,7 @@ def _of_numbers(num_rows: int) -> tuple[int]:
 
 
 @triton.jit
-def _ordered(x: Any, out: Any, count: Any, BLOCK: tl.constexpr) -> None:
+def _ordered(x, out, count, BLOCK: tl.constexpr):
     """The bits of x, which are integers to this program, with those of negative floats in reverse order."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(x + at, mask=at < count, other=0)
@@ -519,9 +519,7 @@ def in_order(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _terms(
-    sums: Any, top: Any, of_classes: Any, num_rows: Any, last: Any, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
+def _terms(sums, top, of_classes, num_rows, last, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = row < num_rows
     shift = tl.load(sums + row, mask=exists, other=0.0) - tl.load(top + row, mask=exists, other=0.0)
@@ -544,29 +542,29 @@ def row_terms(sums: Tensor, top: Tensor, of_classes: Tensor | None) -> None:
 
 @triton.jit
 def _losses(
-    sums: Any,
-    top: Any,
-    largest: Any,
-    target: Any,
-    weights: Any,
-    of_classes: Any,
-    losses: Any,
-    counts: Any,
-    numbers: Any,
-    num_rows: Any,
-    last: Any,
-    ignore: Any,
-    smoothing: Any,
-    part: Any,
-    num_classes: Any,
-    z_loss: Any,
+    sums,
+    top,
+    largest,
+    target,
+    weights,
+    of_classes,
+    losses,
+    counts,
+    numbers,
+    num_rows,
+    last,
+    ignore,
+    smoothing,
+    part,
+    num_classes,
+    z_loss,
     LARGEST: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SMOOTHED: tl.constexpr,
     Z_LOSS: tl.constexpr,
     NUMBERS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """What `row_numbers.row_losses` gives for each row."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = row < num_rows
@@ -623,26 +621,15 @@ def row_losses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_rows = top.numel()
     if sums.dtype != torch.float32 or not num_rows or (of_classes is not None and of_classes.ndim):
-        given = sums, top, largest, target, weights, of_classes, ignore, smoothing, num_classes, z_loss, for_gradient
-        return row_numbers.row_losses.function(*given)
+        options = ignore, smoothing, num_classes, z_loss, for_gradient
+        return row_numbers.row_losses.function(sums, top, largest, target, weights, of_classes, *options)
     losses, counts = torch.empty_like(top), torch.empty_like(top)
     plain = weights is None and not smoothing and not z_loss
     numbers = top.new_empty((2 if plain else 4, *top.shape) if for_gradient else 0)
     optional = (x if x is None else x.contiguous() for x in (largest, target, weights, of_classes))
     given = [sums.contiguous(), top.contiguous(), *(top if x is None else x for x in optional), losses, counts, numbers]
-    options = num_rows, len(sums) - 1, ignore, smoothing, smoothing / num_classes, num_classes, z_loss
+    sizes = num_rows, len(sums) - 1, ignore, smoothing, smoothing / num_classes, num_classes, z_loss
     kinds: dict[str, Any] = {"LARGEST": largest is not None, "WEIGHTED": weights is not None}
     kinds |= {"SMOOTHED": smoothing > 0, "Z_LOSS": z_loss > 0, "NUMBERS": len(numbers), "BLOCK": ROWS_OF_NUMBERS}
-    _losses[_of_numbers(num_rows)](*given, *options, **kinds)
+    _losses[_of_numbers(num_rows)](*given, *sizes, **kinds)
     return losses, counts, numbers
-
-
-def offer(device: str) -> None:
-    """Make these the kernels of a device."""
-    for passes, names in (
-        (row_passes, ("row_sums", "row_gradient", "row_softmax", "row_products", "row_softmax_gradient")),
-        (row_numbers, ("in_order", "row_terms", "row_losses")),
-    ):
-        for name in names:
-            step: Pass = getattr(passes, name)
-            kernels[step, device] = globals()[name]

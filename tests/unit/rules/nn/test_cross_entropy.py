@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import beside, check_shards, compare
+from losses import with_slopes, written_out
 from sweep import mesh_of, normal, place
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -24,28 +25,6 @@ TARGET = torch.tensor([1, 3, 0, 2, 1])
 WEIGHT = torch.tensor([0.1, 2.0, 3.0, 0.5], dtype=torch.float64)
 CLASSES, ROWS, BOTH = ((2,), (S(1),)), ((2,), (S(0),)), ((2, 2), (S(0), S(1)))
 over_reductions = pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-
-
-def written_out(x: Tensor, target: Tensor, weight: Tensor | None = None, z_loss: float = 0.0, **options: Any) -> Tensor:
-    """The loss with the square of each row's logarithm of the sum of exponentials."""
-    reduction, ignore = options.pop("reduction", "mean"), options.get("ignore_index", -100)
-    rows = F.cross_entropy(x, target, weight, reduction="none", **options)
-    counted = target != ignore
-    rows = rows + z_loss * torch.where(counted, x.exp().sum(1).log() ** 2, 0)
-    if reduction != "mean":
-        return rows if reduction == "none" else rows.sum()
-    return rows.sum() / (counted if weight is None else torch.where(counted, weight[target.clamp(0)], 0)).sum()
-
-
-def with_slope(loss: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A loss, and a number that depends on its gradient."""
-
-    def both(x: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
-        found = loss(x, *given)
-        (slope,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
-        return found, (slope**2).sum()
-
-    return both
 
 
 @over_reductions
@@ -65,14 +44,14 @@ def test_every_option_and_its_second_gradient(reduction: str, smoothing: float, 
             return (cross_entropy if sharded else written_out)(x, target, given, **options)
 
         rows = [p if p == S(0) else R for p in where]
-        compare(with_slope(loss), [normal(5, 4), TARGET], mesh_of(mesh), [where, rows])
+        compare(with_slopes(loss), [normal(5, 4), TARGET], mesh_of(mesh), [where, rows])
 
 
 def test_plain_tensors() -> None:
     x, options = normal(5, 4), {"label_smoothing": 0.1, "ignore_index": 1}
     for reduction, weight in itertools.product(("none", "mean", "sum"), (None, WEIGHT)):
         found = cross_entropy(x, TARGET, weight, reduction=reduction, z_loss=0.3, **options)
-        torch.testing.assert_close(found, written_out(x, TARGET, weight, 0.3, reduction=reduction, **options))
+        torch.testing.assert_close(found, written_out(x, TARGET, weight, z_loss=0.3, reduction=reduction, **options))
     assert torch.equal(cross_entropy(x, TARGET, inplace_backward=True), F.cross_entropy(x, TARGET))
 
 
@@ -85,7 +64,7 @@ def test_class_probabilities_with_z_loss(reduction: str) -> None:
         return {"none": rows, "sum": rows.sum(), "mean": rows.mean()}[reduction]
 
     for mesh, where in (CLASSES, ROWS, BOTH):
-        compare(with_slope(loss), [normal(5, 4), normal(5, 4).softmax(1)], mesh_of(mesh), [where, where])
+        compare(with_slopes(loss), [normal(5, 4), normal(5, 4).softmax(1)], mesh_of(mesh), [where, where])
 
 
 def test_gradients_are_those_of_the_values() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import beside, compare
+from losses import with_logits, with_slopes
 from sweep import mesh_of, normal, place
 from torch import Tensor
 
@@ -41,38 +42,23 @@ LAYOUTS: list[tuple[tuple[int, ...], Any, Any, Any]] = [
 ]
 
 
-def with_logits(x: Tensor, layer: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
-    """By plain torch."""
-    logits, z_loss, reduction = F.linear(x, layer, bias), options.pop("z_loss", 0.0), options.pop("reduction", "mean")
-    logits, weight = logits.flatten(0, -2), options.get("weight")
-    rows = F.cross_entropy(logits, target.flatten(), reduction="none", **options)
-    counted = target.flatten() != options.get("ignore_index", -100)
-    rows = rows + z_loss * torch.where(counted, logits.logsumexp(1).square(), 0)
-    if reduction != "mean":
-        return rows.view(target.shape) if reduction == "none" else rows.sum()
-    return rows.sum() / (counted if weight is None else counted * weight[target.flatten()]).sum()
-
-
 @over_reductions
 @pytest.mark.parametrize("chunk_size", [3, 100])
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "all options"])
 def test_loss_and_gradients_of_both_orders(reduction: str, chunk_size: int, full: bool) -> None:
     more = {"label_smoothing": 0.1, "ignore_index": 1, "z_loss": 0.2} if full else {}
 
-    def losses(x: Tensor, layer: Tensor, target: Tensor, *bias: Tensor) -> tuple[Tensor, ...]:
+    def loss(x: Tensor, layer: Tensor, target: Tensor, *bias: Tensor) -> Tensor:
         options = {"reduction": reduction, "weight": beside(x, WEIGHT) if full else None, **more}
-        if isinstance(x, sw.DTensor):
-            options["linear_bias"] = bias[0] if bias else None
-            loss = linear_cross_entropy(x, layer, target, chunk_size=chunk_size, **options)
-        else:
-            loss = with_logits(x, layer, target, *bias, **options)
-        slopes = torch.autograd.grad(loss.square().sum(), (x, layer, *bias), create_graph=True)
-        return loss, *(slope.square().sum() for slope in slopes)
+        if not isinstance(x, sw.DTensor):
+            return with_logits(x, layer, target, *bias, **options)
+        options["linear_bias"] = bias[0] if bias else None
+        return linear_cross_entropy(x, layer, target, chunk_size=chunk_size, **options)
 
     for mesh, *where in LAYOUTS:
         bias = [[p if p == S(0) else R for p in where[1]]] if full else []
         inputs = [X, LAYER, TARGET, BIAS] if full else [X, LAYER, TARGET]
-        compare(losses, inputs, mesh_of(mesh), [*where, *bias])
+        compare(with_slopes(loss, 2), inputs, mesh_of(mesh), [*where, *bias])
 
 
 def test_pieces_of_any_size() -> None:
