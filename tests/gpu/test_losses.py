@@ -44,7 +44,7 @@ def mesh_of(*shape: int) -> Any:
 
 def test_kernels_are_offered() -> None:
     assert row_passes.keeps_logits("cuda")
-    assert len(device_kernels.WRITTEN_IN_TRITON) == 8
+    assert len(device_kernels.WRITTEN_IN_TRITON) == 9
 
 
 @over_reductions

@@ -23,6 +23,7 @@ from shardwise.rules.kit.types import SUM, AxisPlacement, Call, Collectives, Loc
 from shardwise.rules.math.reductions import PROGRAM_COST, wide
 from shardwise.rules.nn.class_rows import Loss, class_parallel_rows, weights_of
 from shardwise.rules.nn.losses import MEAN, NONE, TOTAL, reduction_of
+from shardwise.rules.nn.row_numbers import are_classes
 
 
 def _loss_of(call: Call, ins: Sequence[Layout]) -> Loss:
@@ -63,7 +64,10 @@ def _weight_ways(call: Call) -> list[list[AxisPlacement]]:
 def check_targets(batch: Collectives, target: Tensor, loss: Loss, *, own: bool = False) -> None:
     """Refuse targets that are no class, on all ranks alike: those that split the batch agree first."""
     bound = Bound(range(loss.num_classes), batch.size > 1, own, "target")
-    if bound.is_needed(target):
+    if target.device.type not in ("cpu", "meta"):  # asynchronously, as torch does there
+        if not own:
+            torch._assert_async(are_classes(target, loss.ignore, loss.num_classes))
+    elif bound.is_needed(target):
         bound.check(batch, batch.map(_not_ignored, target, loss.ignore))
 
 

@@ -15,7 +15,7 @@ OLDEST_TRITON = (3, 2)
 WRITTEN_IN_TRITON = (
     *(row_passes.row_sums, row_passes.row_gradient),
     *(row_passes.row_softmax, row_passes.row_products, row_passes.row_softmax_gradient),
-    *(row_numbers.in_order, row_numbers.row_terms, row_numbers.row_losses),
+    *(row_numbers.are_classes, row_numbers.in_order, row_numbers.row_terms, row_numbers.row_losses),
 )
 """The steps that run as Triton programs on CUDA devices."""
 

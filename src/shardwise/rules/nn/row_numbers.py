@@ -14,6 +14,12 @@ probabilities are multiplied by in it, if that is not one; and the logarithm of 
 that changes with a z-loss."""
 
 
+@one_pass("(Tensor target, int ignore, int num_classes) -> Tensor")
+def are_classes(target: Tensor, ignore: int, num_classes: int) -> Tensor:
+    """Whether all targets name classes that exist, but for those that are ignored."""
+    return ((target == ignore) | ((target >= 0) & (target < num_classes))).all()
+
+
 @one_pass("(Tensor x) -> Tensor")
 def in_order(x: Tensor) -> Tensor:
     """Floats as integers of the same order, and these as floats again. Every backend knows the maximum of integers,

@@ -502,6 +502,24 @@ def _of_numbers(num_rows: int) -> tuple[int]:
 
 
 @triton.jit
+def _judged(target, verdict, num_rows, ignore, num_classes, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    named = tl.load(target + row, mask=row < num_rows, other=ignore).to(tl.int64)
+    is_bad = (named != ignore) & ((named < 0) | (named >= num_classes))
+    if tl.max(is_bad.to(tl.int32), 0) > 0:
+        tl.store(verdict, 0)
+
+
+def are_classes(target: Tensor, ignore: int, num_classes: int) -> Tensor:
+    verdict = torch.ones((), dtype=torch.int32, device=target.device)
+    if num_rows := target.numel():
+        _judged[_of_numbers(num_rows)](
+            target.contiguous(), verdict, num_rows, ignore, num_classes, BLOCK=ROWS_OF_NUMBERS
+        )
+    return verdict
+
+
+@triton.jit
 def _ordered(x, out, count, BLOCK: tl.constexpr):
     """The bits of x, which are integers to this program, with those of negative floats in reverse order."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +137,10 @@ def test_numbers_of_rows(programs: Any) -> None:
     bits = row_numbers.in_order.function(numbers)
     assert torch.equal(programs.in_order(numbers), bits)
     assert torch.equal(programs.in_order(bits).view(torch.int32), numbers.view(torch.int32))
+    for bad in (None, -1, 9):
+        target = torch.tensor([3, 0, 8, -100, 3] * 200).index_fill(0, torch.tensor([700]), 3 if bad is None else bad)
+        assert bool(programs.are_classes(target, -100, 9)) is (bad is None)
+        assert bool(row_numbers.are_classes.function(target, -100, 9)) is (bad is None)
     for smoothing, z_loss in itertools.product((0.0, 0.1), (0.0, 0.2)):
         for weighted, is_kept, for_gradient in itertools.product((False, True), repeat=3):
             sums, top, target = torch.rand(4 if smoothing else 3, 70) + 0.5, torch.randn(70), torch.randint(9, (70,))
@@ -149,6 +156,18 @@ def test_numbers_of_rows(programs: Any) -> None:
             programs.row_terms(both[0], top, of_classes if smoothing else None)
             row_numbers.row_terms.function(both[1], top, of_classes if smoothing else None)
             torch.testing.assert_close(*both)
+
+
+@pytest.mark.slow
+def test_programs_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    pytest.importorskip("triton.backends.nvidia", reason="needs Triton's compiler")
+    outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {**outside, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    script = Path(__file__).parents[3] / "support" / "compiled_rows.py"
+    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    compiled = {line.split()[0] for line in ended.stdout.splitlines()}
+    assert {"_sums", "_joined", "_gradient", "_softmax", "_products", "_softmax_gradient"} < compiled
 
 
 # Whole losses
