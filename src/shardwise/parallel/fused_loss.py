@@ -36,12 +36,19 @@ def fuse_loss(model: nn.Module) -> nn.Module:
     is right, and computes them. It goes before `parallelize_module` or after. A head that is fully sharded by
     itself, and not with the model, computes its logits as before.
 
-    >>> import torch, transformers, shardwise as sw
-    >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    >>> config = transformers.LlamaConfig(**sizes, num_attention_heads=2)
-    >>> model = sw.parallel.fuse_loss(transformers.LlamaForCausalLM(config).train())
-    >>> output = model(torch.arange(8).view(1, 8), labels=torch.arange(8).view(1, 8))
-    >>> output.loss.requires_grad, output.logits
+    >>> import torch, shardwise as sw
+    >>> class Model(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.head = torch.nn.Linear(4, 10)
+    ...     def get_output_embeddings(self):
+    ...         return self.head
+    ...     def forward(self, x, labels=None):
+    ...         logits = self.head(x)
+    ...         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+    >>> model = sw.parallel.fuse_loss(Model())
+    >>> output = model(torch.randn(3, 4), labels=torch.arange(3))
+    >>> output["loss"].requires_grad, output["logits"]
     (True, None)
     """
     find: Any = getattr(model, "get_output_embeddings", lambda: None)

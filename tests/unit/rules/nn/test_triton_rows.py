@@ -27,9 +27,6 @@ from shardwise.rules.kit import kernels as table
 from shardwise.rules.kit.registry import restored
 from shardwise.rules.nn import device_kernels, row_numbers, row_passes
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 R, S = sw.Replicate(), sw.Shard
 HALF = (torch.bfloat16, torch.float16)
 over_reductions = pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
