@@ -169,11 +169,12 @@ class LinearCrossEntropy(nn.Module):
 
 
 def _of_torch(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Torch's function of that name, whose `options` say how it goes about it on one device. Classes in several dims,
-    and an op in its place, are planned as usual."""
+    """Torch's function of that name, where the classes are sharded. Where they are not, and with classes in several
+    dims, the call is planned as any other. Its `options` say how torch goes about it on one device."""
     given = dict(zip(("input", "linear_weight", "target"), args, strict=False)) | kwargs
     options = given.pop("options", None)
-    if given["linear_weight"].ndim != 2:
+    layer = given["linear_weight"]
+    if not isinstance(layer, DTensor) or layer.ndim != 2 or not layer._layout.splits[0]:
         return NotImplemented
     if given.get("ignore_index") is None:
         given.pop("ignore_index", None)

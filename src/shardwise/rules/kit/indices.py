@@ -39,7 +39,7 @@ class Bound:
 
     def check(self, group: Collectives, index: Tensor) -> None:
         if index.device.type == "cpu":
-            with _looking():
+            with looking():
                 worst = group.map(_first_outside, index, self.allowed)
                 found = int(group.reduce(worst, "min") if self.split else worst)
             if found != IN_RANGE:
@@ -52,7 +52,7 @@ class Bound:
             torch._assert_async(((index >= self.allowed.start) & (index < self.allowed.stop)).all())
 
 
-def _looking() -> AbstractContextManager[object]:
+def looking() -> AbstractContextManager[object]:
     """For a look at the data. A tracer is not shown it: a graph is of any data."""
     return _disable_current_modes() if _mode(_PROXY) is not None else nullcontext()
 

@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.empty import remembered
-from shardwise.rules.kit.indices import Bound, owned
+from shardwise.rules.kit.indices import Bound, looking, owned
 from shardwise.rules.kit.kernels import kernel_for
 from shardwise.rules.kit.registry import register, register_function
 from shardwise.rules.kit.treatments import traced_form, treat
@@ -68,12 +68,13 @@ def check_targets(batch: Collectives, target: Tensor, loss: Loss, *, own: bool =
         if not own:
             torch._assert_async(are_classes(target, loss.ignore, loss.num_classes))
     elif bound.is_needed(target):
-        bound.check(batch, batch.map(_not_ignored, target, loss.ignore))
+        with looking():
+            named = target if target.is_meta else batch.map(_not_ignored, target, loss.ignore)
+        bound.check(batch, named)
 
 
 def _not_ignored(target: Tensor, ignore: int) -> Tensor:
-    """The targets, with one that exists for those that are ignored."""
-    return torch.where(target == ignore, 0, target)
+    return target[target != ignore]
 
 
 def _look_up(x: Tensor, dim: int, target: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -283,9 +284,9 @@ def cross_entropy(
     )
 
 
-def _with_long_targets(x: Tensor, target: Tensor, *given: Any) -> Tensor:
-    """Torch's loss, which takes no other integers for classes. Options of ours are left out."""
-    return F.cross_entropy(x, target if target.is_floating_point() else target.long(), *given[:6])
+def _with_long_targets(x: Tensor, target: Tensor, *given: Any, **ours: Any) -> Tensor:
+    """Torch's loss, which takes no other integers for classes, without options of ours."""
+    return F.cross_entropy(x, target if target.is_floating_point() else target.long(), *given)
 
 
 def _reduction_name(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
@@ -310,7 +311,7 @@ def _squares(x: Tensor, target: Tensor, weight: Tensor | None, ignore: int, redu
 register_function(
     cross_entropy,
     "Tensor input, Tensor target, Tensor? weight=None, bool? size_average=None, int ignore_index=-100, "
-    "bool? reduce=None, str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
+    "bool? reduce=None, str reduction='mean', float label_smoothing=0.0, *, float z_loss=0.0, "
     "bool inplace_backward=False",
     rule=Rule(_cross_entropy, _cross_entropy_local),
     meta=_with_long_targets,
