@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm.captured import noters
 from shardwise.comm.ranked import PerRank, Ranked, join, per_rank, pick, shards_of
 from shardwise.layout import SUM, Layout, Mesh
 from shardwise.redistribute import exchange
@@ -69,6 +70,16 @@ class Group:
     def tells_all(self, numel: int) -> bool:
         gathered = transition_cost("all_gather", numel * self.size, self.size)
         return gathered < 2 * transition_cost("all_reduce", numel, self.size)
+
+    def verify(self, number: Any, check: Callable[[Any], None]) -> None:
+        if noters:
+            noters[-1].check(shards_of(number)[0], check)
+        else:
+            check(number.item())
+
+    @property
+    def is_captured(self) -> bool:
+        return bool(noters)
 
     def window(self, x: Tensor, dim: int, have: Sequence[Interval], want: Sequence[Interval]) -> Tensor:
         if all(w[0] >= w[1] or (h[0] <= w[0] and w[1] <= h[1]) for h, w in zip(have, want, strict=True)):
@@ -156,6 +167,8 @@ class _InRecordedPass(Group):
 
 class _Known(torch.autograd.Function):
     """The shards of some inputs, of what is saved, and of a known value → the latter, with its gradient."""
+
+    joins_ranks = True
 
     @staticmethod
     def forward(ctx: Any, group: Group, gradient: Gradient, names: tuple[str, ...], *shards: Tensor) -> Any:

@@ -135,6 +135,14 @@ class Collectives(Protocol):
     def tells_all(self, numel: int) -> bool:
         """Whether to `stack` so many numbers costs less than to `reduce` them twice."""
 
+    def verify(self, number: Tensor, check: Callable[[Any], None]) -> None:
+        """Call `check`, which may raise, with the value of a tensor that all members have alike; in a program that is
+        captured, in every run of it."""
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether this is a program that is captured: tensors have no data yet."""
+
     def index(self) -> Any:
         """Our number in the group (an argument for `map`)."""
 
