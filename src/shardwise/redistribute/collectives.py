@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.captured import noters
+from shardwise.comm.faked import plain_alias
 from shardwise.comm.ranked import PerRank, Ranked, join, per_rank, pick, shards_of
 from shardwise.layout import SUM, Layout, Mesh
 from shardwise.redistribute import exchange
@@ -204,7 +205,7 @@ def _joined(shards: Sequence[Tensor]) -> Tensor:
     """The ranks' tensors as one, without making their objects part of it."""
     if len(shards) > 1:
         return join([shard.view_as(shard) for shard in shards])
-    return shards[0] if type(shards[0]) is Tensor else shards[0].as_subclass(Tensor)
+    return shards[0] if type(shards[0]) is Tensor else plain_alias(shards[0])
 
 
 def _place(x: Tensor) -> Tensor:
