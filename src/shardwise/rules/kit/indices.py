@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardwise.errors import IndexRangeError
 from shardwise.layout import Layout
 from shardwise.rules.kit.agreement import unknown
+from shardwise.rules.kit.kernels import is_traced
 from shardwise.rules.kit.types import Call, Collectives, HeldValues, Local, Value
 
-_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 IN_RANGE = torch.iinfo(torch.int64).max
 
 
@@ -56,7 +56,7 @@ class Bound:
 
 def looking() -> AbstractContextManager[object]:
     """For a look at the data. A tracer is not shown it: a graph is of any data."""
-    return _disable_current_modes() if _mode(_PROXY) is not None else nullcontext()
+    return _disable_current_modes() if is_traced() else nullcontext()
 
 
 def _first_outside(index: Tensor, allowed: range) -> Tensor:

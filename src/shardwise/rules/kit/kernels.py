@@ -17,7 +17,11 @@ call, where nothing inside of it has to move; or what a rule runs on shards inst
 steps: list[Callable[..., Any]] = []
 """The steps of distributed programs that a kernel may be offered for."""
 
+passes: dict[Any, Pass] = {}
+"""Steps by the ops that stand for them."""
+
 _providers: dict[str, Callable[[], None]] = {}
+_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 _library = torch.library.Library("shardwise", "FRAGMENT")
 
 
@@ -38,6 +42,11 @@ def has_kernel(function: Any, device: str) -> bool:
     return (function, device) in kernels
 
 
+def is_traced() -> bool:
+    """Whether torch's tracer looks on, for a graph of its own ops."""
+    return _mode(_PROXY) is not None
+
+
 def step(function: _F) -> _F:
     """A step of a program that asks for its kernel by `kernel_for`."""
     steps.append(function)
@@ -51,7 +60,8 @@ def kernel_for(function: _F, device: str) -> _F:
 
 class Pass:
     """A step that is given one rank's shards, and gives tensors that are none of them. Where there is a kernel for the
-    device of its first argument that runs, as one op, so that a tracer knows what it does to tensors."""
+    device of its first argument that runs, as one op, so that a tracer knows what it does to tensors. It is one op also
+    in a program that is captured, whose tensors have no data: how it goes about them is not part of the program."""
 
     def __init__(self, function: Callable[..., Any], schema: str) -> None:
         update_wrapper(self, function)
@@ -59,9 +69,12 @@ class Pass:
         _library.define(self.name + schema)
         _library.impl(self.name, self._kernel, "CompositeExplicitAutograd")
         self._op = getattr(torch.ops.shardwise, self.name).default
+        passes[self._op] = self
 
     def __call__(self, *args: Any) -> Any:
-        return self._op(*args) if has_kernel(self, args[0].device.type) else self.function(*args)
+        x = args[0]
+        is_op = has_kernel(self, x.device.type) or ("fake_mode" in x.__dict__ and not is_traced())
+        return self._op(*args) if is_op else self.function(*args)
 
     def _kernel(self, *args: Any) -> Any:
         return kernels.get((self, args[0].device.type), self.function)(*args)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardwise.rules.kit.kernels import has_kernel, one_pass
+from shardwise.rules.kit.kernels import has_kernel, is_traced, one_pass
 
 MAXIMUM, TOTAL, PICKED = range(3)
 """What `row_sums` gives for each row: the largest logit; the sum of the exponentials of all logits less that; if there
@@ -27,7 +27,6 @@ CACHED = 1 << 19
 LARGE = 1 << 22
 """Elements of a block elsewhere."""
 
-_proxies, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 _LOG2_E = math.log2(math.e)
 
 Block = tuple[slice, ...]
@@ -221,7 +220,7 @@ def blocks(x: Tensor, dim: int) -> Iterator[Block]:
 
 
 def _block_size(x: Tensor) -> int:
-    if x.is_meta or _proxies(_PROXY) is not None:  # there is no cache; or a tracer looks on, who wants one op of a kind
+    if x.is_meta or is_traced():  # there is no cache; or a tracer looks on, who wants one op of a kind
         return x.numel()
     return CACHED if x.device.type == "cpu" else LARGE
 
