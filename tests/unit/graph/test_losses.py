@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from captured import Made, assert_same, compare
 from saved import fake_mesh
 from torch import Tensor, nn
 
 import shardwise as sw
+from captured import Made, assert_same, compare
 from shardwise.errors import IndexRangeError
 from shardwise.graph import inductor
 from shardwise.graph.inductor import lowered
@@ -126,3 +126,15 @@ def test_a_pass_is_one_op_however_many_blocks_it_has(monkeypatch: pytest.MonkeyP
     assert program["row_exponentials"] == program["row_gradient"] == 1
     assert not program["amax"] and ops["amax"] == 1
     assert not any(name.startswith("row_") for name in ops)
+
+
+@pytest.mark.slow
+def test_as_inductor_compiles_them() -> None:
+    """On one rank of two in a process group whose reductions give each what it brought."""
+    with fake_mesh(2, names=("tp",)) as mesh:
+        (net, _), step, arguments = made_on(mesh, LOSSES["every option"], torch.bfloat16)
+        (other, _), again, _ = made_on(mesh, LOSSES["every option"], torch.bfloat16)
+        compiled = sw.compile(again)
+        for call in range(2):
+            torch.testing.assert_close(compiled(*arguments(call)).to_local(), step(*arguments(call)).to_local())
+        torch.testing.assert_close(other.weight.to_local(), net.weight.to_local())
