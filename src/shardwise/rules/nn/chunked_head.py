@@ -93,6 +93,7 @@ def losses_of_head(
             if made is not None:
                 gradient.of_rows.write(shards, scale, logits, logits, of_part)
                 made.add(at, part, logits)
+            del logits  # before the next are made
         value = torch.cat(losses)
         value = rows.own(value, x).view_as(target) if head.is_for_each else value.sum() * scale
         value = value.to(loss.dtype)
@@ -259,6 +260,7 @@ class _Gradient:
             logits = F.linear(part, *inputs[1:])
             self.of_rows.write(shards, of_part["grad"], logits, logits, of_part)
             made.add(at, part, logits)
+            del logits
         return made.finished()
 
     def _differentiable(
