@@ -1,0 +1,1 @@
+"""Checkpoints that any mesh can read."""
