@@ -18,7 +18,7 @@ from shardwise.checkpoint.pieces import held_ranks, pieces
 from shardwise.comm import shards_of
 from shardwise.dispatch.aliasing.copied_views import CopiedView, Part, StaleView
 from shardwise.dispatch.interop.state_dicts import settled
-from shardwise.errors import InPlaceError, NoDataError, PlacementError
+from shardwise.errors import InPlaceError, NoDataError
 from shardwise.layout import Box, Layout
 from shardwise.tensor import DTensor, localise
 
@@ -86,9 +86,9 @@ def _chunk_list(x: DTensor) -> list[ChunkStorageMetadata]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     if x._layout.has_pending:
-        raise PlacementError(
+        raise InPlaceError(  # torch would make another error of a ValueError
             f"a checkpoint cannot be loaded into a tensor that is {x._layout}: no value is taken apart into pending "
-            f"terms. Load into x.redistribute(placements=...) without Partial, or into torch.empty_like of it"
+            f"terms. Load into x.redistribute(placements=...), without Partial"
         )
     if isinstance(x, (CopiedView, StaleView)) and not isinstance(x, Part):
         raise InPlaceError(
