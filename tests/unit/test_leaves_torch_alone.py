@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch_snapshot
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 import shardwise as sw
 from shardwise import torch_hooks
@@ -102,6 +103,8 @@ def test_the_import_changes_nothing() -> None:
 def test_the_first_mesh_changes_what_is_listed() -> None:
     changed = {re.sub(r"\(\)$|\.__wrapped__$|\[\d+\]$", "", name) for name in seen()[2]}
     replaced = {path(hook) for hook in HOOKS if not isinstance(hook, Registered)}
+    if not hasattr(checkpoint._CheckpointFrame, "save_inputs"):  # before torch 2.12, where it is left as it is
+        replaced.discard("torch.utils.checkpoint._CheckpointFrame")
     hooks = {"torch.optim.optimizer._global_optimizer_pre_hooks"}
     types = {name for name in changed if name.endswith("_foreach_supported_types[:]")}  # DTensor is one of them
     assert types and changed - {"torch.utils.hooks.RemovableHandle.next_id"} == replaced | hooks | types

@@ -315,9 +315,11 @@ def listening_to_shards(listen: Callable) -> Callable:
             listen(self, pack_hook, unpack_hook)
             return
 
+        unpack = as_now(unpack_hook)  # a checkpoint recomputes in it
+
         def unpacked(x: Any) -> Any:
             with _users_code():
-                return unpack_hook(x)
+                return unpack(x)
 
         listen(self, lambda x: pack_hook(_as_saved(x)), unpacked)
 
@@ -336,7 +338,6 @@ def keeping_shards(frame: Any) -> type:
 
     def save_inputs(self: Any, *args: Any) -> None:
         self.kept = _layouts(args), _strides(args)
-        self.recompute_fn = as_now(self.recompute_fn)
         frame.save_inputs(self, *flat_shards(args))
 
     def get_inputs(self: Any) -> list[Any]:
