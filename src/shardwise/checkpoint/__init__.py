@@ -1,7 +1,10 @@
 """Checkpoints that any mesh can read."""
 
+from shardwise.checkpoint.background import Saving, wait
 from shardwise.checkpoint.load import Loaded, load
+from shardwise.checkpoint.resume import load_latest, load_step
 from shardwise.checkpoint.save import save
 from shardwise.checkpoint.sources import From
+from shardwise.checkpoint.steps import save_step
 
-__all__ = ["From", "Loaded", "load", "save"]
+__all__ = ["From", "Loaded", "Saving", "load", "load_latest", "load_step", "save", "save_step", "wait"]

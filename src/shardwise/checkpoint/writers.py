@@ -35,6 +35,11 @@ class Part:
     box: Box
     data: Tensor
 
+    def copied(self) -> Part:
+        """With a copy of the data on the host."""
+        host = torch.empty(self.data.shape, dtype=self.data.dtype, device="cpu")
+        return Part(self.key, self.shape, self.box, host.copy_(self.data))
+
 
 def settled(x: Tensor) -> Tensor:
     """A tensor with nothing pending on it: what is, is reduced, by all ranks of its mesh together."""
