@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path
@@ -45,7 +46,8 @@ def remove(path: Path) -> None:
 
 def remove_unfinished(folder: Path, name: str = "") -> None:
     """Remove what earlier saves have left in a folder when they were stopped: of one name, or all."""
+    theirs = re.compile(re.escape(UNFINISHED) + (re.escape(name) if name else ".*") + "-[0-9a-f]{8}")
     with explained(f"list {folder}"):
-        left = [entry for entry in folder.iterdir() if entry.name.startswith(f"{UNFINISHED}{name}")]
+        left = [entry for entry in folder.iterdir() if theirs.fullmatch(entry.name)]
     for path in left:
         remove(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.checkpoint.background import wait
 from shardwise.checkpoint.entries import (
     Entry,
     check_kept,
@@ -66,13 +68,50 @@ def load(
     >>> sw.checkpoint.load(torch.nn.Linear(4, 2), "linear").missing_keys
     ()
     """
-    ranks = Ranks(process_group)
-    plan = ranks.all(f"loading {path}", lambda: _Plan.of(model, path, keys))
-    unexpected = _unexpected(plan, ranks)
-    if strict:
-        ranks.all(f"loading {path}", lambda: _check_all_there(model, plan.missing, unexpected, path))
+    return load_with(
+        model, path, keys=keys, ranks=Ranks(process_group), strict=Strictness() if strict else None, verify=verify
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Strictness:
+    """Names must be there, and keys of use, but for those in which one of these is found."""
+
+    may_be_missing: Sequence[re.Pattern[str]] = ()
+    may_be_left_over: Sequence[re.Pattern[str]] = ()
+
+    def check(self, model: nn.Module, missing: Sequence[str], unexpected: Sequence[str], path: object) -> None:
+        missing = [name for name in missing if not any(pattern.search(name) for pattern in self.may_be_missing)]
+        unexpected = [key for key in unexpected if not any(pattern.search(key) for pattern in self.may_be_left_over)]
+        wrong = []
+        if missing:
+            wrong.append(f"no file has {_some(map(repr, missing))}")
+        if unexpected:
+            wrong.append(f"the model has nothing for {_some(map(repr, unexpected))}")
+        if wrong:
+            raise CheckpointError(
+                f"{path} does not fit {type(model).__name__}: {'; '.join(wrong)}. If they have other names there, say so "
+                f"with keys=; to load what fits, strict=False"
+            )
+
+
+def load_with(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    keys: KeyMap | None,
+    ranks: Ranks,
+    strict: Strictness | None,
+    verify: bool,
+) -> Loaded:
+    wait()  # it talks through the same group
+    doing = f"loading {path}"
+    plan = ranks.all(doing, lambda: _Plan.of(model, path, keys))
+    unexpected = ranks.all(doing, lambda: _unexpected(plan, ranks))
+    if strict is not None:
+        ranks.all(doing, lambda: strict.check(model, plan.missing, unexpected, path))
     num_bytes = ranks.all(f"verifying {path}", lambda: plan.verify(ranks)) if verify else 0
-    num_bytes += ranks.all(f"loading {path}", plan.read)
+    num_bytes += ranks.all(doing, plan.read)
     plan.show()
     return Loaded(tuple(plan.missing), tuple(unexpected), num_bytes)
 
@@ -189,19 +228,6 @@ def _unexpected(plan: _Plan, ranks: Ranks) -> list[str]:
     if len({len(used) for used in said}) > 1:
         raise CheckpointError(f"ranks find different files at {plan.files.path}: with {sorted(map(len, said))} keys")
     return [key for at, key in enumerate(keys) if all(used[at] == "0" for used in said)]
-
-
-def _check_all_there(model: nn.Module, missing: Sequence[str], unexpected: Sequence[str], path: object) -> None:
-    wrong = []
-    if missing:
-        wrong.append(f"no file has {_some(map(repr, missing))}")
-    if unexpected:
-        wrong.append(f"the model has nothing for {_some(map(repr, unexpected))}")
-    if wrong:
-        raise CheckpointError(
-            f"{path} does not fit {type(model).__name__}: {'; '.join(wrong)}. If they have other names there, say so "
-            f"with keys=; to load what fits, strict=False"
-        )
 
 
 def _some(items: Iterable[str]) -> str:

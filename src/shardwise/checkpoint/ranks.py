@@ -116,7 +116,7 @@ def _elsewhere(what: str, errno: int | None) -> CheckpointError:
 
 def _padded(text: bytes, room: int) -> Tensor:
     row = torch.zeros(room, dtype=torch.uint8)
-    row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    bytes_of(row)[: len(text)] = text
     return row
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.background import wait
 from shardwise.checkpoint.checksums import CHECKSUMS, Summed, as_text, seed
 from shardwise.checkpoint.entries import state_of
 from shardwise.checkpoint.file_sets import INDEX_SUFFIX, SET, SUFFIX
@@ -54,6 +55,7 @@ def save(
     >>> load_file("linear.safetensors")["weight"].shape
     torch.Size([2, 4])
     """
+    wait()  # it talks through the same group
     ranks = Ranks(process_group)
     room = ranks.all(f"saving {path}", lambda: num_bytes_of(max_shard_size))
     tensors = ranks.all(f"saving {path}", lambda: _named(model, keys))
@@ -79,7 +81,7 @@ def _named(model: nn.Module, keys: KeyMap | None) -> dict[str, Tensor]:
         key = origin[entry.name]
         if key is None:
             continue
-        if len(key.keys) > 1 or key.view is not None:
+        if len(key.keys) > 1 or key.make is not None:
             raise CheckpointError(f"{entry.name!r} is saved under one key, as it is: not as {key}")
         if key.keys[0] in found:
             raise CheckpointError(f"two tensors of {type(model).__name__} would be saved under the key {key.keys[0]!r}")

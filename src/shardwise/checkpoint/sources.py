@@ -11,32 +11,30 @@ from shardwise.errors import PlanError
 
 
 class From:
-    """What a parameter is made of: keys of the files, what is made of each, and how several are joined.
+    """The keys that a parameter is read from, and what is made of the tensors there.
 
-    `view` is a function of a tensor. Where it only looks at it otherwise (transposes, slices, `unflatten` …), only what
-    is needed of the result is read. It need not put dims together again: a result of `[heads, 2, n, width]` fits a
-    parameter of `[heads * 2 * n, width]`. Whatever else it does is computed from the whole of the stored tensor, one
-    parameter at a time. `join` is the dim along which what is made of several keys is put together; without it, `view`
-    is given the tensors of all keys.
+    `make` is a function of torch of these tensors. Where it only takes them apart and puts them together (transposes,
+    slices, `view`, `unflatten`, and at the end `cat`, `stack`, `reshape` or `flatten`), only what this rank needs is
+    read. Whatever else it does is done with the whole of the stored tensors, for one parameter at a time.
 
-    >>> From("c_attn.weight", view=lambda w: w.T[:768])  # the queries of a fused, transposed weight
-    From('c_attn.weight', view=...)
-    >>> From("q.weight", "k.weight", "v.weight", join=0)
-    From('q.weight', 'k.weight', 'v.weight', join=0)
+    >>> import torch
+    >>> From("c_attn.weight", make=lambda w: w.T[:768])  # the queries of a fused weight that is stored transposed
+    From('c_attn.weight', make=...)
+    >>> From("q.weight", "k.weight", "v.weight", make=lambda q, k, v: torch.cat([q, k, v]))
+    From('q.weight', 'k.weight', 'v.weight', make=...)
     """
 
-    __slots__ = ("join", "keys", "view")
+    __slots__ = ("keys", "make")
 
-    def __init__(self, *keys: str, view: Callable[..., Tensor] | None = None, join: int | None = None) -> None:
+    def __init__(self, *keys: str, make: Callable[..., Tensor] | None = None) -> None:
         if not keys or not all(isinstance(key, str) for key in keys):
             raise TypeError("From takes the keys that a parameter is read from, as text")
-        if len(keys) > 1 and join is None and view is None:
-            raise TypeError(f"From({', '.join(map(repr, keys))}): say along which dim they are joined, with join=")
-        self.keys, self.view, self.join = keys, view, join
+        if len(keys) > 1 and make is None:
+            raise TypeError(f"From({', '.join(map(repr, keys))}): say what is made of several tensors, with make=")
+        self.keys, self.make = keys, make
 
     def __repr__(self) -> str:
-        options = ["view=..."] * (self.view is not None) + [f"join={self.join}"] * (self.join is not None)
-        return f"From({', '.join([*map(repr, self.keys), *options])})"
+        return f"From({', '.join([*map(repr, self.keys), *['make=...'] * (self.make is not None)])})"
 
 
 KeyMap = Mapping[str, str | From | None] | Callable[[str], str | From | None]
@@ -91,4 +89,4 @@ def _filled(source: From, values: Sequence[str], pattern: str) -> From:
             raise PlanError(f"the key {key!r} has more wildcards than the name {pattern!r} that it is for")
         return "".join(next(left) if _WILD.fullmatch(piece) else piece for piece in pieces)
 
-    return From(*map(fill, source.keys), view=source.view, join=source.join)
+    return From(*map(fill, source.keys), make=source.make)

@@ -1,7 +1,4 @@
-"""What stored tensors become for a parameter: views of them, of which any box can be read, or what is computed of them.
-
-A function that makes a view is tried out on a meta tensor, whose strides then say where in the file its elements are.
-"""
+"""What stored tensors become for a parameter: views, of which any box can be read, or what is computed of them."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ from torch import Tensor
 
 from shardwise.checkpoint.files import Reader
 from shardwise.checkpoint.memory import part
+from shardwise.checkpoint.pieces import overlap
 from shardwise.checkpoint.reading import Region, contiguous_region, read
+from shardwise.checkpoint.recipes import Groups, Noted, Taken, recipe
 from shardwise.checkpoint.safetensors_files import Stored
 from shardwise.checkpoint.sources import From
 from shardwise.errors import CheckpointError
-from shardwise.layout.layout import Box
+from shardwise.layout import Box
 
 Readers = Mapping[Path, Reader]
-Groups = tuple[tuple[int, ...], ...]
-"""For each dim of a parameter, the sizes of the dims that it is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +30,6 @@ class View:
 
     stored: Stored
     region: Region
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.region.sizes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,18 +65,45 @@ class Source:
 
 def sources_of(source: From, found: Sequence[Stored], shape: Sequence[int], dtype: torch.dtype) -> list[Source]:
     """What a parameter is read from, or a CheckpointError that says why it does not fit."""
-    if source.join is None:
-        made = _made(source, found)
-        groups = _grouped(shape, made.shape)
-        if groups is None:
-            raise CheckpointError(f"has shape {list(shape)}, what {source} gives has {list(made.shape)}")
-        parts = [Source((0,) * len(shape), groups, made)]
-    else:
-        parts = _joined(source, [_made(source, [one]) for one in found], shape)
-    for one in parts:
-        if not _is_converted(one.made.dtype, dtype):
-            raise CheckpointError(f"is {_name(dtype)}, and {_name(one.made.dtype)} is not converted to that")
-    return parts
+    views = [_whole(stored) for stored in found]
+    made, parts = _tried_out(source, views)
+    if tuple(shape) != tuple(made.shape):
+        raise CheckpointError(f"has shape {list(shape)}, and {source} gives {list(made.shape)}")
+    if not _is_converted(made.dtype, dtype):
+        raise CheckpointError(f"is {_name(dtype)}, and {_name(made.dtype)} is not converted to that unasked")
+    if parts is None:
+        assert source.make is not None
+        each = tuple((size,) for size in shape)
+        return [Source((0,) * len(shape), each, Computed(tuple(views), source.make, tuple(shape), made.dtype))]
+    return [Source(one.starts, one.groups, _view(views[one.argument], one)) for one in parts]
+
+
+def _whole(stored: Stored) -> View:
+    if stored.dtype is None:
+        raise CheckpointError(f"is stored as {stored.code}, which torch has no dtype for")
+    return View(stored, contiguous_region(stored.begin, stored.shape, stored.dtype))
+
+
+def _view(view: View, taken: Taken) -> View:
+    begin = view.region.begin + taken.offset * taken.dtype.itemsize
+    return View(view.stored, Region(begin, taken.sizes, taken.strides, taken.dtype))
+
+
+def _tried_out(source: From, views: Sequence[View]) -> tuple[Tensor, list[Taken] | None]:
+    """What is made of tensors like the stored ones, without data; and the parts that it is put together of."""
+    given = [torch.empty(view.region.sizes, dtype=view.dtype, device="meta") for view in views]
+    noted = Noted()
+    if source.make is None:
+        return given[0], recipe(given[0], given, noted)
+    try:
+        with torch.no_grad(), noted:
+            made = source.make(*given)
+    except Exception as error:
+        shapes = " and ".join(f"{_name(x.dtype)} {list(x.shape)}" for x in given)
+        raise CheckpointError(f"is read {source}, which fails for {shapes}: {error}") from error
+    if not isinstance(made, Tensor):
+        raise CheckpointError(f"is read {source}, which makes a {type(made).__name__} and not a tensor")
+    return made, recipe(made, given, noted)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -97,76 +117,6 @@ def _is_converted(stored: torch.dtype, wanted: torch.dtype) -> bool:
     if stored.is_floating_point or wanted.is_floating_point:
         return stored.is_floating_point and wanted.is_floating_point
     return torch.bool not in (stored, wanted) and torch.promote_types(stored, wanted) == wanted
-
-
-def _joined(source: From, made: Sequence[View | Computed], shape: Sequence[int]) -> list[Source]:
-    assert source.join is not None
-    dim, at, parts = source.join % max(len(shape), 1), 0, []
-    for one in made:
-        fits = len(one.shape) == len(shape) and all(
-            a == b for i, (a, b) in enumerate(zip(one.shape, shape, strict=True)) if i != dim
-        )
-        if not fits:
-            break
-        starts = tuple(at if i == dim else 0 for i in range(len(shape)))
-        parts.append(Source(starts, tuple((size,) for size in one.shape), one))
-        at += one.shape[dim]
-    if len(parts) < len(made) or at != shape[dim]:
-        shapes = " and ".join(str(list(one.shape)) for one in made)
-        raise CheckpointError(f"has shape {list(shape)}, and {source} joins {shapes}")
-    return parts
-
-
-def _made(source: From, found: Sequence[Stored]) -> View | Computed:
-    views = [_whole(stored) for stored in found]
-    if source.view is None:
-        return views[0]
-    given = [torch.empty(view.shape, dtype=view.dtype, device="meta") for view in views]
-    try:
-        with torch.no_grad():
-            made = source.view(*given)
-    except Exception as error:
-        raise CheckpointError(f"is read by a view that fails for {_shapes(views)}: {error}") from error
-    if not isinstance(made, Tensor):
-        raise CheckpointError(f"is read by a view that returns a {type(made).__name__}, not a tensor")
-    if len(given) == 1 and _shows(made, given[0]):
-        begin = views[0].region.begin + int(made.storage_offset()) * made.dtype.itemsize
-        return View(found[0], Region(begin, tuple(made.shape), made.stride(), made.dtype))
-    return Computed(tuple(views), source.view, tuple(made.shape), made.dtype)
-
-
-def _whole(stored: Stored) -> View:
-    if stored.dtype is None:
-        raise CheckpointError(f"is stored as {stored.code}, which torch has no dtype for")
-    return View(stored, contiguous_region(stored.begin, stored.shape, stored.dtype))
-
-
-def _shapes(views: Sequence[View]) -> str:
-    return " and ".join(f"{_name(view.dtype)} {list(view.shape)}" for view in views)
-
-
-def _shows(made: Tensor, of: Tensor) -> bool:
-    """Whether a tensor is a view of another, which was not written to."""
-    same = made.untyped_storage()._cdata == of.untyped_storage()._cdata
-    return same and not of._version and not made.is_conj() and not made.is_neg()
-
-
-def _grouped(shape: Sequence[int], found: Sequence[int]) -> Groups | None:
-    """The dims of a view that make up each dim of a parameter, in row-major order; None where they do not."""
-    if tuple(shape) == tuple(found):
-        return tuple((size,) for size in found)
-    if 0 in shape or len(found) < len(shape):
-        return None
-    groups, left = [], list(found)
-    for dim, size in enumerate(shape):
-        group = [left.pop(0)]
-        spare = len(shape) - dim - 1  # each dim that follows needs one
-        while len(left) > spare and (math.prod(group) < size or (left[0] == 1 and not spare)):
-            group.append(left.pop(0))
-        if math.prod(group) != size:
-            return None
-        groups.append(tuple(group))
-    return None if left else tuple(groups)
 
 
 # Reading
@@ -183,17 +133,9 @@ def fill(sources: Sequence[Source], box: Box, target: Tensor, readers: Readers) 
         if isinstance(source.made, View):
             _fill_from_view(source, there, here, readers)
         else:
-            whole = _compute(source.made, readers).reshape(source.sizes)
+            whole = _compute(source.made, readers)
             with torch.no_grad():
                 here.copy_(part(whole, *there))
-
-
-def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common, unless that is nothing."""
-    starts = tuple(map(max, a[0], b[0]))
-    stops = [min(s + m, t + n) for s, m, t, n in zip(*a, *b, strict=True)]
-    sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-    return None if any(size <= 0 for size in sizes) else (starts, sizes)
 
 
 def _relative(box: Box, starts: Sequence[int]) -> Box:
@@ -246,7 +188,7 @@ def _in_one(
 def _compute(made: Computed, readers: Readers) -> Tensor:
     given = []
     for view in made.whole:
-        given.append(torch.empty(view.shape, dtype=view.dtype))
+        given.append(torch.empty(view.region.sizes, dtype=view.dtype))
         read(readers[view.stored.path], view.region, given[-1], key=view.stored.key)
     with torch.no_grad():
         found = made.function(*given)
