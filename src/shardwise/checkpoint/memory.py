@@ -24,7 +24,7 @@ def bytes_of(x: Tensor) -> memoryview:
     """The memory that a CPU tensor spans, from its first element to its last: whoever uses it keeps the tensor."""
     count = span(x.shape, x.stride()) * x.element_size()
     if not count:
-        return memoryview(b"")
+        return memoryview(bytearray())
     return memoryview((ctypes.c_char * count).from_address(x.data_ptr())).cast("B")
 
 

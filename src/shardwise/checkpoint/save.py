@@ -105,8 +105,9 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, room: int, ranks: Ra
     said = ranks.collect(facts)
     plans = ranks.first(doing, lambda: _plans(put_together(said or []), path, room))
     places = ranks.told(plans and {key: (plan.name, at) for plan in plans for key, at in plan.begins().items()})
-    unfinished = Path(ranks.told(ranks.first(doing, lambda: str(_begin(plans or [], path)))))
+    unfinished = Path(ranks.told(ranks.first(doing, lambda: str(_begin(path)))))
     try:
+        ranks.first(doing, lambda: _make_files(plans or [], unfinished))
         crcs = ranks.collect(ranks.all(doing, lambda: _write(parts, places, unfinished)))
         ranks.first(doing, lambda: _finish(plans or [], crcs or [], unfinished, path))
     except BaseException:
@@ -177,8 +178,8 @@ def _stored(whole: Whole) -> Written:
     return Written(whole.key, CODES[getattr(torch, whole.dtype)], whole.shape)
 
 
-def _begin(plans: Sequence[_FilePlan], path: Path) -> Path:
-    """Files of their full size, in a folder of their own."""
+def _begin(path: Path) -> Path:
+    """A folder beside, without what earlier saves have left."""
     if path.suffix == SUFFIX or not path.exists():
         folder, name = path.parent, path.name
     else:
@@ -187,9 +188,13 @@ def _begin(plans: Sequence[_FilePlan], path: Path) -> Path:
     remove_unfinished(folder, name)
     unfinished = beside(folder / name)
     make_folder(unfinished)
+    return unfinished
+
+
+def _make_files(plans: Sequence[_FilePlan], unfinished: Path) -> None:
+    """Of their full size, so that every rank can write its parts where they belong."""
     for plan in plans:
         make_file(unfinished / plan.name, len(plan.header()) + plan.num_bytes)
-    return unfinished
 
 
 def _write(parts: Sequence[Part], places: Mapping[str, tuple[str, int]], unfinished: Path) -> list[int]:

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.files import Reader
-from shardwise.checkpoint.pieces import flaw
 from shardwise.checkpoint.reading import Region, contiguous_region
 from shardwise.checkpoint.safetensors_files import parsed
 from shardwise.checkpoint.trees import dtype_named
-from shardwise.checkpoint.verifying import Claim
+from shardwise.checkpoint.verifying import Claim, are_whole
 from shardwise.errors import CheckpointError, DamagedFileError
 from shardwise.layout import Box, Layout, Mesh
 
@@ -221,8 +220,8 @@ def _check_size(path: Path, size: int) -> None:
 def _check_boxes(tensor: SavedTensor, index: StepIndex) -> None:
     """They are the whole tensor, and within their files."""
     path = index.folder / INDEX
-    if (wrong := flaw(tensor.shape, [box.box for box in tensor.boxes])) is not None:
-        raise DamagedFileError(f"of its elements, {wrong.box} (start, size) are {wrong.what}", path, key=tensor.key)
+    if not are_whole(tensor.shape, [box.box for box in tensor.boxes]):
+        raise DamagedFileError("its boxes are not the whole tensor, each element once", path, key=tensor.key)
     for box in tensor.boxes:
         if box.file not in index.files:
             raise DamagedFileError(

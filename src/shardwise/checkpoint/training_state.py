@@ -176,14 +176,10 @@ def _into_module(
     missing += [key for key in others if key not in said["others"]]
     known = {*(one for entry in entries for one in entry.names), *others}
     unexpected = [key for key in (*saved, *said["others"]) if key not in known]
-    if missing or unexpected:
-        raise CheckpointError(
-            f"{name} is not what was saved: "
-            + "; ".join(
-                [f"{len(missing)} names are new, {missing[0]!r} for one"] * bool(missing)
-                + [f"{len(unexpected)} are gone, {unexpected[0]!r} for one"] * bool(unexpected)
-            )
-        )
+    differences = ((missing, "new"), (unexpected, "gone"))
+    apart = [f"{len(names)} names are {what}, {names[0]!r} for one" for names, what in differences if names]
+    if apart:
+        raise CheckpointError(f"{name} is not what was saved: {'; '.join(apart)}")
     found = {key: decode(value, lambda key: make(key, None)) for key, value in said["others"].items()}
     wanted = [(saved[next(one for one in entry.names if one in saved)], entry.tensor) for entry in entries]
     return wanted, lambda: _set_extra_states(module, found)
@@ -213,9 +209,11 @@ def _into_optimizer(
     for at, (group, mine) in enumerate(zip_longest(groups, now, fillvalue=none)):
         there, here = {*group["params"]}, {called[number] for number in mine["params"]}
         if there != here:
+            nameless = "; give the module that they belong to as well" if any(map(str.isdigit, here - there)) else ""
+            which = min(there ^ here)
             raise CheckpointError(
-                f"{name} is not what was saved: its parameter group {at} has other parameters, of which "
-                f"{min(there ^ here)!r} is only in the {'saved' if there - here else 'present'} one"
+                f"{name} is not what was saved: its parameter group {at} has other parameters, of which {which!r} is "
+                f"only in the {'saved' if which in there else 'present'} one{nameless}"
             )
     state = {}
     for called_so, kept in said["state"].items():

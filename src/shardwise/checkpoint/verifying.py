@@ -14,6 +14,7 @@ from shardwise.checkpoint.pieces import flaw
 from shardwise.checkpoint.reading import Region, contiguous_region
 from shardwise.checkpoint.safetensors_files import DTYPES, Header, Stored
 from shardwise.errors import CheckpointError, DamagedFileError
+from shardwise.layout import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,16 @@ def _claims_of(header: Header) -> list[Claim]:
 
 
 def _of_tensor(stored: Stored, sums: Sequence[Summed]) -> list[Claim]:
-    if flaw(stored.shape, [one.box for one in sums]) is not None:
+    if not are_whole(stored.shape, [one.box for one in sums]):
         raise DamagedFileError("its checksums are not of all its data", stored.path, key=stored.key, offset=8)
     region = contiguous_region(stored.begin, stored.shape, DTYPES[stored.code])
     begin = seed(stored.key, stored.code, stored.shape)
     return [Claim(stored.path, stored.key, region.box(*one.box), one.crc, begin) for one in sums]
+
+
+def are_whole(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes that a file tells of are the whole tensor, each element once."""
+    return all(len(starts) == len(sizes) == len(shape) for starts, sizes in boxes) and flaw(shape, boxes) is None
 
 
 def verify(
