@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint import torch_files
 from shardwise.checkpoint.files import Reader
-from shardwise.checkpoint.torch_files import Section
+from shardwise.checkpoint.torch_files import Keys, Section
 from shardwise.errors import CheckpointError, CheckpointFileError, DamagedFileError
 from shardwise.layout import Box
 
@@ -42,12 +41,12 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpFolder:
-    """What a checkpoint holds; `paths` say where in nested dicts a key is."""
+    """What a checkpoint holds; `keys` are where in nested dicts each key is."""
 
     path: Path
     tensors: Mapping[str, DcpTensor]
     values: Mapping[str, Place]
-    paths: Mapping[str, torch_files.Path]
+    keys: Mapping[str, Keys]
 
 
 def read_dcp(folder: Path) -> DcpFolder:
@@ -167,13 +166,13 @@ def _folder(folder: Path, said: Any) -> DcpFolder:
     _check_files(folder, {key: place for (key, _), place in written.items()})
     tensors = {key: _tensor(folder, key, one, written) for key, one in found.items() if isinstance(one, _Tensor)}
     values = {key: written[key, None] for key, one in found.items() if isinstance(one, _Bytes)}
-    paths = {str(key): _path(path) for key, path in (said["planner_data"] or {}).items()}
-    return DcpFolder(folder, tensors, values, {key: paths.get(key, (key,)) for key in found})
+    keys = {key: _keys(path) for key, path in (said["planner_data"] or {}).items()}
+    return DcpFolder(folder, tensors, values, {key: keys.get(key, (key,)) for key in found})
 
 
-def _path(said: Any) -> torch_files.Path:
+def _keys(said: Any) -> Keys:
     if not isinstance(said, tuple) or not all(isinstance(part, (str, int)) for part in said):
-        raise TypeError(f"{said!r} is no path of keys")
+        raise TypeError(f"{said!r} are no keys")
     return said
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.checkpoint.files import Reader
 from shardwise.errors import CheckpointError, DamagedFileError
 
-Path = tuple[str | int, ...]
+Keys = tuple[str | int, ...]
 """Where in nested dicts and lists a value is."""
 
 
@@ -112,28 +112,32 @@ def _first_line(error: Exception) -> str:
 # Nested values
 
 
-def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves(value: Any, keys: Keys = (), *, tensor: type = Tensor) -> Iterator[tuple[Keys, Any]]:
     """What is in nested dicts, and in lists that have tensors or dicts, each with where it is."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from leaves(item, (*path, key if isinstance(key, (str, int)) else str(key)))
-    elif isinstance(value, (list, tuple)) and any(isinstance(item, (Tensor, Mapping)) for item in value):
+            yield from leaves(item, (*keys, key if isinstance(key, (str, int)) else str(key)), tensor=tensor)
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, (tensor, Mapping)) for item in value):
         for at, item in enumerate(value):
-            yield from leaves(item, (*path, at))
+            yield from leaves(item, (*keys, at), tensor=tensor)
     else:
-        yield path, value
+        yield keys, value
 
 
-def key_of(path: Path) -> str:
+def key_of(keys: Keys) -> str:
     """As torch.distributed.checkpoint names what is in nested dicts."""
-    return ".".join(map(str, path)) or "value"
+    return ".".join(map(str, keys)) or "value"
 
 
-def nested(values: Mapping[Path, Any]) -> Any:
-    """Dicts, and lists where all keys are numbers in a row, of values by their paths."""
+def nested(values: Mapping[Keys, Any]) -> Any:
+    """Dicts, and lists where all keys are numbers in a row, of values by where they are.
+
+    >>> nested({("a", "b"): 1, ("c", 0): 2, ("c", 1): 3})
+    {'a': {'b': 1}, 'c': [2, 3]}
+    """
     if () in values:
         return values[()]
-    parts: dict[str | int, dict[Path, Any]] = {}
+    parts: dict[str | int, dict[Keys, Any]] = {}
     for (first, *rest), value in values.items():
         parts.setdefault(first, {})[tuple(rest)] = value
     made = {name: nested(part) for name, part in parts.items()}
