@@ -145,6 +145,11 @@ class Catalogue:
     unproven: str = ""
 
     @property
+    def told(self) -> str:
+        """What it is, in words."""
+        return self.about if self.kind == "step" else f"{self.kind}, {self.about}"
+
+    @property
     def num_bytes(self) -> int:
         return sum(item.num_bytes for item in self.items.values())
 
