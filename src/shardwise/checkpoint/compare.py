@@ -89,16 +89,14 @@ class _Apart:
         differ = (a != b) & ~((a != a) & (b != b))
         if not differ.any():
             return
-        x, y = a[differ].to(_wide(a)), b[differ].to(_wide(b))
-        apart = (x - y).abs()
-        beyond = ~(apart <= tolerance.absolute + tolerance.relative * y.abs())
+        apart, sizes = _distance(a[differ], b[differ]), _wide(b[differ]).abs()
+        beyond = ~(apart <= tolerance.absolute + tolerance.relative * sizes)
         self.count += int(beyond.sum())
-        finite = apart[beyond & apart.isfinite()]
         self.has_none |= bool((beyond & ~apart.isfinite()).any())
-        if finite.numel():
-            sizes = y.abs()[beyond & apart.isfinite()]
-            self.absolute = max(self.absolute, float(finite.max()))
-            self.relative = max(self.relative, float((finite / sizes.clamp(min=torch.finfo(sizes.dtype).tiny)).max()))
+        beyond &= apart.isfinite()
+        if beyond.any():
+            self.absolute = max(self.absolute, float(apart[beyond].max()))
+            self.relative = max(self.relative, float((apart / sizes.clamp(min=_TINY))[beyond].max()))
 
     def told(self, total: int) -> str:
         by = [f"by at most {self.absolute:.3g} (relative {self.relative:.3g})"] if self.absolute else []
@@ -115,5 +113,15 @@ def _comparable(x: Tensor) -> Tensor:
     return x.to(torch.float32) if x.is_floating_point() and x.itemsize < 4 else x
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.complex128 if x.is_complex() else torch.float64
+_TINY = torch.finfo(torch.float64).tiny
+
+
+def _distance(x: Tensor, y: Tensor) -> Tensor:
+    apart = (_wide(x) - _wide(y)).abs()
+    if any(z.is_floating_point() or z.is_complex() for z in (x, y)):
+        return apart
+    return torch.maximum(apart, (x.long() - y.long()).abs().double())  # which rounds nothing, but may overflow
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)

@@ -143,6 +143,7 @@ def _to_torch_file(source: Catalogue, path: Path, *, done: Done) -> None:
 def _to_dcp(source: Catalogue, path: Path, *, done: Done) -> None:
     """By torch's own writer, which asks for each box when its turn comes."""
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
@@ -174,7 +175,10 @@ def _to_dcp(source: Catalogue, path: Path, *, done: Done) -> None:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        save({}, storage_writer=FileSystemWriter(path), planner=Planner(), no_dist=True)
+        try:
+            save({}, storage_writer=FileSystemWriter(path), planner=Planner(), no_dist=True)
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from None  # there is one rank
 
 
 def format_of(target: Path) -> Format | None:
