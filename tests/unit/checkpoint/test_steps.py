@@ -303,8 +303,8 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     )
     groups = torch.optim.SGD([{"params": list(other.first.parameters())}, {"params": list(other.second.parameters())}])
     words = (
-        r"^optimizer is not what was saved: its parameter group 0 has other parameters, of which 'model\.second\.bias' is "
-        r"only in the saved one$"
+        r"^optimizer is not what was saved: its parameter group 0 has other parameters, of which 'model\.second\.bias' "
+        r"is only in the saved one$"
     )
     refused(tmp_path, words, model=other, optimizer=groups)
     refused(
