@@ -1,5 +1,6 @@
 """Checkpoints that any mesh can read."""
 
+from shardwise.checkpoint import dcp  # noqa: F401  # gives DTensor what torch.distributed.checkpoint asks for
 from shardwise.checkpoint.background import Saving, wait
 from shardwise.checkpoint.load import Loaded, load
 from shardwise.checkpoint.pretrained import load_pretrained, save_pretrained

@@ -25,7 +25,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.reading import contiguous_region
 from shardwise.checkpoint.safetensors_files import CODES, Written, in_file_order, make_header
 from shardwise.checkpoint.sources import KeyMap, resolved
-from shardwise.checkpoint.writers import Part, Place, Whole, dtype_name, parts_of, put_together, settled
+from shardwise.checkpoint.writers import Place, Whole, Writable, dtype_name, parts_of, put_together, settled
 from shardwise.checkpoint.writing import flush_folder, make_file, open_to_write, write_file
 from shardwise.errors import CheckpointError, CheckpointFileError
 
@@ -99,9 +99,13 @@ def check_tensors_only(others: Mapping[str, Any], model: nn.Module) -> None:
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, room: int, ranks: Ranks) -> None:
     """Save tensors with nothing pending, of which ranks may have different ones."""
+    ranks.all(f"saving {path}", lambda: check_storable(tensors))
+    save_parts(*parts_of(tensors, ranks), path, room, ranks)
+
+
+def save_parts(parts: Sequence[Writable], facts: Mapping[str, Any], path: Path, room: int, ranks: Ranks) -> None:
+    """Save the parts that the ranks have, of which `facts` tell; the data of each are asked for once."""
     doing = f"saving {path}"
-    ranks.all(doing, lambda: check_storable(tensors))
-    parts, facts = parts_of(tensors, ranks)
     said = ranks.collect(facts)
     plans = ranks.first(doing, lambda: _plans(put_together(said or []), path, room))
     places = ranks.told(plans and {key: (plan.name, at) for plan in plans for key, at in plan.begins().items()})
@@ -197,16 +201,17 @@ def _make_files(plans: Sequence[_FilePlan], unfinished: Path) -> None:
         make_file(unfinished / plan.name, len(plan.header()) + plan.num_bytes)
 
 
-def _write(parts: Sequence[Part], places: Mapping[str, tuple[str, int]], unfinished: Path) -> list[int]:
+def _write(parts: Sequence[Writable], places: Mapping[str, tuple[str, int]], unfinished: Path) -> list[int]:
     """Write this rank's boxes. What is returned are their checksums."""
     crcs = [0] * len(parts)
     for name in dict.fromkeys(places[part.key][0] for part in parts):
         with open_to_write(unfinished / name) as file:
             for number, part in enumerate(parts):
                 if places[part.key][0] == name:
-                    region = contiguous_region(places[part.key][1], part.shape, part.data.dtype).box(*part.box)
-                    crc = seed(part.key, CODES[part.data.dtype], part.shape)
-                    crcs[number] = file.write_tensor(region, part.data, crc)
+                    data = part.data
+                    region = contiguous_region(places[part.key][1], part.shape, data.dtype).box(*part.box)
+                    crc = seed(part.key, CODES[data.dtype], part.shape)
+                    crcs[number] = file.write_tensor(region, data, crc)
     return crcs
 
 

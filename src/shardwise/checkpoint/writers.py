@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,19 @@ from shardwise.errors import CheckpointError
 from shardwise.layout import Box, Layout, Mesh
 from shardwise.redistribute import plan_moves, run_path
 from shardwise.tensor import DTensor, localise, wrap
+
+
+class Writable(Protocol):
+    """A box of a tensor of some shape that this process writes, and what is in it when it is asked for."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def box(self) -> Box: ...
+    @property
+    def data(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

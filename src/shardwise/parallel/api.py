@@ -15,6 +15,7 @@ from shardwise.comm import AnyMesh, as_mesh
 from shardwise.errors import PlanError
 from shardwise.layout import Mesh, Placement, Replicate
 from shardwise.parallel.agreement import agreed
+from shardwise.parallel.loaded_state import take_any_state
 from shardwise.parallel.modules import tied
 from shardwise.parallel.named_styles import NamedStyle, replicate_inside
 from shardwise.parallel.style import Distributing, ParallelStyle
@@ -63,6 +64,7 @@ def parallelize_module(
                 module = made
     if named:
         replicate_inside(module, mesh.origin, src_data_rank)
+    take_any_state(module.modules())
     return module
 
 
