@@ -37,7 +37,6 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -226,8 +225,6 @@ class Rank:
     def main(self, store: str) -> None:
         timeout = datetime.timedelta(seconds=PATIENCE)
         where = dist.FileStore(store, self.run.size)
-        random.seed(0)  # as a program does that is to be resumed on another number of ranks: a fork draws a new seed
-        numpy.random.seed(0)
         dist.init_process_group("gloo", store=where, rank=self.number, world_size=self.run.size, timeout=timeout)
         program = Program.new(self.run.lay)
         step = checkpoint.load_latest(self.folder, **program.state) or 0
@@ -264,15 +261,19 @@ def play(run: Run, folder: Path, notes: Path) -> None:
     """Fork the ranks of a run, wait for them, and look at what is there now. AssertionError if anything is wrong."""
     before = max((one.step for one in steps_in(folder)), default=0)
     ended, held = os.pipe()
+    begin, begun = os.pipe()
     pids: list[int] = []
     with tempfile.TemporaryDirectory() as store:
         for number in range(run.size):
             pid = os.fork()
             if pid == 0:
-                os.setpgid(0, pids[0] if pids else 0)
+                os.read(begin, 1)  # until all are in one group
                 _as_rank(run, number, folder, notes, f"{store}/store")
             pids.append(pid)
-        os.close(held)
+            os.setpgid(pid, pids[0])
+        os.write(begun, bytes(run.size))
+        for end in (held, begin, begun):
+            os.close(end)
         is_over = bool(select.select([ended], [], [], PATIENCE)[0])  # when the last of them has ended
         os.close(ended)
         if not is_over:
@@ -355,16 +356,16 @@ def main() -> None:
         f"`python benchmarks/checkpoint_faults.py --runs {options.runs} --seed {options.seed}`: Python "
         f"{platform.python_version()}, torch {torch.__version__}, 2 or 3 processes on Gloo.",
         "",
-        "After every fault the last step that was complete was there, whole, and loaded bit for bit on another number of "
-        "ranks; ranks that lived all raised; the next save left no temporary file.",
+        "After every fault the last step that was complete was there, whole, and loaded bit for bit on another number "
+        "of ranks; ranks that lived all raised; the next save left no temporary file.",
         "",
         "| fault | runs | a save did not end |",
         "| --- | --- | --- |",
         *(f"| {kind} | {drawn[kind]} | {struck[kind]} |" for kind in KINDS),
         f"| all | {options.runs} | {sum(struck.values())} |",
         "",
-        f"{time.monotonic() - began:.0f} seconds. In the rest of the runs the step was complete before the fault struck, "
-        f"or the calls that were to fail were over.",
+        f"{time.monotonic() - began:.0f} seconds. In the rest of the runs the step was complete before the fault "
+        f"struck, or the calls that were to fail were over.",
     ]
     print("\n".join(lines))
     if options.write:

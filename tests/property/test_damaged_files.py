@@ -30,7 +30,9 @@ class Net(nn.Module):
 
 
 def values(module: nn.Module) -> dict[str, Tensor]:
-    return {name: (x.full_tensor() if isinstance(x, sw.DTensor) else x).clone() for name, x in module.state_dict().items()}
+    return {
+        name: (x.full_tensor() if isinstance(x, sw.DTensor) else x).clone() for name, x in module.state_dict().items()
+    }
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -80,7 +82,9 @@ def check(files: list[Path], damage: Callable[[Path, bytes], bytes], read: Load,
         else:
             found["right"] += 1
             assert same(values(net), right), f"other numbers: {path} {content} {damaged}"
-            net.load_state_dict({name: sw.distribute_tensor(x, MESH) if x.ndim == 2 else x for name, x in before.items()})
+            net.load_state_dict(
+                {name: sw.distribute_tensor(x, MESH) if x.ndim == 2 else x for name, x in before.items()}
+            )
         finally:
             path.write_bytes(content)
     return found
@@ -91,7 +95,9 @@ def test_steps(tmp_path: Path) -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     folder = save_step(tmp_path, step=1, model=net, optimizer=optimizer, background=False).wait()
-    found = check(list(folder.iterdir()), lambda path, x: changed(x, chance), lambda net: load_step(folder, model=net), 400)
+    found = check(
+        list(folder.iterdir()), lambda path, x: changed(x, chance), lambda net: load_step(folder, model=net), 400
+    )
     assert found["refused"] > 300
 
 
@@ -99,7 +105,9 @@ def test_steps(tmp_path: Path) -> None:
 def test_safetensors_with_checksums(size: Any, tmp_path: Path) -> None:
     chance = random.Random(2)
     save(Net(), tmp_path, max_shard_size=size)
-    found = check(list(tmp_path.iterdir()), lambda path, x: changed(x, chance), lambda net: load(net, tmp_path, verify=True), 200)
+    found = check(
+        list(tmp_path.iterdir()), lambda path, x: changed(x, chance), lambda net: load(net, tmp_path, verify=True), 200
+    )
     assert found["refused"] > 150
 
 

@@ -90,8 +90,8 @@ class Strictness:
             wrong.append(f"the model has nothing for {_some(map(repr, unexpected))}")
         if wrong:
             raise CheckpointError(
-                f"{path} does not fit {type(model).__name__}: {'; '.join(wrong)}. If they have other names there, say so "
-                f"with keys=; to load what fits, strict=False"
+                f"{path} does not fit {type(model).__name__}: {'; '.join(wrong)}. If they have other names there, say "
+                f"so with keys=; to load what fits, strict=False"
             )
 
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 import importlib
 import random
 import sys
-import warnings
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint.trees import Encoder, decode
-from shardwise.errors import CheckpointWarning
 
 States = dict[str, Any]
 """By the name of a generator its state, as JSON."""
@@ -46,20 +44,13 @@ def all_states(said: Sequence[States]) -> dict[str, Any]:
     return found
 
 
-def restore_random_states(saved: dict[str, Any], number: int, count: int) -> None:
-    """Each rank's own state, if there are as many ranks as then; else the one that all had. States that differed
-    between ranks of another number are nobody's: those generators stay as they are, and that is said."""
-    left = []
+def restore_random_states(saved: Mapping[str, Any], number: int) -> None:
+    """Each rank's own state, or the one that all had. Where they differed, a rank of a number that there was not then
+    has none: its generator stays as it is, and no two ranks draw the same."""
     for name, kept in saved.items():
         states, of = kept["states"], kept["of"]
-        if len(of) == count:
-            _restore(name, states[of[number]])
-        elif len(states) == 1:
-            _restore(name, states[0])
-        else:
-            left.append(f"{name}'s, which differed between {len(of)} ranks, and there are {count} now")
-    if left:
-        warnings.warn(f"random states were not restored: {'; '.join(left)}", CheckpointWarning, stacklevel=2)
+        if len(states) == 1 or number < len(of):
+            _restore(name, states[0 if len(states) == 1 else of[number]])
 
 
 def _restore(name: str, state: Any) -> None:

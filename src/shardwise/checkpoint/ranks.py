@@ -49,9 +49,9 @@ class Ranks:
 
     def gather(self, facts: Any) -> list[Any]:
         """What each rank has to say, on all ranks."""
-        if self._group is None:
-            return [facts]
         mine = json.dumps(facts).encode()
+        if self._group is None:
+            return [json.loads(mine)]  # as others would hear it
         with _together():
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.members]
             dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
@@ -63,7 +63,7 @@ class Ranks:
     def collect(self, facts: Any) -> list[Any] | None:
         """What each rank has to say, on the first: None on the others."""
         if self._group is None:
-            return [facts]
+            return self.gather(facts)
         mine = json.dumps(facts).encode()
         sizes = self.gather(len(mine))
         with _together():
@@ -76,7 +76,7 @@ class Ranks:
     def told(self, facts: Any) -> Any:
         """What the first rank has to say, on all ranks."""
         if self._group is None:
-            return facts
+            return self.gather(facts)[0]
         mine = json.dumps(facts).encode() if self.is_first else b""
         with _together():
             size = torch.tensor([len(mine)])

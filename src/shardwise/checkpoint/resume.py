@@ -125,7 +125,7 @@ def _load(index: StepIndex, state: Mapping[str, Any], ranks: Ranks, *, random: b
     ranks.all(doing, lambda: plan.read(plan.in_place))
     plan.show()
     if random:
-        restore_random_states(dict(index.random), ranks.number, ranks.count)
+        restore_random_states(index.random, ranks.number)
 
 
 @dataclass(slots=True)

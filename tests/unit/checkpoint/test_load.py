@@ -161,8 +161,8 @@ def test_a_plain_model_on_meta(saved: Any) -> None:
     with pytest.raises(CheckpointError) as error:
         load(net, path)
     assert str(error.value) == (
-        "Net has buffers on the meta device that no file has, because they are not persistent: 'scratch'. Make the model "
-        "with shardwise.init_on, or give them their values first"
+        "Net has buffers on the meta device that no file has, because they are not persistent: 'scratch'. Make the "
+        "model with shardwise.init_on, or give them their values first"
     )
     assert net.up.weight.is_meta
     net.scratch = torch.ones(3)
@@ -209,7 +209,7 @@ def test_numbers_are_converted_as_they_are_read(tmp_path: Path) -> None:
 
 
 def test_other_names(saved: Any, tmp_path: Path) -> None:
-    path, state = saved
+    _, state = saved
     save_file({f"model.{name}": x for name, x in state.items()}, tmp_path / "other.safetensors")
     for keys in ({"**": "model.**"}, lambda name: f"model.{name}"):
         net = place(Net(), S(0), R)
@@ -283,11 +283,15 @@ def test_wildcards() -> None:
         "layers.10.mlp.weight": ("h.10.mlp.weight", "x"),
         "head.weight": ("head.weight",),
     }
-    with pytest.raises(PlanError, match=r"^keys names 'layer\.\*', but no parameter or buffer that is left for it is called so$"):
+    with pytest.raises(
+        PlanError, match=r"^keys names 'layer\.\*', but no parameter or buffer that is left for it is called so$"
+    ):
         resolved(names, {"layer.*": "x"})
     with pytest.raises(PlanError, match="left for it"):  # the first that fits counts
         resolved(names, {"**": "x.**", "head.*": "y.*"})
-    with pytest.raises(PlanError, match=r"^the key 'a\.\*\.\*' has more wildcards than the name 'head\.\*' that it is for$"):
+    with pytest.raises(
+        PlanError, match=r"^the key 'a\.\*\.\*' has more wildcards than the name 'head\.\*' that it is for$"
+    ):
         resolved(names, {"head.*": "a.*.*"})
     with pytest.raises(TypeError, match="a parameter is read from a key, or From"):
         resolved(names, lambda name: 3)
@@ -311,11 +315,18 @@ def refused(path: Path, words: str, *, keys: Any = None, strict: bool = True, ne
 def test_names_that_do_not_fit(saved: Any, tmp_path: Path) -> None:
     _, state = saved
     save_file({**state, "more": torch.ones(1), "still more": torch.ones(1)} | {}, tmp_path / "more.safetensors")
-    refused(tmp_path / "more.safetensors", r"does not fit Net: the model has nothing for 'more', 'still more'\. If they have")
+    refused(
+        tmp_path / "more.safetensors",
+        r"does not fit Net: the model has nothing for 'more', 'still more'\. If they have",
+    )
     del state["up.bias"]
     save_file(state, tmp_path / "less.safetensors")
     refused(tmp_path / "less.safetensors", "does not fit Net: no file has 'up.bias'")
-    refused(tmp_path / "less.safetensors", "no file has 'up.bias', 'down.bias'; the model has nothing for 'down.bias'", keys={"down.bias": "x"})
+    refused(
+        tmp_path / "less.safetensors",
+        "no file has 'up.bias', 'down.bias'; the model has nothing for 'down.bias'",
+        keys={"down.bias": "x"},
+    )
     loaded = load(place(Net(), S(0), R), tmp_path / "less.safetensors", strict=False)
     assert loaded.missing_keys == ("up.bias",)
 
@@ -330,14 +341,20 @@ def test_shapes_and_dtypes_that_do_not_fit(saved: Any, tmp_path: Path) -> None:
     )
     refused(tmp_path / "x.safetensors", words)
     refused(tmp_path / "x.safetensors", words, strict=False)
-    keys = {"up.weight": From("up.weight", make=lambda w: w.T), "down.bias": From("down.bias", make=lambda b: b.float())}
+    keys = {
+        "up.weight": From("up.weight", make=lambda w: w.T),
+        "down.bias": From("down.bias", make=lambda b: b.float()),
+    }
     load(place(Net(), S(0), R), tmp_path / "x.safetensors", keys=keys)
 
 
 def test_functions_that_do_not_fit(saved: Any) -> None:
     path, _ = saved
     for make, words in (
-        (lambda w: w.nothing, r"'up\.weight' is read From\('up\.weight', make=...\), which fails for float32 \[10, 6\]: '"),
+        (
+            lambda w: w.nothing,
+            r"'up\.weight' is read From\('up\.weight', make=...\), which fails for float32 \[10, 6\]: '",
+        ),
         (lambda w: w[11], "which fails for .* out of bounds|which fails for .*index 11"),
         (lambda w: [w], "which makes a list and not a tensor"),
         (lambda w: w[:2], r"has shape \[10, 6\], and From\('up\.weight', make=\.\.\.\) gives \[2, 6\]"),
@@ -358,7 +375,9 @@ def test_a_module_without_places_for_what_its_state_dict_has(tmp_path: Path) -> 
             destination[prefix + "weight"] = self.weight * 2
 
     save_file({"weight": torch.ones(3, 2)}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match="'weight' is in the state dict of Odd, but it is neither a parameter nor a buf"):
+    with pytest.raises(
+        CheckpointError, match="'weight' is in the state dict of Odd, but it is neither a parameter nor a buf"
+    ):
         load(Odd(2, 3), tmp_path)
 
 
@@ -376,7 +395,9 @@ def write_set(folder: Path, state: dict[str, Tensor], **metadata: Any) -> None:
     halves = [*state][::2], [*state][1::2]
     for number, names in enumerate(halves):
         more = {name: value[number] for name, value in metadata.items()}
-        save_file({name: state[name] for name in names}, folder / f"part-{number}.safetensors", {"format": "pt", **more})
+        save_file(
+            {name: state[name] for name in names}, folder / f"part-{number}.safetensors", {"format": "pt", **more}
+        )
     index = {name: f"part-{number}.safetensors" for number, names in enumerate(halves) for name in names}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
@@ -406,9 +427,15 @@ def test_sets_that_are_not_whole(saved: Any, tmp_path: Path) -> None:
     def at(name: str, value: Any) -> Callable[[dict[str, Any]], Any]:
         return lambda said: said["weight_map"].update({name: value})
 
-    changed(r"key 'x': the index says that it is in part-0\.safetensors, which does not have it", at("x", "part-0.safetensors"))
+    changed(
+        r"key 'x': the index says that it is in part-0\.safetensors, which does not have it",
+        at("x", "part-0.safetensors"),
+    )
     changed("cannot read .*part-7.safetensors: No such file", at("x", "part-7.safetensors"))
-    changed(r"key 'x': '\.\./set/part-0\.safetensors' is no name of a safetensors file beside the index", at("x", "../set/part-0.safetensors"))
+    changed(
+        r"key 'x': '\.\./set/part-0\.safetensors' is no name of a safetensors file beside the index",
+        at("x", "../set/part-0.safetensors"),
+    )
     changed("key 'x': '/etc/passwd' is no name", at("x", "/etc/passwd"))
     changed("an index has a weight_map, from keys to names of files", at("x", 3))
     changed("an index has a weight_map", lambda said: {"metadata": {}})
@@ -418,19 +445,24 @@ def test_sets_that_are_not_whole(saved: Any, tmp_path: Path) -> None:
 
 
 def test_folders_that_say_nothing(saved: Any, tmp_path: Path) -> None:
-    path, state = saved
+    _, state = saved
     (folder := tmp_path / "none").mkdir()
     refused(folder, r"no \.safetensors file, and no \.safetensors\.index\.json file, is in ")
     save_file(state, folder / "a.safetensors")
     load(place(Net(), S(0), R), folder)
     save_file(state, folder / "b.safetensors")
-    refused(folder, r"has 2 safetensors files and no index that says which belong together: a\.safetensors, b\.safetensors\.")
+    refused(
+        folder,
+        r"has 2 safetensors files and no index that says which belong together: a\.safetensors, b\.safetensors\.",
+    )
     save_file(state, folder / "model.safetensors")
     load(place(Net(), S(0), R), folder)
     (folder / "model.safetensors").unlink()
     for name in "ab":
         (folder / f"{name}.safetensors.index.json").write_text("{}")
-    refused(folder, "has several indexes, a.safetensors.index.json, b.safetensors.index.json: name the one that is meant")
+    refused(
+        folder, "has several indexes, a.safetensors.index.json, b.safetensors.index.json: name the one that is meant"
+    )
     with pytest.raises(CheckpointFileError, match="No such file or directory"):
         load(Net(), tmp_path / "nowhere")
 

@@ -45,7 +45,9 @@ def test_any_part_in_any_order_into_any_memory(buffer: int, tmp_path: Path, monk
             starts = [chance.randrange(size) for size in x.shape]
             sizes = [chance.randint(0, size - start) for size, start in zip(x.shape, starts, strict=True)]
             order, box = chance.sample(range(4), 4), whole.box(starts, sizes)
-            region = Region(box.begin, *(tuple(some[dim] for dim in order) for some in (box.sizes, box.strides)), x.dtype)
+            region = Region(
+                box.begin, *(tuple(some[dim] for dim in order) for some in (box.sizes, box.strides)), x.dtype
+            )
             into = target(chance, region.sizes, chance.choice((torch.float32, torch.float64, torch.bfloat16)))
             before = reader.num_read
             read(reader, region, into)
@@ -127,7 +129,7 @@ def test_any_part_is_written_from_any_memory(buffer: int, tmp_path: Path, monkey
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointFileError, match="cannot write .*nowhere/x: No such file or directory"):
+    with pytest.raises(CheckpointFileError, match=r"cannot write .*nowhere/x: No such file or directory"):
         make_file(tmp_path / "nowhere" / "x")
     make_file(tmp_path / "x")
     with pytest.raises(CheckpointFileError, match="File exists"):

@@ -22,7 +22,10 @@ KNOWN: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "a diagonal": (lambda a: a.diagonal(), (A,)),
     "repeated": (lambda a: a[:1].expand(5, 6), (A,)),
     "joined": (lambda a, b: torch.cat([a, b]), (A, B)),
-    "joined by columns": (lambda a, b: torch.cat((a.T, b.T[:2]), dim=-1) if False else torch.cat((a, b[:, 2:]), -1), (A, B)),
+    "joined by columns": (
+        lambda a, b: torch.cat((a, b[:, 2:]), -1),
+        (A, B),
+    ),
     "stacked": (lambda a, b: torch.stack([a, b], dim=1), (A, B)),
     "stacked last": (lambda a, b: torch.stack([a, b], -1), (A, B)),
     "experts": (lambda a, b: torch.stack([torch.cat([a, b]), torch.cat([b, a])]), (A, B)),

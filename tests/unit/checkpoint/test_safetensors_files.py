@@ -51,7 +51,9 @@ def test_the_library_understands_headers_of_ours(tmp_path: Path) -> None:
     assert found.keys() == TENSORS.keys()
     for key, x in TENSORS.items():
         assert found[key].shape == x.shape and raw(found[key]) == raw(x)
-    assert {key: one.shape for key, one in read_header(file).tensors.items()} == {k: x.shape for k, x in TENSORS.items()}
+    assert {key: one.shape for key, one in read_header(file).tensors.items()} == {
+        k: x.shape for k, x in TENSORS.items()
+    }
 
 
 def test_wide_elements_come_first_so_that_all_are_aligned() -> None:
@@ -73,8 +75,14 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "a safetensors file has at least 8 bytes, this one 0"),
     "half a length": (b"\x10\0\0", "at least 8 bytes, this one 3"),
     "an endless header": ((2**63).to_bytes(8, "little") + b"{}", "at byte 0: the header is said to have 9223372036"),
-    "a long header": (file_of(b"{}", length=LONGEST_HEADER + 1), "at byte 0: the header is said to have 100000001 bytes"),
-    "a header cut off": (file_of({"w": entry()}, bytes(8))[:20], "at byte 0: .* it was cut off, or is no safetensors file"),
+    "a long header": (
+        file_of(b"{}", length=LONGEST_HEADER + 1),
+        "at byte 0: the header is said to have 100000001 bytes",
+    ),
+    "a header cut off": (
+        file_of({"w": entry()}, bytes(8))[:20],
+        "at byte 0: .* it was cut off, or is no safetensors file",
+    ),
     "no JSON": (file_of(b"{'w': 1}"), "at byte 8: this is not valid JSON: Expecting property name"),
     "no text": (file_of(b'{"\xff": 1}'), "at byte 8: this is not valid JSON: 'utf-8' codec can't decode"),
     "no object": (file_of([1]), "at byte 8: expected a JSON object, found a list"),
@@ -82,7 +90,10 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "twice": (file_of(b'{"w": {}, "w": {}}'), "at byte 8: this is not valid JSON: 'w' comes twice"),
     "NaN": (file_of(b'{"w": NaN}'), "this is not valid JSON: NaN is no JSON"),
     "a long number": (file_of(b'{"w": ' + b"9" * 5000 + b"}"), "this is not valid JSON"),
-    "odd metadata": (file_of({"__metadata__": {"a": 1}}), "key '__metadata__': __metadata__ is not a mapping from text"),
+    "odd metadata": (
+        file_of({"__metadata__": {"a": 1}}),
+        "key '__metadata__': __metadata__ is not a mapping from text",
+    ),
     "an odd entry": (file_of({"w": 3}), "key 'w': an entry of the header has a dtype, a shape and data_offsets"),
     "one thing more": (file_of({"w": {**entry(), "x": 1}}, bytes(8)), "and nothing else"),
     "an unknown dtype": (file_of({"w": entry(dtype="F31")}, bytes(8)), "key 'w': unknown dtype 'F31'"),
@@ -91,12 +102,27 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "a size that is true": (file_of({"w": entry(shape=[2, True])}, bytes(8)), "are not sizes"),
     "offsets the wrong way": (file_of({"w": entry(8, 0)}, bytes(8)), "are not sizes"),
     "three offsets": (file_of({"w": {**entry(), "data_offsets": [0, 4, 8]}}, bytes(8)), "are not sizes"),
-    "another size": (file_of({"w": entry(0, 7)}, bytes(7)), r"at byte \d+, key 'w': F32 of shape \[2\] takes 8 bytes, not 7"),
+    "another size": (
+        file_of({"w": entry(0, 7)}, bytes(7)),
+        r"at byte \d+, key 'w': F32 of shape \[2\] takes 8 bytes, not 7",
+    ),
     "a huge shape": (file_of({"w": entry(shape=[2**62, 2**62])}, bytes(8)), "takes .* bytes, not 8"),
-    "cut off": (file_of({"w": entry()}, bytes(5)), r"at byte \d+, key 'w': the file ends at byte \d+, .* it was cut off"),
-    "too long": (file_of({"w": entry()}, bytes(9)), r"at byte \d+: the file goes on to byte \d+ with bytes that are nobody"),
-    "a gap": (file_of({"v": entry(), "w": entry(9, 17)}, bytes(17)), r"key 'w': the tensor leaves bytes that are nobody's"),
-    "overlapping": (file_of({"v": entry(), "w": entry(4, 12)}, bytes(12)), "key 'w': the tensor begins before the one in"),
+    "cut off": (
+        file_of({"w": entry()}, bytes(5)),
+        r"at byte \d+, key 'w': the file ends at byte \d+, .* it was cut off",
+    ),
+    "too long": (
+        file_of({"w": entry()}, bytes(9)),
+        r"at byte \d+: the file goes on to byte \d+ with bytes that are nobody",
+    ),
+    "a gap": (
+        file_of({"v": entry(), "w": entry(9, 17)}, bytes(17)),
+        r"key 'w': the tensor leaves bytes that are nobody's",
+    ),
+    "overlapping": (
+        file_of({"v": entry(), "w": entry(4, 12)}, bytes(12)),
+        "key 'w': the tensor begins before the one in",
+    ),
 }
 
 

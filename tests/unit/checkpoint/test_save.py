@@ -169,8 +169,8 @@ def failing(name: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "after"), FAULTS)
 @pytest.mark.parametrize("size", [300, "1MB"])
 def test_a_save_that_fails(name: str, after: int, size: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was there is there; but between the first rename and the last there is nothing to load, rather than a mixture
-    of two models."""
+    """What was there is there. Between the first rename and the last there is nothing to load, rather than a mixture of
+    two models."""
     first, second = place(Net(), S(0), S(1)), place(Net(), S(0), S(1))
     save(first, tmp_path, max_shard_size=size)
     with monkeypatch.context() as patched:
@@ -215,7 +215,9 @@ def test_data_are_verified_before_anything_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(content)
     other = place(Net(), S(1), R)
     before = values(other)
-    with pytest.raises(DamagedFileError, match=r"x\.safetensors, at byte \d+, key '.*': the data have changed since they") as error:
+    with pytest.raises(
+        DamagedFileError, match=r"x\.safetensors, at byte \d+, key '.*': the data have changed since they"
+    ) as error:
         load(other, tmp_path / "x.safetensors", verify=True)
     assert error.value.key in before and error.value.offset <= len(content) - 7
     assert all(torch.equal(values(other)[name], x) for name, x in before.items())
@@ -223,7 +225,9 @@ def test_data_are_verified_before_anything_is_loaded(tmp_path: Path) -> None:
 
 def test_files_of_others_cannot_be_verified(tmp_path: Path) -> None:
     save_file(values(Net()), tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match=r"carries no checksums to be verified by: only files that shardwise\.checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"carries no checksums to be verified by: only files that shardwise\.checkpoint"
+    ):
         load(Net(), tmp_path / "x.safetensors", verify=True)
 
 
@@ -273,11 +277,14 @@ def test_of_other_boxes_those_of_one_kind_of_ranks_are_kept() -> None:
 
 @pytest.mark.parametrize("boxes", [[[TOP], []], [[LEFT], [BOTTOM]], [[], []]])
 def test_what_is_not_all_there(boxes: Any) -> None:
-    with pytest.raises(CheckpointError, match="the ranks that save do not have all of 'w': call it on all ranks of its mesh"):
+    with pytest.raises(
+        CheckpointError, match="the ranks that save do not have all of 'w': call it on all ranks of its mesh"
+    ):
         boxes_of([facts(0, some) for some in boxes])
 
 
 def test_ranks_with_different_tensors_of_one_name() -> None:
-    with pytest.raises(CheckpointError, match=r"ranks have different tensors under the name 'w': float32 \[4, 3\] and float32"):
+    with pytest.raises(
+        CheckpointError, match=r"ranks have different tensors under the name 'w': float32 \[4, 3\] and float32"
+    ):
         boxes_of([facts(0, [TOP, BOTTOM]), facts(1, [], [("w", "float32", (4, 3))])])
-

@@ -21,7 +21,7 @@ VALUES: dict[str, Any] = {
     "no numbers": (math.inf, -math.inf),
     "text": ["", "naïve", "\ud800", "$"],
     "sequences": [(), (1, (2, [3])), {1, 2}, frozenset("a"), torch.Size([2, 3])],
-    "dicts": {"a": {"$": 1, "b": {}}, "c": {1: "x", (2, "y"): None, 1.5: [], True: 0}},
+    "dicts": {"a": {"$": 1, "b": {}}, "c": {1: "x", (2, "y"): None, 1.5: []}, "d": {True: 0}},
     "kinds of dicts": [Counter({3: 2, 1: 5}), OrderedDict([("b", 1), ("a", 2)])],
     "other things": [b"\0\xff", 1 + 2j, torch.bfloat16, torch.device("cuda", 3), complex(math.inf, -0.0)],
     "tagged": {"$": "tensor", "of": "x"},
@@ -95,12 +95,18 @@ class Own:
 LOOP: list[Any] = []
 LOOP.append(LOOP)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "an object": ({"a": [1, Own()]}, r"^it\.a\.1 is a .*\.Own, which a checkpoint cannot hold: it holds numbers, text, tensors"),
+    "an object": (
+        {"a": [1, Own()]},
+        r"^it\.a\.1 is a .*\.Own, which a checkpoint cannot hold: it holds numbers, text, tensors",
+    ),
     "a function": ({"f": len}, r"^it\.f is a builtins\.builtin_function_or_method, which a checkpoint cannot hold"),
     "a deque": (deque([1]), r"^it is a collections\.deque, which"),
     "a key": ({Own(): 1}, r"^a key of it is a .*\.Own"),
     "a loop": (LOOP, "^it is nested without end, and cannot be saved"),
-    "objects in an array": ({"x": numpy.array([None])}, r"^it\.x is an array of object, which a checkpoint cannot hold"),
+    "objects in an array": (
+        {"x": numpy.array([None])},
+        r"^it\.x is an array of object, which a checkpoint cannot hold",
+    ),
     "a mapping": (type("M", (dict,), {})().keys().mapping, r"^it is a mappingproxy, which is no dict"),
 }
 
