@@ -44,7 +44,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardwise as sw
 from race import Row, Table, Timing, seconds
 
-NUM_BLOCKS, NUM_RANKS, NUM_ROUNDS, WIDTH, VOCABULARY = 12, 4, 7, 1216, 32000
+NUM_BLOCKS, NUM_RANKS, NUM_ROUNDS, WIDTH, VOCABULARY = 12, 4, 9, 1216, 32000
 TORCH, COPY = "dcp, torch's DTensor", "a rank's copy"
 TARGET = 1.1
 
