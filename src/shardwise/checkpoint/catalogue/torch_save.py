@@ -27,7 +27,8 @@ def open_torch_file(path: Path) -> Catalogue:
             items[key_of(keys)] = _item(keys, value)
         else:
             others[keys] = partial(_itself, value)
-    return Catalogue(path, "torch.save", items, others, [Check(files[path].size, saved.check)], files, "1 file")
+    checks = [Check(size, partial(saved.check, name)) for name, size in saved.records().items()]
+    return Catalogue(path, "torch.save", items, others, checks, files, "1 file")
 
 
 def _itself(value: Any) -> Any:
