@@ -1,7 +1,8 @@
 """Every hook into torch, with its reason. `import shardwise` installs none of them: the first mesh does.
 
 A hook is a public extension point, or stands where C++ would silently take a DTensor's shard for the whole and nothing
-else asks. None is on the way of an op of a plain tensor. What is not caught so is listed in README's Limits.
+else asks, or where Python asks by torch's own class. None is on the way of an op of a plain tensor. What is not caught
+so is listed in README's Limits. Those in modules that are not imported yet wait for that in `sys.meta_path`.
 
 At import shardwise registers nothing with torch but names of its own: the ops `shardwise::…`, which exist for traces on
 meta tensors, and the functions that rebuild a DTensor, for `torch.load(weights_only=True)` in programs that load before

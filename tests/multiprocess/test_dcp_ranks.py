@@ -174,6 +174,28 @@ def each_element_is_written_once_and_ranks_write_as_much(rank: int, size: int) -
         assert len(sizes) == size and max(sizes) < 1.25 * min(sizes)
 
 
+def other_planners_and_writers(rank: int, size: int) -> None:
+    grid, line = meshes()
+    right = torch.arange(60.0).view(10, 6)
+
+    def state(x: Tensor) -> dict[str, Any]:
+        return {"nested": sw.distribute_tensor(x, grid, {1: ("tp", "dp")}), "rows": ragged(x, line, (3, 0, 5, 2))}
+
+    with shared_folder() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of files that are read through torch's buffers
+        for again in range(2):
+            planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+            dcp.save(state(right + again), checkpoint_id=folder / str(again), planner=planner)
+            found = state(torch.zeros_like(right))
+            dcp.load(found, checkpoint_id=folder / str(again))
+            check(found, state(right + again))
+        files = str(folder / "files")
+        dcp.save(state(right), storage_writer=dcp.HuggingFaceStorageWriter(files, save_distributed=True))
+        found = state(torch.zeros_like(right))
+        dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(files))
+        check(found, state(right))
+
+
 def a_tensor_of_some_ranks(rank: int, size: int) -> None:
     """Ranks that are not part of a mesh have nothing of its tensors."""
     _, line = meshes()
@@ -287,6 +309,19 @@ def state_dicts_whole_and_back(rank: int, size: int) -> None:
         assert other[0].weight.layout_on_mesh is net[0].weight.layout_on_mesh and not other[0].weight.is_meta
 
 
+def state_of_torchs_own_dtensors(rank: int, size: int) -> None:
+    """They are gathered, one at a time."""
+    grid, line = meshes()
+    state = build(None).state_dict()
+    lying = {name: theirs.distribute_tensor(x, line, [theirs.Shard(0)]) if x.dim() else x for name, x in state.items()}
+    for assign in (False, True):
+        net = build(grid, seed=1)
+        layouts = {name: x.layout_on_mesh for name, x in net.state_dict().items()}
+        net.load_state_dict(lying, assign=assign)
+        check(net.state_dict(), state)
+        assert {name: x.layout_on_mesh for name, x in net.state_dict().items()} == layouts
+
+
 def strictness(rank: int, size: int) -> None:
     grid, _ = meshes()
     net, state = build(grid), build(None, seed=1).state_dict()
@@ -333,6 +368,7 @@ CASES = [
         (each_element_is_written_once_and_ranks_write_as_much, a_tensor_of_some_ranks),
         (what_is_pending_is_reduced_on_all_ranks, what_does_not_fit_one_rank_raises_on_all),
         (training_goes_on_while_it_is_saved, state_dicts_whole_and_back, strictness, optimizers_whole_and_back),
+        (other_planners_and_writers, state_of_torchs_own_dtensors),
     )
 ]
 

@@ -10,6 +10,7 @@ from typing import Any
 from layouts import random_pieces
 
 import shardwise as sw
+from shardwise.checkpoint.pieces import pieces
 from shardwise.layout import Layout
 
 SHAPE = (5, 7, 3)
@@ -41,4 +42,10 @@ def twenty_layouts(mesh: Any) -> list[Layout]:
     return found
 
 
-LAYOUTS = [(f"{ranks} ranks: {layout}", layout) for ranks, mesh in MESHES.items() for layout in twenty_layouts(mesh)]
+def distinct_layouts() -> dict[str, Layout]:
+    """On one, two, three, four and eight ranks, without those that cut into the same pieces, as all do on one rank."""
+    found: dict[tuple, tuple[str, Layout]] = {}
+    for ranks, mesh in MESHES.items():
+        for layout in twenty_layouts(mesh):
+            found.setdefault((mesh, pieces(layout)), (f"{ranks} ranks: {layout}", layout))
+    return dict(found.values())

@@ -10,33 +10,23 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Size, Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise.checkpoint.memory import held_shards
 from shardwise.checkpoint.pieces import held_ranks, pieces
-from shardwise.comm import shards_of
 from shardwise.dispatch.aliasing.copied_views import CopiedView, Part, StaleView
 from shardwise.dispatch.interop.state_dicts import settled
 from shardwise.errors import InPlaceError, NoDataError
 from shardwise.layout import Box, Layout
-from shardwise.tensor import DTensor, localise
+from shardwise.tensor import DTensor
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-_disabled = torch._C.DisableTorchFunctionSubclass
-_as_subclass = torch._C.TensorBase.as_subclass
-
 _reduced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """What tensors that are saved while something is pending on them have come to."""
-
-
-def plain_shards(x: DTensor) -> list[Tensor]:
-    """The shards held here as plain tensors that share their memory."""
-    with _disabled(), torch.no_grad():
-        return [_as_subclass(shard.detach(), Tensor) for shard in shards_of(localise(x))]
 
 
 @lru_cache(maxsize=4096)
@@ -69,7 +59,7 @@ def _write_items(x: DTensor, fqn: str, same: Any) -> list[WriteItem]:
     if x._layout.has_pending:
         _reduced[x] = settled(x)
     layout = x._layout
-    properties = TensorProperties.create_from_tensor(plain_shards(x)[0])
+    properties = TensorProperties.create_from_tensor(_shards(x)[0])
     return [
         WriteItem(
             index=MetadataIndex(fqn, Size(box[0])),
@@ -105,7 +95,12 @@ def _tensor_shard(x: DTensor, index: MetadataIndex) -> Tensor:
         at = next((i for i, (box, _) in enumerate(boxes) if box[0] == index.offset), None)
     if at is None:
         raise ValueError(f"{index.fqn}: no shard of {x._layout} held here starts at {index.offset}")
-    return plain_shards(_reduced[x] if x._layout.has_pending else x)[boxes[at][1]]
+    return _shards(x)[boxes[at][1]]
+
+
+def _shards(x: DTensor) -> list[Tensor]:
+    """The shards held here, of what a tensor has come to if something was pending on it."""
+    return [shard for _, shard in held_shards(_reduced[x] if x._layout.has_pending else x)]
 
 
 DTensor.__create_write_items__ = _write_items  # type: ignore[attr-defined]

@@ -146,7 +146,8 @@ def _tensor_said(tensor: SavedTensor) -> dict[str, Any]:
 
 
 def layout_said(layout: SavedLayout) -> dict[str, Any]:
-    return {"text": layout.text, "mesh": layout.mesh, "splits": layout.splits, "sizes": layout.sizes}
+    sizes = [None if some is None else list(some) for some in layout.sizes]
+    return {"text": layout.text, "mesh": layout.mesh, "splits": layout.splits, "sizes": sizes}
 
 
 # Reading

@@ -135,7 +135,7 @@ def test_converted_files_are_read_by_those_whose_they_are(saved: Any, tmp_path: 
         read = torch.load(tmp_path / "all.pt", weights_only=True, mmap=mapped)
         assert all(torch.equal(x, right[name]) for name, x in read["model"].items())
         assert read["model"].keys() == right.keys() and read["progress"] == {"epoch": 3, "rate": 0.5}
-        assert all(x.data_ptr() % 64 == 0 for x in read["model"].values() if mapped is False)
+        assert all(x.data_ptr() % 64 == 0 for x in read["model"].values())
     net = model()
     with torch.no_grad():
         for p in net.parameters():
@@ -301,7 +301,7 @@ def test_files_damaged_at_random(name: str, saved: Any, tmp_path: Path) -> None:
     path = folder / "torch.save" if name == "torch.save" else copied(folder / "dcp", tmp_path / "dcp") / name
     target = tmp_path / "torch.save" if name == "torch.save" else path
     original, refused = path.read_bytes(), 0
-    for _ in range(150):
+    for _ in range(60 if name == "__0_0.distcp" else 150):
         data = bytearray(original)
         if chance.random() < 0.3:
             del data[chance.randrange(len(data)) :]
@@ -322,7 +322,7 @@ def test_files_damaged_at_random(name: str, saved: Any, tmp_path: Path) -> None:
                 item = found.items.get(f"model.{key}")
                 if item is not None and item.shape == x.shape and item.torch_dtype == x.dtype:
                     assert name == ".metadata" or torch.equal(part_of(item, whole(item.shape)), x)
-    assert refused > 30
+    assert refused > 10
 
 
 # Comparing

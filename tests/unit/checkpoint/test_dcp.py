@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from twenty_layouts import LAYOUTS, SHAPE
+from twenty_layouts import SHAPE, distinct_layouts
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
@@ -50,17 +49,8 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, chance: random.Rando
     return (raw % 2 if dtype == torch.bool else raw).view(dtype).view(shape)
 
 
-def distinct(layouts: list[tuple[str, Layout]]) -> Iterator[tuple[str, Layout]]:
-    """Without those that cut into the same pieces, as all do on one rank."""
-    seen = set()
-    for name, layout in layouts:
-        if (key := (layout.mesh, pieces(layout))) not in seen:
-            seen.add(key)
-            yield name, layout
-
-
 def test_any_two_of_twenty_layouts_on_one_to_eight_ranks(tmp_path: Path) -> None:
-    every = dict(distinct(LAYOUTS))
+    every = distinct_layouts()
     assert {layout.mesh.size() for layout in every.values()} == {1, 2, 3, 4, 8} and len(every) > 50
     values = {name: torch.arange(105.0).view(SHAPE) + 1000 * i for i, name in enumerate(every)}
     metadata = saved({name: laid_out(values[name], layout) for name, layout in every.items()}, tmp_path)
