@@ -15,13 +15,17 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.files import Reader
-from shardwise.checkpoint.memory import BUFFER, bytes_of
+from shardwise.checkpoint.memory import bytes_of
 from shardwise.checkpoint.reading import Region, read
 from shardwise.errors import DamagedFileError
 from shardwise.layout import Box
 
 CHECKSUMS = "shardwise.crc32"
 """Under this name the metadata of a safetensors file have the checksums of its tensors, as JSON."""
+
+
+AT_ONCE = 2**20
+"""How many bytes are read at a time to be summed: so many stay in the caches meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,11 @@ def _summed(starts: list[int], sizes: list[int], crc: str) -> Summed:
 def check(file: Reader, region: Region, crc: int, *, key: str, begin: int) -> None:
     """Read a region, and raise if its checksum, which begins with a number, is another."""
     found = begin
+    block = torch.empty(min(AT_ONCE, region.num_bytes), dtype=torch.uint8)
     for part in _in_order(_as_bytes(region)):
-        block = torch.empty(part.sizes, dtype=torch.uint8)
-        read(file, part, block, key=key)
-        found = zlib.crc32(bytes_of(block), found)
+        memory = block[: part.num_bytes].view(part.sizes)
+        read(file, part, memory, key=key)
+        found = zlib.crc32(bytes_of(memory), found)
     if found != crc:
         raise DamagedFileError(
             f"the data have changed since they were written: their checksum is {found:08x}, and was {crc:08x}",
@@ -79,12 +84,12 @@ def _as_bytes(region: Region) -> Region:
 
 
 def _in_order(region: Region) -> Iterator[Region]:
-    """A region in parts that fit a buffer."""
-    if region.num_bytes <= BUFFER:
+    """A region in parts that are read at once."""
+    if region.num_bytes <= AT_ONCE:
         yield region
         return
     count, rest = region.sizes[0], region.sizes[1:]
-    rows = BUFFER * count // region.num_bytes
+    rows = AT_ONCE * count // region.num_bytes
     zeros = (0,) * len(rest)
     for start in range(0, count, max(rows, 1)):
         part = region.box((start, *zeros), (min(max(rows, 1), count - start), *rest))

@@ -14,7 +14,6 @@ from shardwise.checkpoint.memory import held_shards
 from shardwise.comm import ranked
 from shardwise.dispatch.aliasing.copied_views import carry_on
 from shardwise.errors import CheckpointError
-from shardwise.parallel.fully_sharded.hooks import hooks_of
 from shardwise.parallel.modules import homes_of, keep
 from shardwise.tensor import DTensor, wrap
 from shardwise.tensor.dtensor import OURS
@@ -34,12 +33,9 @@ class Entry:
 
 def state_of(module: nn.Module) -> tuple[list[Entry], dict[str, Any]]:
     """The tensors of a module's state dict, and what else is in it. Names are those of the module itself, without what
-    wrappers put in front of them; what is fully sharded shows its shards."""
+    wrappers put in front of them."""
     if isinstance(module, DistributedDataParallel):
         module = module.module
-    for part in module.modules():
-        if (hooks := hooks_of(part)) is not None and hooks.group.shows_whole:
-            hooks.group.reshard()
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     others: dict[str, Any] = {}

@@ -33,6 +33,7 @@ class Reader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.num_read = 0
+        self._scratch = bytearray()
         with explained(f"read {self.path}"):
             if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would wait for somebody to write to it
                 raise DamagedFileError("this is not a file", self.path)
@@ -56,6 +57,12 @@ class Reader:
         found = bytearray(count)
         self.read_into(memoryview(found), offset)
         return bytes(found)
+
+    def scratch(self, count: int) -> bytearray:
+        """Memory to read into for a moment: the same every time, so it is in the caches."""
+        if len(self._scratch) < count:
+            self._scratch = bytearray(count)
+        return self._scratch
 
     def close(self) -> None:
         os.close(self._file)

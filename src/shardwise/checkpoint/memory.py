@@ -16,7 +16,7 @@ from shardwise.tensor import DTensor
 _as_subclass = torch._C.TensorBase.as_subclass
 _disabled = torch._C.DisableTorchFunctionSubclass
 
-BUFFER = 16 * 2**20
+BUFFER = 4 * 2**20
 """How many bytes are in between at a time, where they cannot go straight from the file to where they belong."""
 
 

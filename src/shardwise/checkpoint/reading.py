@@ -107,8 +107,9 @@ class _Reading:
     def _staged(self, begin: int, sizes: list[int], strides: list[int], target: Tensor, at: int) -> None:
         """By way of a buffer, in which the stretches that are read at once follow one another."""
         itemsize, width = self.dtype.itemsize, span(sizes[at:], strides[at:])
-        buffer = torch.empty(math.prod(sizes[:at]) * width * itemsize, dtype=torch.uint8)
-        memory, run = bytes_of(buffer), width * itemsize
+        count, run = math.prod(sizes[:at]) * width * itemsize, width * itemsize
+        scratch = self.file.scratch(count)
+        memory, buffer = memoryview(scratch), torch.frombuffer(scratch, dtype=torch.uint8, count=count)
         for number, there in enumerate(steps(sizes[:at], strides)):
             self.file.read_into(memory[number * run : (number + 1) * run], begin + there * itemsize, key=self.key)
         outer = [math.prod(sizes[dim + 1 : at]) * width for dim in range(at)]

@@ -204,11 +204,6 @@ class Group:
 
     # What the modules hold
 
-    @property
-    def shows_whole(self) -> bool:
-        """Whether the modules hold what was gathered, and not the shards."""
-        return self._shown is not None
-
     def show(self, tensors: Sequence[Any] | None) -> Sequence[Any] | None:
         """Put tensors in the place of the shards, or these themselves for None; what was there before is returned."""
         before, self._shown = self._shown, tensors
