@@ -120,7 +120,9 @@ def _for_state(param: DTensor, value: Tensor) -> Tensor:
 def whole_of(value: Any) -> Tensor:
     """A tensor as every rank has it: a DTensor, torch's own too, is gathered."""
     with torch.no_grad():
-        return value.detach().full_tensor() if hasattr(value, "full_tensor") else value.detach()
+        if not hasattr(value, "full_tensor"):
+            return value.detach()
+        return value.detach().to(torch.device(value.device_mesh.device_type)).full_tensor()
 
 
 def part_of(whole: Tensor, layout: Layout, *, device: Any = None) -> DTensor:

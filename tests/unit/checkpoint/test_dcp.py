@@ -49,6 +49,7 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, chance: random.Rando
     return (raw % 2 if dtype == torch.bool else raw).view(dtype).view(shape)
 
 
+@pytest.mark.slow
 def test_any_two_of_twenty_layouts_on_one_to_eight_ranks(tmp_path: Path) -> None:
     every = distinct_layouts()
     assert {layout.mesh.size() for layout in every.values()} == {1, 2, 3, 4, 8} and len(every) > 50

@@ -32,7 +32,8 @@ def knowing_dtensors(iterate: Callable) -> Callable:
             if dtensor_func is as_it_is:
                 value = tensor_func(value, *about)
             elif tensor_func is as_it_is:  # who changes DTensors alone wants them whole
-                value = value.detach().full_tensor()
+                moved: Any = value.detach().to(value._layout.mesh.device_type)  # it may rest on the host
+                value = moved.full_tensor()
             else:
                 value = on_each_shard(value, lambda shard: tensor_func(shard, *about))
             tensor_func = as_it_is
