@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint.catalogue import Catalogue, Item
+from shardwise.checkpoint.catalogue.find import TORCH_SUFFIXES
 from shardwise.checkpoint.catalogue.items import AT_ONCE, in_parts
+from shardwise.checkpoint.dcp_writing import write_dcp
 from shardwise.checkpoint.file_sets import SUFFIX
 from shardwise.checkpoint.files import explained
 from shardwise.checkpoint.folders import beside, make_folder, remove, remove_unfinished
@@ -23,7 +23,7 @@ from shardwise.checkpoint.pieces import fills, volume, whole, within
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.safetensors_files import CODES
 from shardwise.checkpoint.save import save_parts
-from shardwise.checkpoint.torch_files import Keys, key_of
+from shardwise.checkpoint.torch_files import Keys
 from shardwise.checkpoint.torch_writing import Later, write_torch_file
 from shardwise.checkpoint.writing import flush_folder
 from shardwise.errors import CheckpointError
@@ -141,48 +141,11 @@ def _to_torch_file(source: Catalogue, path: Path, *, done: Done) -> None:
 
 
 def _to_dcp(source: Catalogue, path: Path, *, done: Done) -> None:
-    """By torch's own writer, which asks for each box when its turn comes."""
-    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-
-    def written(key: str, box: Box) -> WriteItem:
-        chunk = ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
-        facts = TensorWriteData(chunk, TensorProperties(dtype=items[key].torch_dtype), torch.Size(items[key].shape))
-        return WriteItem(MetadataIndex(key, box[0]), WriteItemType.SHARD, tensor_data=facts)
-
-    items = {key_of(item.keys): item for item in source.items.values()}
-    others = {key_of(keys): read for keys, read in source.others.items()}
-    boxes = {(key, box[0]): box for key, item in items.items() for box in item.parts()}
-
-    class Planner(DefaultSavePlanner):
-        def create_local_plan(self) -> SavePlan:
-            writes = [written(key, box) for (key, _), box in boxes.items()]
-            writes += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in others]
-            paths = [*(item.keys for item in items.values()), *source.others]
-            self.plan = SavePlan(writes, planner_data={key_of(keys): keys for keys in paths})
-            return self.plan
-
-        def resolve_data(self, write_item: WriteItem) -> Any:
-            index = write_item.index
-            if write_item.type is WriteItemType.BYTE_IO:
-                torch.save(others[index.fqn](), content := io.BytesIO())
-                return content
-            box, item = boxes[index.fqn, tuple(index.offset or ())], items[index.fqn]
-            done(int(volume(box) * item.itemsize))
-            return item.read(box)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        try:
-            save({}, storage_writer=FileSystemWriter(path), planner=Planner(), no_dist=True)
-        except CheckpointException as error:
-            raise next(iter(error.failures.values()))[0] from None  # there is one rank
+    write_dcp(path, list(source.items.values()), source.others, done)
 
 
 def format_of(target: Path) -> Format | None:
     """What a name says of the format that is meant."""
     if target.name.endswith(SUFFIX):
         return "safetensors"
-    return "torch.save" if target.suffix in (".pt", ".pth", ".bin", ".ckpt") else None
+    return "torch.save" if target.name.endswith(TORCH_SUFFIXES) else None

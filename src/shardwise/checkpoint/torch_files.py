@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.files import Reader
+from shardwise.checkpoint.memory import BUFFER
 from shardwise.errors import CheckpointError, DamagedFileError
 
 Keys = tuple[str | int, ...]
@@ -53,6 +54,10 @@ class Section(io.RawIOBase):
         return len(found)
 
 
+_NO_ARCHIVE = (zipfile.BadZipFile, zlib.error, NotImplementedError, ValueError, EOFError, RuntimeError)
+"""What is raised by archives that are none, or are damaged, or encrypted."""
+
+
 class Saved(NamedTuple):
     """A value that torch.save wrote into a part of a file; None: all of it."""
 
@@ -74,25 +79,40 @@ class Saved(NamedTuple):
                 f"{self._place()} holds more than tensors, numbers, text, and lists and dicts of these, and is not "
                 f"loaded: that would run code which the file names ({_first_line(error)})"
             ) from error
-        except (DamagedFileError, OSError):
+        except (CheckpointError, OSError):
             raise
         except Exception as error:  # torch raises what happens to come up
             raise self._damaged(error) from error
 
-    def check(self) -> None:
-        """Compare every record with its checksum."""
+    def records(self) -> dict[str, int]:
+        """What the archive has, and of how many bytes."""
         try:
             with zipfile.ZipFile(self._open()) as archive:
-                bad = archive.testzip()
-        except (zipfile.BadZipFile, zlib.error, NotImplementedError, ValueError, EOFError) as error:
+                return {record.filename: record.file_size for record in archive.infolist()}
+        except CheckpointError:
+            raise
+        except _NO_ARCHIVE as error:
             raise self._damaged(error) from error
-        if bad is not None:
+
+    def check(self, *names: str) -> None:
+        """Compare records with their checksums; all of them, if none is named."""
+        try:
+            with zipfile.ZipFile(self._open()) as archive:
+                for name in names or archive.namelist():
+                    with archive.open(name) as record:
+                        while record.read(BUFFER):
+                            pass
+        except CheckpointError:
+            raise
+        except _NO_ARCHIVE as error:
+            if "CRC" not in str(error):
+                raise self._damaged(error) from error
             raise DamagedFileError(
-                f"the data have changed since they were written: {bad} has another checksum",
+                f"the data have changed since they were written: {name} has another checksum",
                 self.file.path,
                 key=self.key,
                 offset=self.offset,
-            )
+            ) from error
 
     def _open(self) -> io.BufferedReader:
         return io.BufferedReader(Section(self.file, self.offset, self.length))

@@ -184,7 +184,14 @@ def test_what_cannot_be_converted(saved: Any, tmp_path: Path) -> None:
     wide = open_checkpoint(tmp_path / "wide.pt")
     with wide, pytest.raises(CheckpointError, match="'x' is complex128, which safetensors files do not have"):
         convert(wide, tmp_path / "narrow", "safetensors")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["there", "wide.pt"]
+    torch.save({"a": {"b": 1}, "a.b": torch.zeros(1)}, tmp_path / "names.pt")
+    alike = open_checkpoint(tmp_path / "names.pt")
+    with alike, pytest.raises(CheckpointError, match="two values have the same key, once the keys that lead to them"):
+        convert(alike, tmp_path / "names", "dcp")
+    torch.save({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, tmp_path / "names.pt")
+    with pytest.raises(CheckpointError, match=r"has two tensors that are called 'a\.b'"):
+        open_checkpoint(tmp_path / "names.pt")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["names.pt", "there", "wide.pt"]
 
 
 def test_a_conversion_that_fails_leaves_nothing(saved: Any, tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_in_a_terminal(
     has_rich: bool, saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_rich:
-        monkeypatch.setattr(printing.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(printing, "has_rich", lambda: False)
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert run("show", saved / "dcp") == 0

@@ -14,6 +14,7 @@ from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, Opened,
 from shardwise.checkpoint.memory import held_shards, layout_of
 from shardwise.checkpoint.pieces import volume, within
 from shardwise.checkpoint.torch_files import Keys, Saved, key_of, leaves
+from shardwise.errors import CheckpointError
 from shardwise.layout import Box
 
 
@@ -24,10 +25,13 @@ def open_torch_file(path: Path) -> Catalogue:
     others: dict[Keys, Callable[[], Any]] = {}
     for keys, value in leaves(saved.load()):
         if isinstance(value, Tensor):
+            if key_of(keys) in items:
+                raise CheckpointError(f"{path} has two tensors that are called {key_of(keys)!r}")
             items[key_of(keys)] = _item(keys, value)
         else:
             others[keys] = partial(_itself, value)
-    return Catalogue(path, "torch.save", items, others, [Check(files[path].size, saved.check)], files, "1 file")
+    checks = [Check(size, partial(saved.check, name)) for name, size in saved.records().items()]
+    return Catalogue(path, "torch.save", items, others, checks, files, "1 file")
 
 
 def _itself(value: Any) -> Any:

@@ -26,10 +26,14 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+def has_rich() -> bool:
+    return importlib.util.find_spec("rich") is not None
+
+
 def print_tables(made: Sequence[Table]) -> None:
     in_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if in_terminal else UNBOUNDED
-    if in_terminal and importlib.util.find_spec("rich") is not None:
+    if in_terminal and has_rich():
         print(draw(made, width, color=True), end="")
     else:
         print("\n".join(plain(table, width) for table in made), end="")
@@ -56,7 +60,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], object]]:
 
 
 def _rich_bar(title: str, total: int) -> Any:
-    if importlib.util.find_spec("rich") is None:
+    if not has_rich():
         return None
     from rich import progress as rich
     from rich.console import Console
