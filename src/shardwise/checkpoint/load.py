@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,7 +21,7 @@ from shardwise.checkpoint.entries import (
     without_memory,
 )
 from shardwise.checkpoint.file_sets import FileSet, find_files
-from shardwise.checkpoint.files import Reader
+from shardwise.checkpoint.files import Opened
 from shardwise.checkpoint.memory import held_shards
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.sources import KeyMap, resolved
@@ -167,10 +165,10 @@ class _Plan:
         return verify(claims_of(self.files), number=ranks.number, count=ranks.count)
 
     def read(self) -> int:
-        with open_readers(one for wanted in self.wanted for one in wanted.sources) as readers:
+        with Opened() as files:
             for wanted in self.wanted:
-                fill_tensor(wanted.target, wanted.sources, readers)
-            return sum(reader.num_read for reader in readers.values())
+                fill_tensor(wanted.target, wanted.sources, files)
+            return files.num_read
 
     def show(self) -> None:
         """Have the model hold what was read."""
@@ -190,22 +188,14 @@ def _target(x: Tensor) -> Tensor:
     return with_memory(x)
 
 
-@contextmanager
-def open_readers(sources: Iterable[Source]) -> Iterator[dict[Path, Reader]]:
-    """The files of some sources, open."""
-    with ExitStack() as stack:
-        paths = dict.fromkeys(stored.path for source in sources for stored in source.stored)
-        yield {path: stack.enter_context(Reader(path)) for path in paths}
-
-
-def fill_tensor(target: Tensor, sources: Sequence[Source], readers: Mapping[Path, Reader]) -> None:
+def fill_tensor(target: Tensor, sources: Sequence[Source], files: Opened) -> None:
     """Read the shards held here. Replicas of one another are read once."""
     done: dict[Box, Tensor] = {}
     for box, shard in held_shards(target):
         if box in done:
             shard.copy_(done[box])
         else:
-            fill(sources, box, shard, readers)
+            fill(sources, box, shard, files)
             done[box] = shard
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn, optim
 
 from shardwise.checkpoint import background as in_background
 from shardwise.checkpoint.entries import replaced, was_written, with_memory
-from shardwise.checkpoint.load import fill_tensor, open_readers
+from shardwise.checkpoint.files import Opened
+from shardwise.checkpoint.load import fill_tensor
 from shardwise.checkpoint.random_states import restore_random_states
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.safetensors_files import Stored
@@ -106,6 +107,7 @@ def _looked_at(folder: Path, ranks: Ranks, verify: bool) -> tuple[StepIndex | No
     """The index, or what is wrong with the step, as far as this rank looks."""
     try:
         index = read_index(folder)
+        index.check_files(number=ranks.number, count=ranks.count)
         if verify:
             check_claims(index.claims(), number=ranks.number, count=ranks.count)
     except (DamagedFileError, CheckpointFileError) as error:
@@ -172,10 +174,9 @@ class _Plan:
         return wanted.target
 
     def read(self, wanted: Sequence[_Wanted]) -> None:
-        sources = [sources_in(self.index.folder, one.saved) for one in wanted]
-        with open_readers(source for some in sources for source in some) as readers:
-            for one, some in zip(wanted, sources, strict=True):
-                fill_tensor(one.target, some, readers)
+        with Opened() as files:
+            for one in wanted:
+                fill_tensor(one.target, sources_in(self.index.folder, one.saved), files)
 
     def apply(self) -> None:
         for change in self.changes:
