@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardwise.checkpoint.background import wait
 from shardwise.checkpoint.entries import (
     Entry,
     check_kept,
-    replaced,
+    replace,
     state_of,
     was_written,
     with_memory,
@@ -109,7 +110,8 @@ def load_with(
     if strict is not None:
         ranks.all(doing, lambda: strict.check(model, plan.missing, unexpected, path))
     num_bytes = ranks.all(f"verifying {path}", lambda: plan.verify(ranks)) if verify else 0
-    num_bytes += ranks.all(doing, plan.read)
+    with says_what_was_changed(model):
+        num_bytes += ranks.all(doing, plan.read)
     plan.show()
     return Loaded(tuple(plan.missing), tuple(unexpected), num_bytes)
 
@@ -173,9 +175,7 @@ class _Plan:
     def show(self) -> None:
         """Have the model hold what was read."""
         was_written(wanted.target for wanted in self.wanted)
-        for wanted in self.wanted:
-            if wanted.target is not wanted.entry.tensor:
-                replaced(self.model, wanted.entry.tensor, wanted.target)
+        replace(self.model, [(wanted.entry.tensor, wanted.target) for wanted in self.wanted])
 
 
 def _target(x: Tensor) -> Tensor:
@@ -186,6 +186,17 @@ def _target(x: Tensor) -> Tensor:
         if x._layout.has_pending:
             raise CheckpointError(f"is {x._layout}: reduce what is pending on it first, with redistribute")
     return with_memory(x)
+
+
+@contextmanager
+def says_what_was_changed(*modules: nn.Module) -> Iterator[None]:
+    """If reading fails inside, after everything was checked, say so."""
+    try:
+        yield
+    except Exception as error:
+        names = " and ".join(type(module).__name__ for module in modules)
+        error.add_note(f"All was well when it was checked. What was read until now is in {names}, and the rest is not.")
+        raise
 
 
 def fill_tensor(target: Tensor, sources: Sequence[Source], files: Opened) -> None:

@@ -66,10 +66,11 @@ def sources_of(source: From, found: Sequence[Stored], shape: Sequence[int], dtyp
     made, parts = _tried_out(source, views)
     if tuple(shape) != tuple(made.shape):
         raise CheckpointError(f"has shape {list(shape)}, and {source} gives {list(made.shape)}")
-    if not _is_converted(made.dtype, dtype):
+    if not is_converted(made.dtype, dtype):
         raise CheckpointError(f"is {_name(dtype)}, and {_name(made.dtype)} is not converted to that unasked")
     if parts is None:
         assert source.make is not None
+        _check_runs(source, views)
         each = tuple((size,) for size in shape)
         return [Source((0,) * len(shape), each, Computed(tuple(views), source.make, tuple(shape), made.dtype))]
     return [Source(one.starts, one.groups, _view(views[one.argument], one)) for one in parts]
@@ -103,11 +104,21 @@ def _tried_out(source: From, views: Sequence[View]) -> tuple[Tensor, list[Taken]
     return made, recipe(made, given, noted)
 
 
+def _check_runs(source: From, views: Sequence[View]) -> None:
+    """What is computed will be when some of the model was written to: better to find out now that torch cannot."""
+    assert source.make is not None
+    try:
+        with torch.no_grad():
+            source.make(*[torch.ones(view.region.sizes, dtype=view.dtype) for view in views])
+    except Exception as error:
+        raise CheckpointError(f"is read {source}, which fails: {error}") from error
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _is_converted(stored: torch.dtype, wanted: torch.dtype) -> bool:
+def is_converted(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether numbers are taken as another dtype without being asked: of one kind, and integers only as wider ones."""
     if stored == wanted or (stored.is_complex and wanted.is_complex):
         return True
