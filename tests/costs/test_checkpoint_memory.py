@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_loading import MB, at_the_peak
 from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
+from checkpoint_loading import MB, at_the_peak
 from shardwise.checkpoint import From, load, load_latest, save_step
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux for the peak of memory")

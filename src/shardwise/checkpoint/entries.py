@@ -87,16 +87,20 @@ def with_memory(x: Tensor) -> Tensor:
     return wrap(shards[0] if len(shards) == 1 else ranked(shards), x._layout)
 
 
-def replaced(module: nn.Module, old: Tensor, new: Tensor) -> None:
-    """Have a module hold a tensor in the place of one without memory."""
-    made: Any = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
-    made.__dict__.update({name: value for name, value in old.__dict__.items() if name not in OURS})
-    keep(made, homes_of(module)[old])
+def replace(module: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Have a module hold tensors in the place of those without memory, where they are others."""
+    homes = homes_of(module)
+    for old, new in pairs:
+        if new is not old:
+            made: Any = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+            made.__dict__.update({name: value for name, value in old.__dict__.items() if name not in OURS})
+            keep(made, homes[old])
 
 
 def was_written(tensors: Iterable[Tensor]) -> None:
     """Memory was written to without torch's knowing: what was made of it before is out of date."""
     for x in tensors:
         for _, shard in held_shards(x):
-            torch.autograd.graph.increment_version(shard)
+            if not shard.is_inference():  # which has no version
+                torch.autograd.graph.increment_version(shard)
         carry_on([x])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,8 +50,12 @@ def _in_folder(folder: Path) -> Path:
         raise CheckpointError(f"{folder} has several indexes, {', '.join(indexes)}: name the one that is meant")
     if indexes:
         return folder / indexes[0]
+    if "index.json" in names and any(name.startswith("rank-") for name in files):
+        raise CheckpointError(f"{folder} is a step of training: load it with load_step")
+    if any(name.startswith("step-") for name in names):
+        raise CheckpointError(f"{folder} has steps of training: go on from the latest with load_latest")
     if not files:
-        raise CheckpointFileError(2, f"no {SUFFIX} file, and no {INDEX_SUFFIX} file, is in {folder}")
+        raise CheckpointFileError(errno.ENOENT, f"no {SUFFIX} file, and no {INDEX_SUFFIX} file, is in {folder}")
     if len(files) > 1:
         raise CheckpointError(
             f"{folder} has {len(files)} safetensors files and no index that says which belong together: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,6 +69,46 @@ class Reader:
         os.close(self._file)
 
     def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class Opened:
+    """Files that are opened when they are first needed, and closed together; or earlier, if others are needed: a step
+    of many ranks has more files than a process may have open."""
+
+    AT_ONCE = 64
+
+    def __init__(self) -> None:
+        self._readers: OrderedDict[Path, Reader] = OrderedDict()
+        self._closed = 0
+
+    def __getitem__(self, path: Path) -> Reader:
+        reader = self._readers.get(path)
+        if reader is None:
+            while len(self._readers) >= self.AT_ONCE:
+                self._close(next(iter(self._readers)))
+            reader = self._readers[path] = Reader(path)
+        self._readers.move_to_end(path)
+        return reader
+
+    @property
+    def num_read(self) -> int:
+        """The bytes read of all of them."""
+        return self._closed + sum(reader.num_read for reader in self._readers.values())
+
+    def _close(self, path: Path) -> None:
+        reader = self._readers.pop(path)
+        self._closed += reader.num_read
+        reader.close()
+
+    def close(self) -> None:
+        for path in list(self._readers):
+            self._close(path)
+
+    def __enter__(self) -> Opened:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,14 +15,14 @@ from shardwise.checkpoint.background import wait
 from shardwise.checkpoint.entries import (
     Entry,
     check_kept,
-    replaced,
+    replace,
     state_of,
     was_written,
     with_memory,
     without_memory,
 )
 from shardwise.checkpoint.file_sets import FileSet, find_files
-from shardwise.checkpoint.files import Reader
+from shardwise.checkpoint.files import Opened
 from shardwise.checkpoint.memory import held_shards
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.sources import KeyMap, resolved
@@ -111,7 +110,8 @@ def load_with(
     if strict is not None:
         ranks.all(doing, lambda: strict.check(model, plan.missing, unexpected, path))
     num_bytes = ranks.all(f"verifying {path}", lambda: plan.verify(ranks)) if verify else 0
-    num_bytes += ranks.all(doing, plan.read)
+    with says_what_was_changed(model):
+        num_bytes += ranks.all(doing, plan.read)
     plan.show()
     return Loaded(tuple(plan.missing), tuple(unexpected), num_bytes)
 
@@ -167,17 +167,15 @@ class _Plan:
         return verify(claims_of(self.files), number=ranks.number, count=ranks.count)
 
     def read(self) -> int:
-        with open_readers(one for wanted in self.wanted for one in wanted.sources) as readers:
+        with Opened() as files:
             for wanted in self.wanted:
-                fill_tensor(wanted.target, wanted.sources, readers)
-            return sum(reader.num_read for reader in readers.values())
+                fill_tensor(wanted.target, wanted.sources, files)
+            return files.num_read
 
     def show(self) -> None:
         """Have the model hold what was read."""
         was_written(wanted.target for wanted in self.wanted)
-        for wanted in self.wanted:
-            if wanted.target is not wanted.entry.tensor:
-                replaced(self.model, wanted.entry.tensor, wanted.target)
+        replace(self.model, [(wanted.entry.tensor, wanted.target) for wanted in self.wanted])
 
 
 def _target(x: Tensor) -> Tensor:
@@ -191,21 +189,24 @@ def _target(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def open_readers(sources: Iterable[Source]) -> Iterator[dict[Path, Reader]]:
-    """The files of some sources, open."""
-    with ExitStack() as stack:
-        paths = dict.fromkeys(stored.path for source in sources for stored in source.stored)
-        yield {path: stack.enter_context(Reader(path)) for path in paths}
+def says_what_was_changed(*modules: nn.Module) -> Iterator[None]:
+    """If reading fails inside, after everything was checked, say so."""
+    try:
+        yield
+    except Exception as error:
+        names = " and ".join(type(module).__name__ for module in modules)
+        error.add_note(f"All was well when it was checked. What was read until now is in {names}, and the rest is not.")
+        raise
 
 
-def fill_tensor(target: Tensor, sources: Sequence[Source], readers: Mapping[Path, Reader]) -> None:
+def fill_tensor(target: Tensor, sources: Sequence[Source], files: Opened) -> None:
     """Read the shards held here. Replicas of one another are read once."""
     done: dict[Box, Tensor] = {}
     for box, shard in held_shards(target):
         if box in done:
             shard.copy_(done[box])
         else:
-            fill(sources, box, shard, readers)
+            fill(sources, box, shard, files)
             done[box] = shard
 
 

@@ -8,22 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, optim
 
 from shardwise.checkpoint import background as in_background
-from shardwise.checkpoint.entries import replaced, was_written, with_memory
-from shardwise.checkpoint.load import fill_tensor, open_readers
+from shardwise.checkpoint.entries import replace, was_written, with_memory
+from shardwise.checkpoint.files import Opened
+from shardwise.checkpoint.load import fill_tensor, says_what_was_changed
 from shardwise.checkpoint.random_states import restore_random_states
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.safetensors_files import Stored
 from shardwise.checkpoint.step_folders import steps_in
-from shardwise.checkpoint.step_index import SavedTensor, StepIndex, read_index
-from shardwise.checkpoint.stored_views import Source, View
+from shardwise.checkpoint.step_index import INDEX, SavedTensor, StepIndex, read_index
+from shardwise.checkpoint.stored_views import Source, View, is_converted
 from shardwise.checkpoint.training_state import check_kinds, decoded, names_of_parameters
 from shardwise.checkpoint.verifying import verify as check_claims
+from shardwise.checkpoint.writers import dtype_name
 from shardwise.comm import ranked
 from shardwise.errors import CheckpointError, CheckpointFileError, CheckpointWarning, DamagedFileError
 from shardwise.layout import Layout
@@ -59,7 +61,7 @@ def load_latest(
     directory = Path(directory)
     doing = f"loading the latest step in {directory}"
     ranks.all(doing, lambda: check_kinds(state))
-    folders = ranks.told(ranks.first(doing, lambda: [str(folder.path) for folder in reversed(steps_in(directory))]))
+    folders = ranks.told(ranks.first(doing, lambda: _folders(directory)))
     index, damage = _first_whole([Path(folder) for folder in folders], ranks, doing, verify=verify)
     if index is None and not damage:
         return None
@@ -88,6 +90,13 @@ def load_step(
     return index.step
 
 
+def _folders(directory: Path) -> list[str]:
+    """The steps, the latest first."""
+    if (directory / INDEX).exists():
+        raise CheckpointError(f"{directory} is a step: load it with load_step, or the latest in {directory.parent}")
+    return [str(folder.path) for folder in reversed(steps_in(directory))]
+
+
 def _first_whole(
     folders: Sequence[Path], ranks: Ranks, doing: str, *, verify: bool
 ) -> tuple[StepIndex | None, list[str]]:
@@ -106,6 +115,7 @@ def _looked_at(folder: Path, ranks: Ranks, verify: bool) -> tuple[StepIndex | No
     """The index, or what is wrong with the step, as far as this rank looks."""
     try:
         index = read_index(folder)
+        index.check_files(number=ranks.number, count=ranks.count)
         if verify:
             check_claims(index.claims(), number=ranks.number, count=ranks.count)
     except (DamagedFileError, CheckpointFileError) as error:
@@ -122,49 +132,54 @@ def _load(index: StepIndex, state: Mapping[str, Any], ranks: Ranks, *, random: b
     plan = ranks.all(doing, lambda: _Plan.of(index, state, ranks))
     ranks.all(doing, lambda: plan.read(plan.new))
     ranks.all(doing, plan.apply)
-    ranks.all(doing, lambda: plan.read(plan.in_place))
+    with says_what_was_changed(*plan.modules):
+        ranks.all(doing, lambda: plan.read(plan.in_place))
     plan.show()
     if random:
         restore_random_states(index.random, ranks.number)
 
 
-@dataclass(slots=True)
-class _Wanted:
-    """A saved tensor, and what it is read into; of a module, what that takes the place of."""
+class _Wanted(NamedTuple):
+    """A saved tensor, and what it is read into."""
 
     saved: SavedTensor
     target: Tensor
-    module: nn.Module | None = None
-    before: Tensor | None = None
 
 
 @dataclass(slots=True)
 class _Plan:
-    """What is read for a program's state, and what is done then."""
+    """What is read for a program's state, and what is done then. Of modules, tensors with memory are read into what is
+    there."""
 
     index: StepIndex
     new: list[_Wanted] = field(default_factory=list)
     in_place: list[_Wanted] = field(default_factory=list)
+    modules: dict[nn.Module, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     changes: list[Callable[[], None]] = field(default_factory=list)
 
     @staticmethod
     def of(index: StepIndex, state: Mapping[str, Any], ranks: Ranks) -> _Plan:
-        plan = _Plan(index)
-        names = names_of_parameters(state)
+        plan, names = _Plan(index), names_of_parameters(state)
         for name, value in state.items():
             said = _said_of(name, index, ranks)
             try:
-                wanted, change = decoded(name, said, value, names, plan._make)
-            except (KeyError, ValueError, TypeError, AttributeError) as error:
+                plan._add(name, said, value, names)
+            except (LookupError, ValueError, TypeError, AttributeError, AssertionError) as error:
                 if isinstance(error, CheckpointError):
                     raise
                 raise CheckpointError(f"{name} cannot be made of what {index.folder} has: {error!r}") from error
-            plan.changes.append(change)
-            for key, x in wanted:
-                plan.in_place.append(_in_place(plan.index.tensors[key], x, value))
-            if isinstance(value, optim.Optimizer):
-                _check_has_memory(name, value)
         return plan
+
+    def _add(self, name: str, said: Any, value: Any, names: Mapping[int, str]) -> None:
+        wanted, change = decoded(name, said, value, names, self._make)
+        self.changes.append(change)
+        if isinstance(value, optim.Optimizer):
+            _check_has_memory(name, value)
+        for key, x in wanted:
+            _check_fits(self.index.tensors[key], x)
+            target = with_memory(x)
+            self.in_place.append(_Wanted(self.index.tensors[key], target))
+            self.modules.setdefault(value, []).append((x, target))
 
     def _make(self, key: str, like: Tensor | None) -> Tensor:
         wanted = _Wanted(self.index.tensors[key], made_like(self.index.tensors[key], like))
@@ -172,10 +187,9 @@ class _Plan:
         return wanted.target
 
     def read(self, wanted: Sequence[_Wanted]) -> None:
-        sources = [sources_in(self.index.folder, one.saved) for one in wanted]
-        with open_readers(source for some in sources for source in some) as readers:
-            for one, some in zip(wanted, sources, strict=True):
-                fill_tensor(one.target, some, readers)
+        with Opened() as files:
+            for one in wanted:
+                fill_tensor(one.target, sources_in(self.index.folder, one.saved), files)
 
     def apply(self) -> None:
         for change in self.changes:
@@ -183,9 +197,8 @@ class _Plan:
 
     def show(self) -> None:
         was_written(one.target for one in self.in_place)
-        for one in self.in_place:
-            if one.target is not one.before and one.module is not None and one.before is not None:
-                replaced(one.module, one.before, one.target)
+        for module, pairs in self.modules.items():
+            replace(module, pairs)
 
 
 def _said_of(name: str, index: StepIndex, ranks: Ranks) -> Any:
@@ -207,13 +220,12 @@ def _said_of(name: str, index: StepIndex, ranks: Ranks) -> Any:
     return kept["ranks"][ranks.number]
 
 
-def _in_place(saved: SavedTensor, x: Tensor, module: nn.Module) -> _Wanted:
-    what = f"{saved.key!r} has shape {list(saved.shape)} and dtype {saved.dtype}"
-    if saved.shape != tuple(x.shape) or saved.dtype.is_complex != x.dtype.is_complex:
-        raise CheckpointError(f"{what}, but here {list(x.shape)} and {x.dtype}")
+def _check_fits(saved: SavedTensor, x: Tensor) -> None:
+    if saved.shape != tuple(x.shape) or not is_converted(saved.dtype, x.dtype):
+        was = f"{dtype_name(saved.dtype)} {list(saved.shape)}"
+        raise CheckpointError(f"{saved.key!r} was saved as {was}, and is {dtype_name(x.dtype)} {list(x.shape)} now")
     if isinstance(x, DTensor) and x._layout.has_pending:
         raise CheckpointError(f"{saved.key!r} is {x._layout}: reduce what is pending on it first, with redistribute")
-    return _Wanted(saved, with_memory(x), module, x)
 
 
 def _check_has_memory(name: str, optimizer: optim.Optimizer) -> None:
@@ -231,7 +243,7 @@ def made_like(saved: SavedTensor, like: Tensor | None) -> Tensor:
     if layout is None:
         device = "cpu" if like is None or not saved.shape else like.device
         return torch.empty(saved.shape, dtype=saved.dtype, device=device)
-    device = layout.mesh.device_type
+    device = like.device if like is not None else layout.mesh.device_type
     shards = [torch.empty(shape, dtype=saved.dtype, device=device) for shape in layout.held_shapes]
     return wrap(shards[0] if len(shards) == 1 else ranked(shards), layout)
 

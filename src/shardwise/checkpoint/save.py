@@ -25,7 +25,16 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.reading import contiguous_region
 from shardwise.checkpoint.safetensors_files import CODES, Written, in_file_order, make_header
 from shardwise.checkpoint.sources import KeyMap, resolved
-from shardwise.checkpoint.writers import Place, Whole, Writable, dtype_name, parts_of, put_together, settled
+from shardwise.checkpoint.writers import (
+    Place,
+    Whole,
+    Writable,
+    check_has_data,
+    dtype_name,
+    parts_of,
+    put_together,
+    settled,
+)
 from shardwise.checkpoint.writing import flush_folder, make_file, open_to_write, write_file
 from shardwise.errors import CheckpointError, CheckpointFileError
 
@@ -125,8 +134,7 @@ def check_storable(tensors: Mapping[str, Tensor]) -> None:
     for key, x in tensors.items():
         if x.dtype not in CODES:
             raise CheckpointError(f"{key!r} is {dtype_name(x.dtype)}, which safetensors files do not have; convert it")
-        if x.is_meta:
-            raise CheckpointError(f"{key!r} is on the meta device, so there is nothing to save")
+        check_has_data(key, x)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.checkpoint import background as in_background
 from shardwise.checkpoint.background import Saving
@@ -37,7 +38,7 @@ from shardwise.checkpoint.step_index import (
 )
 from shardwise.checkpoint.training_state import check_kinds, encoded
 from shardwise.checkpoint.trees import dtype_named
-from shardwise.checkpoint.writers import Part, Whole, parts_of, put_together, settled
+from shardwise.checkpoint.writers import Part, Whole, check_has_data, parts_of, put_together, settled
 from shardwise.checkpoint.writing import make_file, open_to_write, write_file
 from shardwise.errors import CheckpointFileError, CheckpointWarning
 
@@ -73,7 +74,7 @@ def save_step(
     ranks = Ranks(process_group)
     doing = f"saving step {step} in {directory}"
     ranks.all(doing, lambda: _check(step, keep, state))
-    said, found = ranks.all(doing, lambda: encoded(state))
+    said, found = ranks.all(doing, lambda: _encoded(state))
     tensors = {key: settled(x) for key, x in found.items()}
     parts, facts = parts_of(tensors, ranks)
     if background:
@@ -90,6 +91,13 @@ def _check(step: int, keep: int | None, state: Mapping[str, Any]) -> None:
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise TypeError(f"keep is how many steps are kept, at least 1, or None for all: not {keep!r}")
     check_kinds(state)
+
+
+def _encoded(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    said, tensors = encoded(state)
+    for key, x in tensors.items():
+        check_has_data(key, x)
+    return said, tensors
 
 
 @dataclass(frozen=True, slots=True)

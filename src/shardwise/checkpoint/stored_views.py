@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.files import Reader
+from shardwise.checkpoint.files import Opened
 from shardwise.checkpoint.memory import part
 from shardwise.checkpoint.pieces import overlap
 from shardwise.checkpoint.reading import Region, contiguous_region, read
@@ -20,8 +19,6 @@ from shardwise.checkpoint.safetensors_files import Stored
 from shardwise.checkpoint.sources import From
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box
-
-Readers = Mapping[Path, Reader]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +66,11 @@ def sources_of(source: From, found: Sequence[Stored], shape: Sequence[int], dtyp
     made, parts = _tried_out(source, views)
     if tuple(shape) != tuple(made.shape):
         raise CheckpointError(f"has shape {list(shape)}, and {source} gives {list(made.shape)}")
-    if not _is_converted(made.dtype, dtype):
+    if not is_converted(made.dtype, dtype):
         raise CheckpointError(f"is {_name(dtype)}, and {_name(made.dtype)} is not converted to that unasked")
     if parts is None:
         assert source.make is not None
+        _check_runs(source, views)
         each = tuple((size,) for size in shape)
         return [Source((0,) * len(shape), each, Computed(tuple(views), source.make, tuple(shape), made.dtype))]
     return [Source(one.starts, one.groups, _view(views[one.argument], one)) for one in parts]
@@ -106,11 +104,21 @@ def _tried_out(source: From, views: Sequence[View]) -> tuple[Tensor, list[Taken]
     return made, recipe(made, given, noted)
 
 
+def _check_runs(source: From, views: Sequence[View]) -> None:
+    """What is computed will be when some of the model was written to: better to find out now that torch cannot."""
+    assert source.make is not None
+    try:
+        with torch.no_grad():
+            source.make(*[torch.ones(view.region.sizes, dtype=view.dtype) for view in views])
+    except Exception as error:
+        raise CheckpointError(f"is read {source}, which fails: {error}") from error
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _is_converted(stored: torch.dtype, wanted: torch.dtype) -> bool:
+def is_converted(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether numbers are taken as another dtype without being asked: of one kind, and integers only as wider ones."""
     if stored == wanted or (stored.is_complex and wanted.is_complex):
         return True
@@ -122,7 +130,7 @@ def _is_converted(stored: torch.dtype, wanted: torch.dtype) -> bool:
 # Reading
 
 
-def fill(sources: Sequence[Source], box: Box, target: Tensor, readers: Readers) -> None:
+def fill(sources: Sequence[Source], box: Box, target: Tensor, files: Opened) -> None:
     """Read a box of a parameter into a tensor of its size."""
     for source in sources:
         both = overlap(box, (source.starts, source.sizes))
@@ -131,9 +139,9 @@ def fill(sources: Sequence[Source], box: Box, target: Tensor, readers: Readers) 
         there = _relative(both, source.starts)
         here = part(target, _relative(both, box[0])[0], both[1])
         if isinstance(source.made, View):
-            _fill_from_view(source, there, here, readers)
+            _fill_from_view(source, there, here, files)
         else:
-            whole = _compute(source.made, readers)
+            whole = _compute(source.made, files)
             with torch.no_grad():
                 here.copy_(part(whole, *there))
 
@@ -142,11 +150,11 @@ def _relative(box: Box, starts: Sequence[int]) -> Box:
     return tuple(at - start for at, start in zip(box[0], starts, strict=True)), box[1]
 
 
-def _fill_from_view(source: Source, box: Box, target: Tensor, readers: Readers) -> None:
+def _fill_from_view(source: Source, box: Box, target: Tensor, files: Opened) -> None:
     """By the dims of the view, of which several may make up one of the parameter's."""
     made = source.made
     assert isinstance(made, View)
-    reader, key = readers[made.stored.path], made.stored.key
+    reader, key = files[made.stored.path], made.stored.key
     per_dim = [list(_runs(start, start + size, group)) for start, size, group in zip(*box, source.groups, strict=True)]
     for runs in itertools.product(*per_dim):
         starts = [at for _, run_starts, _ in runs for at in run_starts]
@@ -185,11 +193,11 @@ def _in_one(
         yield further, [at, *starts], [1, *extents]
 
 
-def _compute(made: Computed, readers: Readers) -> Tensor:
+def _compute(made: Computed, files: Opened) -> Tensor:
     given = []
     for view in made.whole:
         given.append(torch.empty(view.region.sizes, dtype=view.dtype))
-        read(readers[view.stored.path], view.region, given[-1], key=view.stored.key)
+        read(files[view.stored.path], view.region, given[-1], key=view.stored.key)
     with torch.no_grad():
         found = made.function(*given)
     if tuple(found.shape) != made.shape:

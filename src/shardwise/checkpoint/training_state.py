@@ -112,7 +112,11 @@ def _of_optimizer(name: str, optimizer: optim.Optimizer, encoder: Encoder, names
     saved = optimizer.state_dict()
     called = _names_by_number(optimizer, names)
     groups = [{**group, "params": [called[number] for number in group["params"]]} for group in saved["param_groups"]]
-    kept = {called.get(number, f"{number}"): value for number, value in saved["state"].items()}
+    kept = {}
+    for number, value in saved["state"].items():
+        if not isinstance(number, (int, str)):
+            raise CheckpointError(f"{name} keeps state for {number!r}, which is no parameter, and cannot be saved")
+        kept[called.get(number, number)] = value  # type: ignore[arg-type]
     rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
     return {
         "state": {param: encoder.encode(value, f"{name}.{param}") for param, value in kept.items()},

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.checksums import CHECKSUMS, Summed, check, from_text, seed
 from shardwise.checkpoint.file_sets import FileSet
-from shardwise.checkpoint.files import Reader
+from shardwise.checkpoint.files import Opened
 from shardwise.checkpoint.pieces import flaw
 from shardwise.checkpoint.reading import Region, contiguous_region
 from shardwise.checkpoint.safetensors_files import DTYPES, Header, Stored
@@ -64,24 +64,19 @@ def verify(
 ) -> int:
     """Read this rank's share of what is claimed, of `count` ranks together, and raise at the first that is not so. What
     is returned are the bytes read; `done` is told of them as they are."""
-    num_bytes = 0
-    with ExitStack() as stack:
-        readers: dict[Path, Reader] = {}
+    with Opened() as files:
         for claim in _share(claims, number, count):
-            if claim.path not in readers:
-                readers[claim.path] = stack.enter_context(Reader(claim.path))
-            check(readers[claim.path], claim.region, claim.crc, key=claim.key, begin=claim.begin)
-            num_bytes += claim.region.num_bytes
+            check(files[claim.path], claim.region, claim.crc, key=claim.key, begin=claim.begin)
             done(claim.region.num_bytes)
-    return num_bytes
+        return files.num_read
 
 
 def _share(claims: Iterable[Claim], number: int, count: int) -> list[Claim]:
     """So that all ranks have about as much to read."""
-    load, mine = [0] * count, []
+    load, mine = [(0, rank) for rank in range(count)], []
     for claim in sorted(claims, key=lambda claim: -claim.region.num_bytes):  # stable: alike on all ranks
-        rank = load.index(min(load))
-        load[rank] += claim.region.num_bytes
+        num_bytes, rank = load[0]
+        heapq.heapreplace(load, (num_bytes + claim.region.num_bytes, rank))
         if rank == number:
             mine.append(claim)
-    return mine
+    return sorted(mine, key=lambda claim: (claim.path, claim.region.begin))

@@ -54,6 +54,11 @@ class Part:
         return Part(self.key, self.shape, self.box, host.copy_(self.data))
 
 
+def check_has_data(key: str, x: Tensor) -> None:
+    if x.is_meta:
+        raise CheckpointError(f"{key!r} is on the meta device, so there is nothing to save")
+
+
 def settled(x: Tensor) -> Tensor:
     """A tensor with nothing pending on it: what is, is reduced, by all ranks of its mesh together."""
     if not isinstance(x, DTensor) or not x._layout.has_pending:

@@ -301,6 +301,17 @@ def test_wildcards() -> None:
         From()
 
 
+def test_what_torch_cannot_compute_is_found_out_before(tmp_path: Path) -> None:
+    """Not when half of the model is loaded."""
+    state = {"a": torch.ones(4, WIDTH), "w": torch.ones(4, WIDTH).to(torch.float8_e4m3fn)}
+    save_file(state, tmp_path / "x.safetensors")
+    net = nn.Module()
+    net.a, net.w = nn.Parameter(torch.zeros(4, WIDTH)), nn.Parameter(torch.zeros(4, WIDTH))
+    with pytest.raises(CheckpointError, match=r"'w' is read From\('w', make=...\), which fails: .*not implemented"):
+        load(net, tmp_path, keys={"w": From("w", make=lambda w: w.sinh())})
+    assert not net.a.any()
+
+
 # What does not fit
 
 

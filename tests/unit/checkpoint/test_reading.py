@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import reading, writing
-from shardwise.checkpoint.files import Reader
+from shardwise.checkpoint.files import Opened, Reader
 from shardwise.checkpoint.memory import part
 from shardwise.checkpoint.reading import Region, contiguous_region, read
 from shardwise.checkpoint.writing import make_file, open_to_write
@@ -134,3 +134,16 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     make_file(tmp_path / "x")
     with pytest.raises(CheckpointFileError, match="File exists"):
         make_file(tmp_path / "x")
+
+
+def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Opened, "AT_ONCE", 2)
+    folder = Path("/proc/self/fd") if Path("/proc/self/fd").exists() else None
+    before = len(list(folder.iterdir())) if folder else 0
+    with Opened() as files:
+        for number in (0, 1, 2, 3, 0, 3):
+            (tmp_path / str(number)).write_bytes(bytes([number] * 5))
+            assert files[tmp_path / str(number)].read(1, 2) == bytes([number] * 2)
+            assert folder is None or len(list(folder.iterdir())) <= before + 2
+        assert files.num_read == 12
+    assert folder is None or len(list(folder.iterdir())) == before

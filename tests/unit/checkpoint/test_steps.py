@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint import background, load_latest, load_step, save_step, wait
+from shardwise import checkpoint
+from shardwise.checkpoint import background, load, load_latest, load_step, resume, save_step, wait
 from shardwise.checkpoint.folders import UNFINISHED
 from shardwise.checkpoint.step_folders import steps_in
 from shardwise.checkpoint.writing import Writer
 from shardwise.errors import CheckpointError, CheckpointFileError, CheckpointWarning, DamagedFileError
 
+load_module = sys.modules[load.__module__]
 MESH = sw.simulate((2, 2), ("dp", "tp"))
 R, S = sw.Replicate(), sw.Shard
 
@@ -298,9 +301,9 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     )
     wider = net()
     wider.first.weight = nn.Parameter(torch.ones(7, 4))
-    refused(
-        tmp_path, r"^'model\.first\.weight' has shape \[6, 4\] and dtype torch.float32, but here \[7, 4\]", model=wider
-    )
+    words = r"^'model\.first\.weight' was saved as float32 \[6, 4\], and is float32 \[7, 4\] now$"
+    refused(tmp_path, words, model=wider)
+    refused(tmp_path, r"^'model\..*' was saved as float32 .*, and is int32 .* now$", model=integers(net()))
     groups = torch.optim.SGD([{"params": list(other.first.parameters())}, {"params": list(other.second.parameters())}])
     words = (
         r"^optimizer is not what was saved: its parameter group 0 has other parameters, of which 'model\.second\.bias' "
@@ -316,6 +319,53 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
         load_latest(tmp_path, model=empty, optimizer=torch.optim.SGD(empty.parameters(), lr=0.1))
     assert empty.first.weight.is_meta
+
+
+def integers(module: nn.Module) -> nn.Module:
+    module.first.weight = nn.Parameter(torch.ones(6, 4, dtype=torch.int32), requires_grad=False)
+    return module
+
+
+def test_a_folder_that_is_mistaken_for_another_is_no_fresh_start(tmp_path: Path) -> None:
+    module = net(S(0), R)
+    save(tmp_path / "run", 1, module)
+    step = tmp_path / "run" / "step-00000001"
+    with pytest.raises(
+        CheckpointError, match=r"step-00000001 is a step: load it with load_step, or the latest in .*run$"
+    ):
+        load_latest(step, model=module)
+    with pytest.raises(CheckpointError, match="step-00000001 is a step of training: load it with load_step"):
+        load(module, step)
+    with pytest.raises(CheckpointError, match="run has steps of training: go on from the latest with load_latest"):
+        load(module, tmp_path / "run")
+
+
+def test_a_disk_that_fails_after_all_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be done about it, but it is said."""
+    module = net(S(0), R)
+    save(tmp_path / "run", 1, module)
+    checkpoint.save(module, tmp_path / "model")
+    for do in (lambda: load_latest(tmp_path / "run", model=module), lambda: load(module, tmp_path / "model")):
+        with monkeypatch.context() as patched:
+            patched.setattr(load_module, "fill_tensor", failing)
+            patched.setattr(resume, "fill_tensor", failing)
+            with pytest.raises(CheckpointFileError, match="Input/output error") as error:
+                do()
+        assert error.value.__notes__ == [
+            "All was well when it was checked. What was read until now is in Net, and the rest is not."
+        ]
+
+
+def failing(*args: Any) -> None:
+    raise CheckpointFileError(errno.EIO, "Input/output error")
+
+
+def test_what_has_no_data_is_not_saved(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        module = Net()
+    with pytest.raises(CheckpointError, match=r"^'model\.count' is on the meta device, so there is nothing to save$"):
+        save_step(tmp_path, step=1, model=nn.ModuleDict({"a": module})["a"])
+    assert not os.listdir(tmp_path)
 
 
 def test_arguments(tmp_path: Path) -> None:

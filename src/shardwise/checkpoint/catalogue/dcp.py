@@ -9,8 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, Opened, outer
+from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, outer
 from shardwise.checkpoint.dcp_files import METADATA, DcpFolder, DcpTensor, Place, read_dcp
+from shardwise.checkpoint.files import Opened
 from shardwise.checkpoint.pieces import Flaw, flaw, within
 from shardwise.checkpoint.torch_files import Saved
 from shardwise.errors import DamagedFileError

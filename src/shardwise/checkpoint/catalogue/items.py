@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.files import Reader
+from shardwise.checkpoint.files import Opened
 from shardwise.checkpoint.pieces import cut, volume, within
 from shardwise.checkpoint.reading import Region, read
 from shardwise.checkpoint.torch_files import Keys
@@ -25,22 +24,6 @@ Kind = Literal["step", "safetensors", "dcp", "torch.save"]
 
 AT_ONCE = 64 * 2**20
 """Bytes of a tensor that are in memory at a time, where its file can be read in parts."""
-
-
-class Opened:
-    """Files that are opened when they are first needed, and closed together."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._readers: dict[Path, Reader] = {}
-
-    def __getitem__(self, path: Path) -> Reader:
-        if path not in self._readers:
-            self._readers[path] = self._stack.enter_context(Reader(path))
-        return self._readers[path]
-
-    def close(self) -> None:
-        self._stack.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwise.checkpoint.catalogue.items import Catalogue, Check, Opened, RegionItem
+from shardwise.checkpoint.catalogue.items import Catalogue, Check, RegionItem
 from shardwise.checkpoint.catalogue.steps import checks_of
 from shardwise.checkpoint.file_sets import FileSet, find_files
+from shardwise.checkpoint.files import Opened
 from shardwise.checkpoint.pieces import whole
 from shardwise.checkpoint.reading import contiguous_region
 from shardwise.checkpoint.safetensors_files import Stored

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import checksums
-from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, Opened, RegionItem
+from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, RegionItem
+from shardwise.checkpoint.files import Opened
 from shardwise.checkpoint.step_index import INDEX, SavedTensor, StepIndex, read_index
 from shardwise.checkpoint.torch_files import Keys, key_of, leaves
 from shardwise.checkpoint.trees import decode
@@ -19,6 +20,7 @@ from shardwise.errors import DamagedFileError
 
 def open_step(path: Path) -> Catalogue:
     index, files = read_index(path), Opened()
+    index.check_files()
     items: dict[str, Item] = {}
     others: dict[Keys, Callable[[], Any]] = {}
     for keys, value in leaves(_state(index), tensor=_Named):

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, Opened, outer
+from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, outer
+from shardwise.checkpoint.files import Opened
 from shardwise.checkpoint.memory import held_shards, layout_of
 from shardwise.checkpoint.pieces import volume, within
 from shardwise.checkpoint.torch_files import Keys, Saved, key_of, leaves
