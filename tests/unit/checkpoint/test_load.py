@@ -488,3 +488,11 @@ def test_files_cut_off(saved: Any) -> None:
         load(Net(), path)
     assert error.value.key == "norm.num_batches_tracked" or error.value.key is not None
     assert error.value.offset is not None
+
+
+def test_of_many_names_the_first_are_said(saved: Any, tmp_path: Path) -> None:
+    save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")
+    refused(
+        tmp_path / "x.safetensors",
+        r"no file has 'up\.weight', 'up\.bias', 'down\.weight', 'down\.bias', 'norm\.weight' and 4 more; the model",
+    )

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint import From, load, save
+from shardwise.checkpoint.file_sets import find_files
 from shardwise.checkpoint.folders import UNFINISHED
 from shardwise.checkpoint.save import num_bytes_of
+from shardwise.checkpoint.verifying import _share, claims_of, verify
 from shardwise.checkpoint.writers import put_together
 from shardwise.errors import CheckpointError, CheckpointFileError, DamagedFileError
 
@@ -229,6 +231,17 @@ def test_files_of_others_cannot_be_verified(tmp_path: Path) -> None:
         CheckpointError, match=r"carries no checksums to be verified by: only files that shardwise\.checkpoint"
     ):
         load(Net(), tmp_path / "x.safetensors", verify=True)
+
+
+def test_ranks_share_what_is_to_be_verified(tmp_path: Path) -> None:
+    """Each part is some rank's, and all have about as much."""
+    save(place(Net(), S(0), S(1)), tmp_path, max_shard_size=300)
+    claims = claims_of(find_files(tmp_path))
+    shares = [_share(claims, number, 3) for number in range(3)]
+    assert sorted(map(repr, claims)) == sorted(repr(claim) for share in shares for claim in share)
+    sizes = [sum(claim.region.num_bytes for claim in share) for share in shares]
+    assert max(sizes) - min(sizes) <= max(claim.region.num_bytes for claim in claims)
+    assert [verify(claims, number=number, count=3) for number in range(3)] == sizes
 
 
 @pytest.mark.parametrize(

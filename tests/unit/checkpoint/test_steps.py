@@ -250,6 +250,37 @@ def test_everything_with_a_state(tmp_path: Path) -> None:
         load_latest(tmp_path, ema={})
 
 
+def test_state_shaped_otherwise_than_its_parameter_lies_as_it_did(tmp_path: Path) -> None:
+    """On a mesh with the same axes; sums over its shards are the same ones then. Replicated on another."""
+
+    def made(mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = nn.Module()
+        module.w = nn.Parameter(sw.zeros(4, 6, device_mesh=mesh, placements=[S(0), S(1)]))
+        return module, torch.optim.SGD(module.parameters(), lr=0.1)
+
+    module, optimizer = made(MESH)
+    rows = torch.randn(4, 1)
+    optimizer.state[module.w] = {
+        "rows": sw.distribute_tensor(rows, MESH, [S(0), R]),
+        "whole": sw.distribute_tensor(rows + 1, MESH, [R, R]),
+        "number": sw.distribute_tensor(torch.tensor(3.0), MESH, [R, R]),
+        "plain": torch.ones(2),
+    }
+    save_step(tmp_path, step=1, model=module, optimizer=optimizer, background=False)
+    for mesh, placements in ((MESH, (S(0), R)), (sw.simulate((4, 1), ("dp", "tp")), (R, R))):
+        module, optimizer = made(mesh)
+        load_latest(tmp_path, model=module, optimizer=optimizer)
+        kept = optimizer.state[module.w]
+        assert kept["rows"].placements == placements and torch.equal(kept["rows"].full_tensor(), rows)
+        assert kept["whole"].placements == (R, R) and torch.equal(kept["whole"].full_tensor(), rows + 1)
+        assert kept["number"].full_tensor().item() == 3 and type(kept["plain"]) is torch.Tensor
+    plain = nn.Module()
+    plain.w = nn.Parameter(torch.zeros(4, 6))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    load_latest(tmp_path, model=plain, optimizer=optimizer)
+    assert torch.equal(optimizer.state[plain.w]["rows"], rows)
+
+
 def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     torch.manual_seed(5)
     save(tmp_path, 1, net(S(0), R))
@@ -539,6 +570,7 @@ HOSTILE: dict[str, Any] = {
     "a box outside": lambda said: boxes(said)[0].__setitem__(0, [100, 0]),
     "a negative offset": lambda said: boxes(said)[0].__setitem__(3, -8),
     "an offset after the end": lambda said: boxes(said)[0].__setitem__(3, 10**15),
+    "an end after the end": lambda said: boxes(said)[0].__setitem__(3, said["files"]["rank-00000.safetensors"] - 1),
     "a file that is none of the step's": lambda said: boxes(said)[0].__setitem__(2, "x"),
     "a dtype": lambda said: said["tensors"]["model.first.weight"].update({"dtype": "load"}),
     "a huge shape": lambda said: said["tensors"]["model.first.weight"].update({"shape": [2**62, 2**62]}),
