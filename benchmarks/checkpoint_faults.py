@@ -43,8 +43,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint.folders import UNFINISHED
-from shardwise.checkpoint.step_folders import steps_in
+from shardwise.checkpoint.files.folders import UNFINISHED
+from shardwise.checkpoint.steps.folders import steps_in
 from shardwise.errors import CheckpointError
 
 KINDS = ONE, ALL, FULL, RENAME = "one rank is killed", "all ranks are killed", "the disk is full", "a rename fails"

@@ -16,16 +16,16 @@ from shardwise.checkpoint.catalogue import Catalogue, Item
 from shardwise.checkpoint.catalogue.find import TORCH_SUFFIXES
 from shardwise.checkpoint.catalogue.items import AT_ONCE, in_parts
 from shardwise.checkpoint.dcp_writing import write_dcp
-from shardwise.checkpoint.file_sets import SUFFIX
-from shardwise.checkpoint.files import explained
-from shardwise.checkpoint.folders import beside, make_folder, remove, remove_unfinished
+from shardwise.checkpoint.files.file_sets import SUFFIX
+from shardwise.checkpoint.files.folders import beside, make_folder, remove, remove_unfinished
+from shardwise.checkpoint.files.reader import explained
+from shardwise.checkpoint.files.safetensors import CODES
+from shardwise.checkpoint.files.writing import flush_folder
+from shardwise.checkpoint.models.save import save_parts
 from shardwise.checkpoint.pieces import fills, volume, whole, within
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.safetensors_files import CODES
-from shardwise.checkpoint.save import save_parts
 from shardwise.checkpoint.torch_files import Keys
 from shardwise.checkpoint.torch_writing import Later, write_torch_file
-from shardwise.checkpoint.writing import flush_folder
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Size, Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwise.checkpoint.memory import held_shards
+from shardwise.checkpoint.files.memory import held_shards
 from shardwise.checkpoint.pieces import held_ranks, pieces
 from shardwise.dispatch.aliasing.copied_views import CopiedView, Part, StaleView
 from shardwise.dispatch.interop.state_dicts import settled

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.files import Reader
+from shardwise.checkpoint.files.reader import Reader
 from shardwise.checkpoint.torch_files import Keys, Section
 from shardwise.errors import CheckpointError, CheckpointFileError, DamagedFileError
 from shardwise.layout import Box

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.checkpoint.memory import held_shards
+from shardwise.checkpoint.files.memory import held_shards
 from shardwise.comm import ranked
 from shardwise.dispatch.aliasing.copied_views import carry_on
 from shardwise.errors import CheckpointError

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.checkpoint.memory import bytes_of
+from shardwise.checkpoint.files.memory import bytes_of
 from shardwise.errors import CheckpointError, CheckpointFileError
 
 _T = TypeVar("_T")

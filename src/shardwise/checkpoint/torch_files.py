@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.files import Reader
-from shardwise.checkpoint.memory import BUFFER
+from shardwise.checkpoint.files.memory import BUFFER
+from shardwise.checkpoint.files.reader import Reader
 from shardwise.errors import CheckpointError, DamagedFileError
 
 Keys = tuple[str | int, ...]

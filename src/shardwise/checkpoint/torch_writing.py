@@ -23,8 +23,8 @@ from torch import Tensor
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 from torch.storage import UntypedStorage, _dtype_to_storage_type_map
 
-from shardwise.checkpoint.files import explained
-from shardwise.checkpoint.memory import bytes_of
+from shardwise.checkpoint.files.memory import bytes_of
+from shardwise.checkpoint.files.reader import explained
 from shardwise.checkpoint.torch_files import Keys, nested
 
 ROOT, VERSION = "archive", b"3\n"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.memory import held_shards, layout_of
+from shardwise.checkpoint.files.memory import held_shards, layout_of
 from shardwise.checkpoint.pieces import Stored, Written, flaw, held_ranks, share_out, volume, within
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.comm import ProcessGroupPort

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, outer
 from shardwise.checkpoint.dcp_files import METADATA, DcpFolder, DcpTensor, Place, read_dcp
-from shardwise.checkpoint.files import Opened
+from shardwise.checkpoint.files.reader import Opened
 from shardwise.checkpoint.pieces import Flaw, flaw, within
 from shardwise.checkpoint.torch_files import Saved
 from shardwise.errors import DamagedFileError

@@ -12,10 +12,10 @@ from shardwise.checkpoint.catalogue.safetensors import open_safetensors
 from shardwise.checkpoint.catalogue.steps import open_step
 from shardwise.checkpoint.catalogue.torch_save import open_torch_file
 from shardwise.checkpoint.dcp_files import METADATA
-from shardwise.checkpoint.file_sets import INDEX_SUFFIX, SUFFIX
-from shardwise.checkpoint.files import explained
-from shardwise.checkpoint.step_folders import steps_in
-from shardwise.checkpoint.step_index import INDEX
+from shardwise.checkpoint.files.file_sets import INDEX_SUFFIX, SUFFIX
+from shardwise.checkpoint.files.reader import explained
+from shardwise.checkpoint.steps.folders import steps_in
+from shardwise.checkpoint.steps.index import INDEX
 from shardwise.errors import CheckpointError
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")

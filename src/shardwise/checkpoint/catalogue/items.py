@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.files import Opened
+from shardwise.checkpoint.files.reader import Opened
+from shardwise.checkpoint.files.reading import Region, read
 from shardwise.checkpoint.pieces import cut, volume, within
-from shardwise.checkpoint.reading import Region, read
 from shardwise.checkpoint.torch_files import Keys
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box

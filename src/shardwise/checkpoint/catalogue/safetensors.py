@@ -6,12 +6,12 @@ from pathlib import Path
 
 from shardwise.checkpoint.catalogue.items import Catalogue, Check, RegionItem
 from shardwise.checkpoint.catalogue.steps import checks_of
-from shardwise.checkpoint.file_sets import FileSet, find_files
-from shardwise.checkpoint.files import Opened
+from shardwise.checkpoint.files.file_sets import FileSet, find_files
+from shardwise.checkpoint.files.reader import Opened
+from shardwise.checkpoint.files.reading import contiguous_region
+from shardwise.checkpoint.files.safetensors import Stored
+from shardwise.checkpoint.files.verifying import claims_of
 from shardwise.checkpoint.pieces import whole
-from shardwise.checkpoint.reading import contiguous_region
-from shardwise.checkpoint.safetensors_files import Stored
-from shardwise.checkpoint.verifying import claims_of
 from shardwise.errors import CheckpointError, DamagedFileError
 
 

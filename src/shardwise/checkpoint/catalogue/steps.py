@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import checksums
 from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, RegionItem
-from shardwise.checkpoint.files import Opened
-from shardwise.checkpoint.step_index import INDEX, SavedTensor, StepIndex, read_index
+from shardwise.checkpoint.files import checksums
+from shardwise.checkpoint.files.reader import Opened
+from shardwise.checkpoint.files.verifying import Claim
+from shardwise.checkpoint.steps.index import INDEX, SavedTensor, StepIndex, read_index
+from shardwise.checkpoint.steps.trees import decode
 from shardwise.checkpoint.torch_files import Keys, key_of, leaves
-from shardwise.checkpoint.trees import decode
-from shardwise.checkpoint.verifying import Claim
 from shardwise.errors import DamagedFileError
 
 

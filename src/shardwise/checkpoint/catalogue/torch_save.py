@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, outer
-from shardwise.checkpoint.files import Opened
-from shardwise.checkpoint.memory import held_shards, layout_of
+from shardwise.checkpoint.files.memory import held_shards, layout_of
+from shardwise.checkpoint.files.reader import Opened
 from shardwise.checkpoint.pieces import volume, within
 from shardwise.checkpoint.torch_files import Keys, Saved, key_of, leaves
 from shardwise.errors import CheckpointError

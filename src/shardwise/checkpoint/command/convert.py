@@ -14,7 +14,7 @@ from typing import get_args
 from shardwise.checkpoint.catalogue import open_checkpoint
 from shardwise.checkpoint.command.printing import counted, progress
 from shardwise.checkpoint.convert import Format, convert, format_of
-from shardwise.checkpoint.save import num_bytes_of
+from shardwise.checkpoint.models.save import num_bytes_of
 from shardwise.checkpoint.torch_files import key_of
 from shardwise.debug.table import size
 from shardwise.errors import CheckpointError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.catalogue import open_checkpoint
 from shardwise.checkpoint.command.printing import counted, progress
-from shardwise.checkpoint.step_folders import steps_in
+from shardwise.checkpoint.steps.folders import steps_in
 from shardwise.debug.table import size
 from shardwise.errors import CheckpointError, DamagedFileError
 

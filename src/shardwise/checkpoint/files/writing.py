@@ -11,9 +11,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardwise.checkpoint.files import explained
-from shardwise.checkpoint.memory import BUFFER, bytes_of
-from shardwise.checkpoint.reading import Region, steps
+from shardwise.checkpoint.files.memory import BUFFER, bytes_of
+from shardwise.checkpoint.files.reader import explained
+from shardwise.checkpoint.files.reading import Region, steps
 
 
 class Writer:

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from shardwise.checkpoint import background
 from shardwise.checkpoint.entries import state_of
-from shardwise.checkpoint.file_sets import FileSet, find_files
-from shardwise.checkpoint.files import explained
-from shardwise.checkpoint.folders import beside, make_folder, remove, remove_unfinished
-from shardwise.checkpoint.load import Loaded, Strictness, load_with
+from shardwise.checkpoint.files.file_sets import FileSet, find_files
+from shardwise.checkpoint.files.folders import beside, make_folder, remove, remove_unfinished
+from shardwise.checkpoint.files.reader import explained
+from shardwise.checkpoint.models.load import Loaded, Strictness, load_with
+from shardwise.checkpoint.models.save import check_tensors_only, num_bytes_of, save_tensors
+from shardwise.checkpoint.models.sources import From
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.save import check_tensors_only, num_bytes_of, save_tensors
-from shardwise.checkpoint.sources import From
 from shardwise.checkpoint.writers import settled
 
 

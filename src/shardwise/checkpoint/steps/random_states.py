@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.trees import Encoder, decode
+from shardwise.checkpoint.steps.trees import Encoder, decode
 
 States = dict[str, Any]
 """By the name of a generator its state, as JSON."""

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import background, load, load_latest, load_step, resume, save_step, wait
-from shardwise.checkpoint.folders import UNFINISHED
-from shardwise.checkpoint.step_folders import steps_in
-from shardwise.checkpoint.writing import Writer
+from shardwise.checkpoint import background, load, load_latest, load_step, save_step, wait
+from shardwise.checkpoint.files.folders import UNFINISHED
+from shardwise.checkpoint.files.writing import Writer
+from shardwise.checkpoint.steps import resume
+from shardwise.checkpoint.steps.folders import steps_in
 from shardwise.errors import CheckpointError, CheckpointFileError, CheckpointWarning, DamagedFileError
 
 load_module = sys.modules[load.__module__]
@@ -554,7 +555,7 @@ def test_an_old_step_that_cannot_be_removed_is_no_failure(tmp_path: Path, monkey
 
 def test_an_index_of_a_later_format_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1, net())
-    monkeypatch.setattr("shardwise.checkpoint.step_index.VERSION", 2)
+    monkeypatch.setattr("shardwise.checkpoint.steps.index.VERSION", 2)
     save(tmp_path, 2, net())
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=r"index\.json has version 2 of the format; this is version 1"):
@@ -586,7 +587,7 @@ def boxes(said: Any) -> Any:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_an_index_that_somebody_has_written(name: str, tmp_path: Path) -> None:
     """With a checksum that is right."""
-    from shardwise.checkpoint.step_index import _checksum
+    from shardwise.checkpoint.steps.index import _checksum
 
     module = net(S(0), R)
     save(tmp_path, 1, module)
@@ -601,7 +602,7 @@ def test_an_index_that_somebody_has_written(name: str, tmp_path: Path) -> None:
 
 
 def test_state_that_somebody_has_written(tmp_path: Path) -> None:
-    from shardwise.checkpoint.step_index import _checksum
+    from shardwise.checkpoint.steps.index import _checksum
 
     save(tmp_path, 1, net(), note={"a": 1})
     path = tmp_path / "step-00000001" / "index.json"

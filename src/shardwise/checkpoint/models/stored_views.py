@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.files import Opened
-from shardwise.checkpoint.memory import part
+from shardwise.checkpoint.files.memory import part
+from shardwise.checkpoint.files.reader import Opened
+from shardwise.checkpoint.files.reading import Region, contiguous_region, read
+from shardwise.checkpoint.files.safetensors import Stored
+from shardwise.checkpoint.models.recipes import Groups, Noted, Taken, recipe
+from shardwise.checkpoint.models.sources import From
 from shardwise.checkpoint.pieces import overlap
-from shardwise.checkpoint.reading import Region, contiguous_region, read
-from shardwise.checkpoint.recipes import Groups, Noted, Taken, recipe
-from shardwise.checkpoint.safetensors_files import Stored
-from shardwise.checkpoint.sources import From
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box
 

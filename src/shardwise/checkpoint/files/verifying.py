@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.checksums import CHECKSUMS, Summed, check, from_text, seed
-from shardwise.checkpoint.file_sets import FileSet
-from shardwise.checkpoint.files import Opened
+from shardwise.checkpoint.files.checksums import CHECKSUMS, Summed, check, from_text, seed
+from shardwise.checkpoint.files.file_sets import FileSet
+from shardwise.checkpoint.files.reader import Opened
+from shardwise.checkpoint.files.reading import Region, contiguous_region
+from shardwise.checkpoint.files.safetensors import DTYPES, Header, Stored
 from shardwise.checkpoint.pieces import flaw
-from shardwise.checkpoint.reading import Region, contiguous_region
-from shardwise.checkpoint.safetensors_files import DTYPES, Header, Stored
 from shardwise.errors import CheckpointError, DamagedFileError
 from shardwise.layout import Box
 

@@ -21,13 +21,13 @@ from shardwise.checkpoint.entries import (
     with_memory,
     without_memory,
 )
-from shardwise.checkpoint.file_sets import FileSet, find_files
-from shardwise.checkpoint.files import Opened
-from shardwise.checkpoint.memory import held_shards
+from shardwise.checkpoint.files.file_sets import FileSet, find_files
+from shardwise.checkpoint.files.memory import held_shards
+from shardwise.checkpoint.files.reader import Opened
+from shardwise.checkpoint.files.verifying import claims_of, verify
+from shardwise.checkpoint.models.sources import KeyMap, resolved
+from shardwise.checkpoint.models.stored_views import Source, fill, sources_of
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.sources import KeyMap, resolved
-from shardwise.checkpoint.stored_views import Source, fill, sources_of
-from shardwise.checkpoint.verifying import claims_of, verify
 from shardwise.errors import CheckpointError
 from shardwise.layout.layout import Box
 from shardwise.tensor import DTensor

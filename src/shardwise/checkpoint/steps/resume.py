@@ -15,16 +15,16 @@ from torch import Tensor, nn, optim
 
 from shardwise.checkpoint import background as in_background
 from shardwise.checkpoint.entries import replace, was_written, with_memory
-from shardwise.checkpoint.files import Opened
-from shardwise.checkpoint.load import fill_tensor, says_what_was_changed
-from shardwise.checkpoint.random_states import restore_random_states
+from shardwise.checkpoint.files.reader import Opened
+from shardwise.checkpoint.files.safetensors import Stored
+from shardwise.checkpoint.files.verifying import verify as check_claims
+from shardwise.checkpoint.models.load import fill_tensor, says_what_was_changed
+from shardwise.checkpoint.models.stored_views import Source, View, is_converted
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.safetensors_files import Stored
-from shardwise.checkpoint.step_folders import steps_in
-from shardwise.checkpoint.step_index import INDEX, SavedTensor, StepIndex, read_index
-from shardwise.checkpoint.stored_views import Source, View, is_converted
-from shardwise.checkpoint.training_state import check_kinds, decoded, names_of_parameters
-from shardwise.checkpoint.verifying import verify as check_claims
+from shardwise.checkpoint.steps.folders import steps_in
+from shardwise.checkpoint.steps.index import INDEX, SavedTensor, StepIndex, read_index
+from shardwise.checkpoint.steps.random_states import restore_random_states
+from shardwise.checkpoint.steps.training_state import check_kinds, decoded, names_of_parameters
 from shardwise.checkpoint.writers import dtype_name
 from shardwise.comm import ranked
 from shardwise.errors import CheckpointError, CheckpointFileError, CheckpointWarning, DamagedFileError

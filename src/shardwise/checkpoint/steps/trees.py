@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.memory import bytes_of
+from shardwise.checkpoint.files.memory import bytes_of
 from shardwise.errors import CheckpointError
 
 TAG = "$"

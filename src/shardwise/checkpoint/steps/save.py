@@ -18,15 +18,15 @@ from torch import Tensor
 
 from shardwise.checkpoint import background as in_background
 from shardwise.checkpoint.background import Saving
-from shardwise.checkpoint.file_sets import SUFFIX
-from shardwise.checkpoint.folders import appear, beside, make_folder, remove, remove_unfinished
-from shardwise.checkpoint.memory import layout_of
-from shardwise.checkpoint.random_states import States, all_states, random_states
+from shardwise.checkpoint.files.file_sets import SUFFIX
+from shardwise.checkpoint.files.folders import appear, beside, make_folder, remove, remove_unfinished
+from shardwise.checkpoint.files.memory import layout_of
+from shardwise.checkpoint.files.reading import contiguous_region
+from shardwise.checkpoint.files.safetensors import CODES, Written, in_file_order, make_header
+from shardwise.checkpoint.files.writing import make_file, open_to_write, write_file
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.reading import contiguous_region
-from shardwise.checkpoint.safetensors_files import CODES, Written, in_file_order, make_header
-from shardwise.checkpoint.step_folders import new_folder, superseded
-from shardwise.checkpoint.step_index import (
+from shardwise.checkpoint.steps.folders import new_folder, superseded
+from shardwise.checkpoint.steps.index import (
     INDEX,
     SavedBox,
     SavedLayout,
@@ -36,10 +36,10 @@ from shardwise.checkpoint.step_index import (
     layout_from,
     layout_said,
 )
-from shardwise.checkpoint.training_state import check_kinds, encoded
-from shardwise.checkpoint.trees import dtype_named
+from shardwise.checkpoint.steps.random_states import States, all_states, random_states
+from shardwise.checkpoint.steps.training_state import check_kinds, encoded
+from shardwise.checkpoint.steps.trees import dtype_named
 from shardwise.checkpoint.writers import Part, Whole, check_has_data, parts_of, put_together, settled
-from shardwise.checkpoint.writing import make_file, open_to_write, write_file
 from shardwise.errors import CheckpointFileError, CheckpointWarning
 
 

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.background import wait
-from shardwise.checkpoint.checksums import CHECKSUMS, Summed, as_text, seed
 from shardwise.checkpoint.entries import state_of
-from shardwise.checkpoint.file_sets import INDEX_SUFFIX, SET, SUFFIX
-from shardwise.checkpoint.files import explained
-from shardwise.checkpoint.folders import appear, beside, make_folder, remove, remove_unfinished
+from shardwise.checkpoint.files.checksums import CHECKSUMS, Summed, as_text, seed
+from shardwise.checkpoint.files.file_sets import INDEX_SUFFIX, SET, SUFFIX
+from shardwise.checkpoint.files.folders import appear, beside, make_folder, remove, remove_unfinished
+from shardwise.checkpoint.files.reader import explained
+from shardwise.checkpoint.files.reading import contiguous_region
+from shardwise.checkpoint.files.safetensors import CODES, Written, in_file_order, make_header
+from shardwise.checkpoint.files.writing import flush_folder, make_file, open_to_write, write_file
+from shardwise.checkpoint.models.sources import KeyMap, resolved
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.reading import contiguous_region
-from shardwise.checkpoint.safetensors_files import CODES, Written, in_file_order, make_header
-from shardwise.checkpoint.sources import KeyMap, resolved
 from shardwise.checkpoint.writers import (
     Place,
     Whole,
@@ -35,7 +36,6 @@ from shardwise.checkpoint.writers import (
     put_together,
     settled,
 )
-from shardwise.checkpoint.writing import flush_folder, make_file, open_to_write, write_file
 from shardwise.errors import CheckpointError, CheckpointFileError
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -8,8 +8,8 @@ import secrets
 import shutil
 from pathlib import Path
 
-from shardwise.checkpoint.files import explained
-from shardwise.checkpoint.writing import flush_folder
+from shardwise.checkpoint.files.reader import explained
+from shardwise.checkpoint.files.writing import flush_folder
 
 UNFINISHED = ".shardwise-unfinished-"
 """So begin the names of folders that are being written or removed. What is left of them, whoever saves next removes."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.files import Reader
-from shardwise.checkpoint.memory import BUFFER, bytes_of, span
+from shardwise.checkpoint.files.memory import BUFFER, bytes_of, span
+from shardwise.checkpoint.files.reader import Reader
 
 SLACK = 1.04
 """How many bytes may be read for each that is wanted: gaps that are small are read over."""

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.checkpoint.files import explained
+from shardwise.checkpoint.files.reader import explained
 
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 

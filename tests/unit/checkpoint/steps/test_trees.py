@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.trees import Encoder, decode, tensors_in
+from shardwise.checkpoint.steps.trees import Encoder, decode, tensors_in
 from shardwise.errors import CheckpointError
 
 VALUES: dict[str, Any] = {

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.files import Reader, explained
-from shardwise.checkpoint.reading import Region, contiguous_region
-from shardwise.checkpoint.safetensors_files import parsed
-from shardwise.checkpoint.trees import dtype_named
-from shardwise.checkpoint.verifying import Claim, are_whole
+from shardwise.checkpoint.files.reader import Reader, explained
+from shardwise.checkpoint.files.reading import Region, contiguous_region
+from shardwise.checkpoint.files.safetensors import parsed
+from shardwise.checkpoint.files.verifying import Claim, are_whole
+from shardwise.checkpoint.steps.trees import dtype_named
 from shardwise.errors import CheckpointError, DamagedFileError
 from shardwise.layout import Box, Layout, Mesh
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from shardwise.checkpoint.files import Reader, explained
-from shardwise.checkpoint.safetensors_files import LONGEST_HEADER, Header, Stored, parsed, read_header
+from shardwise.checkpoint.files.reader import Reader, explained
+from shardwise.checkpoint.files.safetensors import LONGEST_HEADER, Header, Stored, parsed, read_header
 from shardwise.errors import CheckpointError, CheckpointFileError, DamagedFileError
 
 SUFFIX = ".safetensors"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from shardwise.checkpoint.random_states import all_states, random_states, restore_random_states
+from shardwise.checkpoint.steps.random_states import all_states, random_states, restore_random_states
 
 
 def drawn() -> list[Any]:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint import reading, writing
-from shardwise.checkpoint.files import Opened, Reader
-from shardwise.checkpoint.memory import part
-from shardwise.checkpoint.reading import Region, contiguous_region, read
-from shardwise.checkpoint.writing import make_file, open_to_write
+from shardwise.checkpoint.files import reading, writing
+from shardwise.checkpoint.files.memory import part
+from shardwise.checkpoint.files.reader import Opened, Reader
+from shardwise.checkpoint.files.reading import Region, contiguous_region, read
+from shardwise.checkpoint.files.writing import make_file, open_to_write
 from shardwise.errors import CheckpointFileError, DamagedFileError
 
 AHEAD = 3

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from shardwise.checkpoint.safetensors_files import (
+from shardwise.checkpoint.files.safetensors import (
     DTYPES,
     LONGEST_HEADER,
     Written,

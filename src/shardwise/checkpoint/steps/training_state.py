@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from shardwise.checkpoint.entries import check_kept, state_of
-from shardwise.checkpoint.trees import Encoder, decode, tensors_in
+from shardwise.checkpoint.steps.trees import Encoder, decode, tensors_in
 from shardwise.errors import CheckpointError
 from shardwise.tensor import DTensor
 

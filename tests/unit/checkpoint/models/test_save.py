@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint import From, load, save
-from shardwise.checkpoint.file_sets import find_files
-from shardwise.checkpoint.folders import UNFINISHED
-from shardwise.checkpoint.save import num_bytes_of
-from shardwise.checkpoint.verifying import _share, claims_of, verify
+from shardwise.checkpoint.files.file_sets import find_files
+from shardwise.checkpoint.files.folders import UNFINISHED
+from shardwise.checkpoint.files.verifying import _share, claims_of, verify
+from shardwise.checkpoint.models.save import num_bytes_of
 from shardwise.checkpoint.writers import put_together
 from shardwise.errors import CheckpointError, CheckpointFileError, DamagedFileError
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.files import Reader
+from shardwise.checkpoint.files.reader import Reader
 from shardwise.errors import DamagedFileError
 
 LONGEST_HEADER = 100_000_000

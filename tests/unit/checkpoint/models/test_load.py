@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.checkpoint import From, load, save
-from shardwise.checkpoint.sources import resolved
+from shardwise.checkpoint.models.sources import resolved
 from shardwise.errors import CheckpointError, CheckpointFileError, DamagedFileError, PlanError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.files import Reader
-from shardwise.checkpoint.memory import bytes_of
-from shardwise.checkpoint.reading import Region, read
+from shardwise.checkpoint.files.memory import bytes_of
+from shardwise.checkpoint.files.reader import Reader
+from shardwise.checkpoint.files.reading import Region, read
 from shardwise.errors import DamagedFileError
 from shardwise.layout import Box
 
