@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -58,6 +59,14 @@ _NO_ARCHIVE = (zipfile.BadZipFile, zlib.error, NotImplementedError, ValueError, 
 """What is raised by archives that are none, or are damaged, or encrypted."""
 
 
+class Record(NamedTuple):
+    """A part of an archive: where it begins, and how many bytes it holds."""
+
+    name: str
+    offset: int
+    num_bytes: int
+
+
 class Saved(NamedTuple):
     """A value that torch.save wrote into a part of a file; None: all of it."""
 
@@ -75,30 +84,33 @@ class Saved(NamedTuple):
         except pickle.UnpicklingError as error:
             if "Unsupported" not in str(error) and "GLOBAL" not in str(error):
                 raise self._damaged(error) from error
+            named = re.search(r"GLOBAL (\S+)", str(error))
             raise CheckpointError(
                 f"{self._place()} holds more than tensors, numbers, text, and lists and dicts of these, and is not "
-                f"loaded: that would run code which the file names ({_first_line(error)})"
-            ) from error
+                f"loaded: that would run code which the file names{f', {named[1]}' if named else ''}"
+            ) from None  # torch would advise to run it
         except (CheckpointError, OSError):
             raise
         except Exception as error:  # torch raises what happens to come up
             raise self._damaged(error) from error
 
-    def records(self) -> dict[str, int]:
-        """What the archive has, and of how many bytes."""
+    def records(self) -> list[Record]:
+        """What the archive has."""
         try:
             with zipfile.ZipFile(self._open()) as archive:
-                return {record.filename: record.file_size for record in archive.infolist()}
+                return [Record(one.filename, one.header_offset, one.file_size) for one in archive.infolist()]
         except CheckpointError:
             raise
         except _NO_ARCHIVE as error:
             raise self._damaged(error) from error
 
-    def check(self, *names: str) -> None:
-        """Compare records with their checksums; all of them, if none is named."""
+    def check(self, *records: Record, key: str | None = None) -> None:
+        """Compare records with their checksums; all of them, if none is named. `key` is what lies in them."""
+        offset = self.offset
         try:
             with zipfile.ZipFile(self._open()) as archive:
-                for name in names or archive.namelist():
+                for name, begin in [one[:2] for one in records] or [(name, 0) for name in archive.namelist()]:
+                    offset = self.offset + begin
                     with archive.open(name) as record:
                         while record.read(BUFFER):
                             pass
@@ -110,8 +122,8 @@ class Saved(NamedTuple):
             raise DamagedFileError(
                 f"the data have changed since they were written: {name} has another checksum",
                 self.file.path,
-                key=self.key,
-                offset=self.offset,
+                key=key or self.key,
+                offset=offset,
             ) from error
 
     def _open(self) -> io.BufferedReader:
@@ -126,7 +138,9 @@ class Saved(NamedTuple):
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """What is wrong, without torch's advice to load the file in another way."""
+    text = str(error).partition("WeightsUnpickler error: ")[2] or str(error) or type(error).__name__
+    return text.splitlines()[0]
 
 
 # Nested values

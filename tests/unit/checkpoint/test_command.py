@@ -123,10 +123,11 @@ def test_convert(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("convert", "dcp", "there"), "there does not say which format is meant: say it with --to"),
+        (("convert", "dcp", "there"), "there does not say which format is meant: say it with --to safetensors or"),
         (("convert", "dcp", "step", "--to", "dcp"), "step is there already"),
         (("convert", "dcp", "x.safetensors", "--max-shard-size", "much"), "max_shard_size='much' is no number of"),
         (("convert", "dcp", "x.pt", "--under", "nets."), "no key of dcp begins with 'nets.'"),
+        (("show", "dcp", "*.scale", "b"), "dcp has no key like *.scale or b: the first one is 'model.0.weight'"),
         (("show", "nothing"), "cannot read nothing: No such file or directory"),
         (("verify", "nothing"), "cannot read nothing: No such file or directory"),
         (("ls", "nothing"), "cannot read nothing: No such file or directory"),

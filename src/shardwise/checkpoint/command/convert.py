@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     to = options.to or format_of(options.target)
     if to is None:
-        raise CheckpointError(f"{options.target} does not say which format is meant: say it with --to")
+        raise CheckpointError(
+            f"{options.target} does not say which format is meant: say it with --to {' or '.join(get_args(Format))}"
+        )
     try:
         most = num_bytes_of(options.max_shard_size)
     except ValueError as error:

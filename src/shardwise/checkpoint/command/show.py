@@ -17,6 +17,7 @@ from shardwise.checkpoint.catalogue import Catalogue, Item, open_checkpoint
 from shardwise.checkpoint.command.printing import counted, print_tables
 from shardwise.checkpoint.torch_files import key_of
 from shardwise.debug.table import Cells, Table, size
+from shardwise.errors import CheckpointError
 
 LONGEST = 100
 """Letters of a value that are shown."""
@@ -50,7 +51,13 @@ def tables(found: Catalogue, keys: Sequence[str], *, every: bool) -> list[Table]
     values: list[Cells] = [
         (key_of(path), _value(read)) for path, read in found.others.items() if _is_wanted(key_of(path), keys)
     ]
+    if keys and not items and not values:
+        raise CheckpointError(f"{found.path} has no key like {' or '.join(keys)}: the first one is {_first(found)}")
     return [*made, Table("Other values", ("key", "value"), values, 2)] if values else made
+
+
+def _first(found: Catalogue) -> str:
+    return repr(next(iter(found.items), None) or key_of(next(iter(found.others), ())))
 
 
 def _is_wanted(key: str, keys: Sequence[str]) -> bool:

@@ -24,7 +24,7 @@ CHECKSUMS = "shardwise.crc32"
 """Under this name the metadata of a safetensors file have the checksums of its tensors, as JSON."""
 
 
-AT_ONCE = 2**20
+AT_ONCE = 2**21
 """How many bytes are read at a time to be summed: so many stay in the caches meanwhile."""
 
 
