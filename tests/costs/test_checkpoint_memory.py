@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from checkpoint_loading import MB, at_the_peak
-from shardwise.checkpoint import From, load, load_latest, save_step
+from shardwise.checkpoint import From, load, load_latest, save, save_step
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux for the peak of memory")
 NUM_TENSORS, ROWS, COLUMNS = 5, 4096, 2048
@@ -53,6 +53,14 @@ def test_transposing(files: Path) -> None:
     source = From("w4", make=lambda w: w.T)
     loaded, peak, _ = at_the_peak(lambda: load(made, files / "full.safetensors", keys={"w": source}, strict=False))
     assert peak < 64 * MB and loaded.num_bytes <= 1.001 * LARGEST and made.w.to_local()[0, 0].item() == 4
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_saving(dim: int, tmp_path: Path) -> None:
+    """No tensor is gathered, of which files have the whole."""
+    made = net(sw.simulate((2,)), sw.Shard(dim))
+    _, peak, _ = at_the_peak(lambda: save(made, tmp_path, max_shard_size="100MB"))
+    assert peak < LARGEST
 
 
 def test_steps(tmp_path: Path) -> None:

@@ -271,6 +271,8 @@ def build(mesh: Any, device: str = "cpu", seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     with torch.device(device):
         net = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Linear(10, 5, bias=False))
+    if device != "meta":
+        net[1].num_batches_tracked += seed
     net = net if mesh is None else sw.distribute_module(net, mesh, shard)
     net[2].weight.requires_grad_(False)
     return net

@@ -235,6 +235,22 @@ def test_model_state_dicts(full: bool, cpu_offload: bool) -> None:
         assert bits(x) == bits(net.state_dict()[name]) and x.layout_on_mesh is net.state_dict()[name].layout_on_mesh
 
 
+@pytest.mark.parametrize("prefixes", [False, True])
+@pytest.mark.filterwarnings("ignore:Getting submodules only:FutureWarning")
+def test_state_dicts_of_a_part(prefixes: bool) -> None:
+    """Of submodules, with or without the names of what they are in: as of plain modules."""
+    options = dcp_state.StateDictOptions(True, keep_submodule_prefixes=prefixes)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
+    plain.load_state_dict(dcp_state.get_model_state_dict(model(), options=dcp_state.StateDictOptions(True)))
+    found = []
+    for net in (plain, model()):
+        for part in net:
+            found.append(dcp_state.get_model_state_dict(net, submodules={part}, options=options))
+    for right, state in zip(found[:2], found[2:], strict=True):
+        assert {name: bits(x) for name, x in right.items()} == {name: bits(x) for name, x in state.items()}
+    assert ("1.bias" if prefixes else "bias") in found[3]
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_optimizer_state_dicts(full: bool) -> None:
     options = dcp_state.StateDictOptions(full_state_dict=full)
