@@ -1,5 +1,6 @@
 """Shardwise: write a single-device PyTorch program, run it on a mesh of devices."""
 
+from importlib import import_module
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,6 +27,7 @@ __all__ = [
     "cache_info",
     "checkpoint",
     "clear_cache",
+    "compile",
     "debug",
     "dispatch",
     "distribute_module",
@@ -51,8 +53,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "verify":  # only those who judge rules need what it needs
+    # Only those who judge rules, or capture programs, need what that needs.
+    if name == "verify":
         from shardwise.proof.verify.command import verify
 
         return verify
+    if name in ("compile", "graph"):
+        graph = import_module("shardwise.graph")
+        return graph if name == "graph" else graph.compile
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

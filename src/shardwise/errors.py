@@ -93,3 +93,11 @@ class CheckpointWarning(UserWarning):
 
 class FallbackWarning(UserWarning):
     """A call cannot run on the shards it is given; they were gathered and it ran replicated."""
+
+
+class CaptureError(ShardwiseError):
+    """A program cannot be captured as it is."""
+
+
+class CaptureWarning(UserWarning):
+    """A function that was to be captured runs as it is."""

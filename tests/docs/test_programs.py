@@ -37,3 +37,12 @@ def test_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         losses.append(said.splitlines()[-3:])
     assert losses[0] == losses[1]
     assert sorted(os.listdir(tmp_path / "run")) == [f"step-000000{step}" for step in (30, 35, 40)]
+
+
+@pytest.mark.parametrize("options", ["--dp 2 --shard 1 --tp 2", "--dp 1 --shard 2 --tp 2"])
+def test_gpt(options: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ways that README shows; the program itself compares losses and norms with one device."""
+    assert f"examples/gpt.py {options}" in (EXAMPLES.parent / "README.md").read_text()
+    monkeypatch.setattr("sys.argv", ["gpt.py", *options.split(), "--steps", "8"])
+    runpy.run_path(str(EXAMPLES / "gpt.py"), run_name="__main__")
+    assert "step  7   loss" in capsys.readouterr().out

@@ -96,7 +96,7 @@ def test_a_rule_that_does_not_confer_is_found(monkeypatch: pytest.MonkeyPatch) -
     function, tensors = BAD_DATA["binary_cross_entropy"]
     call, way = bad(function, *tensors), ((S(0),), (S(0),))
     clear_cache()
-    monkeypatch.setattr(losses, "agreed", lambda *args: False)
+    monkeypatch.setattr(losses, "refuse", lambda *args: False)
     with pytest.raises(RanksApart):
         check_refused(call, mesh_of((2,)), way)
     monkeypatch.undo()

@@ -4,6 +4,7 @@ import torch
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.captured import captured_mesh, noters, running_mesh
 from shardwise.comm.port import Handle, Port
 from shardwise.comm.process_group import ProcessGroupPort, mesh_of
 from shardwise.comm.ranked import PerRank, Ranked, per_rank, ranked, shards_of
@@ -22,10 +23,13 @@ __all__ = [
     "RecordingPort",
     "SimulatedPort",
     "as_mesh",
+    "captured_mesh",
     "mesh_of",
+    "noters",
     "per_rank",
     "ranked",
     "recording",
+    "running_mesh",
     "shards_of",
     "simulate",
 ]
@@ -38,10 +42,10 @@ def as_mesh(mesh: AnyMesh | None) -> Mesh:
     """Our mesh for whatever the user passed: one of ours, torch's DeviceMesh, or None for that of the `with` block."""
     if mesh is None:
         mesh = entered_mesh() or _entered_in_torch()
+    if not isinstance(mesh, Mesh) and isinstance(mesh, DeviceMesh):
+        mesh = mesh_of(mesh)
     if isinstance(mesh, Mesh):
-        return mesh
-    if isinstance(mesh, DeviceMesh):
-        return mesh_of(mesh)
+        return captured_mesh(mesh) if noters else mesh
     if mesh is None:
         raise MeshError("no mesh was given: pass device_mesh=, or make it inside `with mesh:`")
     raise MeshError(f"expected a mesh from shardwise.simulate or a torch DeviceMesh, got {type(mesh).__name__}")

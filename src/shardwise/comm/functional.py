@@ -121,12 +121,13 @@ def traceable(mesh: Mesh | DeviceMesh) -> Iterator[Mesh]:
     tracer: what it is to see comes in as shards.
     """
     with _disable_current_modes():
-        made = _traceable(mesh)
+        made = functional_mesh(mesh)
     with made, _AsShards():
         yield made
 
 
-def _traceable(mesh: Mesh | DeviceMesh) -> Mesh:
+def functional_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
+    """The mesh of the same ranks on which collectives are ops."""
     device_mesh = mesh.origin if isinstance(mesh, Mesh) else mesh
     if not isinstance(device_mesh, DeviceMesh):
         raise MeshError(f"only the program of a real rank can be traced, on a torch DeviceMesh; got {mesh}")
@@ -137,4 +138,4 @@ def _traceable(mesh: Mesh | DeviceMesh) -> Mesh:
 
 
 def _rebuild(device_mesh: DeviceMesh, names: tuple[str, ...]) -> Mesh:
-    return _traceable(device_mesh)[names]
+    return functional_mesh(device_mesh)[names]

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm import noters
 from shardwise.comm.cause import watchers, without_plan
 from shardwise.dispatch.interop.mixing import mixed, takes_replicated
-from shardwise.dispatch.key import PlainTensor, Uncacheable, key_of, long_key
+from shardwise.dispatch.key import PlainTensor, Uncacheable, as_planned, key_of, long_key
 from shardwise.dispatch.modes import implicit_replication, unseen
 from shardwise.dispatch.plan import Direct, Plan, wrap_fresh
 from shardwise.dispatch.planning.first_call import make_plan, misses
@@ -125,6 +126,8 @@ def _without_key(reason: Exception, func: Callable, args: tuple, kwargs: dict[st
 
 def _remember(key: tuple, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     misses.count += 1
+    if noters:
+        args, kwargs = as_planned((args, kwargs))
     plan: Any = unseen(make_plan, func, args, kwargs)
     if not isinstance(plan, (Direct, FunctionType)):
         plan = plan.__call__  # bound: a call of an object that is not a function takes a detour

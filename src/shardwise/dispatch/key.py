@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from shardwise.dispatch.aliasing.copied_views import CopiedView, StaleView, renew
 from shardwise.dispatch.modes import replicates_implicitly
@@ -48,6 +49,8 @@ def key_of(value: Any) -> Any:
         if value[0].__class__ is DTensor:
             return tuple([item._layout if item.__class__ is DTensor else key_of(item) for item in value])
         return tuple([key_of(item) for item in value])
+    if cls is torch.SymFloat:  # of a program that is captured
+        return key_of(value.node.value if FINEST < abs(value.node.value) < LARGEST else float(value))
     if cls is slice:
         return (slice, key_of(value.start), key_of(value.stop), key_of(value.step))
     if isinstance(value, Tensor):
@@ -90,6 +93,11 @@ def _plain_tensor(value: Tensor) -> Any:
     return (Tensor, shape)
 
 
+def as_planned(tree: Any) -> Any:
+    """Arguments as plans are made for them: numbers that vary between runs of a program have some value."""
+    return tree_map_only(torch.SymFloat, lambda x: x.node.value, tree)
+
+
 def variant_key(args: tuple, kwargs: dict[str, Any] | None) -> tuple:
     """What some plans depend on beyond the key: dtypes, the values of floats, who needs a gradient, who is a
     parameter."""
@@ -108,5 +116,7 @@ def _collect(values: Any, found: list[Any]) -> None:
             found.append(is_parameter(value))
         elif isinstance(value, (float, complex)):
             found.append(value if value and value == value else str(value))  # zeros by sign; NaN is NaN
+        elif isinstance(value, torch.SymFloat):
+            found.append(float(value))  # which it is from now on
         elif value.__class__ is list or value.__class__ is tuple:
             _collect(value, found)

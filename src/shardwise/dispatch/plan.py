@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import Ranked, ranked, shards_of
+from shardwise.comm import ranked, shards_of
 from shardwise.comm.cause import handed_on, is_moving, listeners
 from shardwise.comm.cause import moved as observed
 from shardwise.dispatch.planning.trace import flat_tensors
@@ -154,8 +154,7 @@ def wrap_fresh(out: Any, layout: Layout) -> DTensor:
     Here and wherever speed matters the layout is put into the dict itself: CPython 3.11 reads attributes three times as
     fast from a dict that was filled like that as from one that belongs to a changed class.
     """
-    cls = out.__class__
-    if cls is Tensor or cls is Ranked:
+    if "_layout" not in out.__dict__:
         out.__class__ = DTensor
         out.__dict__["_layout"] = layout
     elif out._layout is not layout:

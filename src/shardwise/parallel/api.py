@@ -18,6 +18,7 @@ from shardwise.parallel.agreement import agreed
 from shardwise.parallel.loaded_state import take_any_state
 from shardwise.parallel.modules import tied
 from shardwise.parallel.named_styles import NamedStyle, replicate_inside
+from shardwise.parallel.parts import compare_calls
 from shardwise.parallel.style import Distributing, ParallelStyle
 
 Entry = tuple[str, nn.Module, ParallelStyle]
@@ -64,6 +65,8 @@ def parallelize_module(
                 module = made
     if named:
         replicate_inside(module, mesh.origin, src_data_rank)
+    else:
+        compare_calls(module, mesh)
     take_any_state(module.modules())
     return module
 

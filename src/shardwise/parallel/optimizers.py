@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import optimizer as torch_optimizer
 
+from shardwise.comm import noters
 from shardwise.dispatch.aliasing.copied_views import carry_on
 from shardwise.parallel.loaded_state import lay_out_loaded_state
 from shardwise.parallel.whole_matrices import step_split_matrices
@@ -93,6 +94,10 @@ _shadows: WeakKeyDictionary[optim.Optimizer, _Shadows] = WeakKeyDictionary()
 
 def step_on_shards(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
     """Before a step: its arguments, with the optimizer's plain twin in its place where that gives the same."""
+    if noters:
+        noters[-1].step(optimizer)
+        twin = _without_split_matrices(optimizer) if isinstance(optimizer, optim.Muon) else None
+        return None if twin is None else ((twin,), kwargs)
     check_reduced()
     lay_out_loaded_state(optimizer)
     twin_of = _TWINS.get(optimizer.__class__)

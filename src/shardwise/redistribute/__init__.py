@@ -7,11 +7,13 @@ from shardwise.redistribute.backward.deferred_gradients import (
     drop,
     flush,
     no_sync,
+    reduced_apart,
     unreduced,
 )
 from shardwise.redistribute.backward.double_backward import anchors, let_go, tied, trail
 from shardwise.redistribute.backward.graph_boundary import CastBackward, MoveGradient
 from shardwise.redistribute.backward.ownership import own_node
+from shardwise.redistribute.backward.reach import below, handed_out, is_ours
 from shardwise.redistribute.collectives import Group
 from shardwise.redistribute.cost import LATENCY, LOCAL, group_size, transition_cost, wire_bytes
 from shardwise.redistribute.execute import (
@@ -44,6 +46,7 @@ __all__ = [
     "Typed",
     "alone",
     "anchors",
+    "below",
     "can_join",
     "check_reduced",
     "differentiable",
@@ -51,7 +54,9 @@ __all__ = [
     "flush",
     "forget",
     "group_size",
+    "handed_out",
     "in_place",
+    "is_ours",
     "joined",
     "let_go",
     "no_sync",
@@ -71,6 +76,7 @@ __all__ = [
     "trail",
     "transition",
     "transition_cost",
+    "reduced_apart",
     "unreduced",
     "windows",
     "wire_bytes",

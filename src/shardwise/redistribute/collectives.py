@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm.captured import noters
 from shardwise.comm.ranked import PerRank, Ranked, join, per_rank, pick, shards_of
 from shardwise.layout import SUM, Layout, Mesh
 from shardwise.redistribute import exchange
@@ -56,6 +57,16 @@ class Group:
             shapes = [[tuple(shard.shape)] * self.size for shard in shards]
             rows = self.mesh.port.all_gather(shards, self.mesh, self.axes, shapes)
             return self._local([torch.stack(row) for row in rows], x)
+
+    def verify(self, number: Any, check: Callable[[Any], None]) -> None:
+        if noters:
+            noters[-1].check(shards_of(number)[0], check)
+        else:
+            check(number.item())
+
+    @property
+    def is_captured(self) -> bool:
+        return bool(noters)
 
     def window(self, x: Tensor, dim: int, have: Sequence[Interval], want: Sequence[Interval]) -> Tensor:
         if all(w[0] >= w[1] or (h[0] <= w[0] and w[1] <= h[1]) for h, w in zip(have, want, strict=True)):
@@ -114,6 +125,8 @@ def _narrowed(x: Tensor, dim: int, have: Sequence[Interval], want: Sequence[Inte
 class _Softmax(torch.autograd.Function):
     """The shards of a tensor and of its softmax, or of the logarithm of that, along a sharded dim → the latter. Only
     that is kept; the backward pass sums one number for each row."""
+
+    joins_ranks = True
 
     @staticmethod
     def forward(ctx: Any, summed: Move, dim: int, log: bool, *tensors: Tensor) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from shardwise.layout import SUM, Layout, Partial
 
@@ -90,6 +91,11 @@ class Move:
     @cached_property
     def communicates(self) -> bool:
         return self.kind in COMMUNICATES
+
+    @cached_property
+    def collective(self) -> tuple[Any, ...]:
+        """What moves have in common that one collective can make for all of them."""
+        return self.source.layout.mesh, self.kind, self.axes, self.wire_op
 
     @cached_property
     def wire_op(self) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import AnyMesh, Ranked, as_mesh, ranked, shards_of
+from shardwise.comm.faked import as_fakes
 from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardShapeError
 from shardwise.from_local import check_strides, gradient_layout, laid_out, layout_of_shards
 from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
@@ -91,8 +92,9 @@ class DTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Never called: C++ sees plain shards. But `torch.compile` leaves alone tensors whose class has this."""
-        raise AssertionError("a DTensor is a plain tensor to torch's dispatcher")
+        """Only called for shards without data: C++ sees plain shards. (`torch.compile` leaves alone tensors whose class
+        has this.)"""
+        return as_fakes(func, args, kwargs or {})
 
     def as_subclass(self, cls: type) -> Any:
         if not torch._C._is_torch_function_enabled():  # the shard is what is meant
@@ -266,9 +268,7 @@ class DTensor(Tensor):
         check_strided(local_tensor)
         local = local_tensor if isinstance(local_tensor, Ranked) else spread(local_tensor, mesh)
         layout = layout_of_shards(local, mesh, placements, run_check=run_check, shape=shape)
-        with _disabled():
-            aliases = [plain_alias(shard, mesh) for shard in laid_out(shards_of(local), layout)]
-        local = aliases[0] if len(aliases) == 1 else ranked(aliases)
+        local = plain_shards(local, layout)
         if grad_placements is not None:
             back = plan_moves(layout.gradient, gradient_layout(layout, grad_placements))
             local = on_shards(local, lambda shards: MoveGradient.apply(back, *shards), back)
@@ -383,6 +383,13 @@ def wrap(local: Tensor, layout: Layout) -> DTensor:
     return made
 
 
+def plain_shards(local: Tensor, layout: Layout) -> Tensor:
+    """Aliases of the shards that ranks bring, which may become a DTensor."""
+    with _disabled():
+        aliases = [plain_alias(shard, layout.mesh) for shard in laid_out(shards_of(local), layout)]
+    return aliases[0] if len(aliases) == 1 else ranked(aliases)
+
+
 def kernels_see(x: DTensor) -> Tensor:
     """A DTensor as torch's kernels may see it: itself, but on meta, where they are partly Python, its shard."""
     return _on_shard(_as_subclass, (), (x, Tensor)) if x._layout.mesh.device_type == "meta" else x  # type: ignore[call-arg]
@@ -395,7 +402,8 @@ def localise(x: DTensor) -> Tensor:
     if "_peers" not in facts:
         return local
     with _disabled():  # all by aliases: ranks whose graphs differ would add up gradients in different orders
-        return ranked((local, *(_as_subclass(peer, Tensor) for peer in facts["_peers"])))
+        alias = facts["_layout"].mesh.port.alias
+        return ranked((local, *(alias(peer, Tensor) for peer in facts["_peers"])))
 
 
 def remembering(made: DTensor, local: Tensor, moves: Sequence[Move]) -> DTensor:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, _engine_run_backward
 
+from shardwise.comm import noters
 from shardwise.dispatch.interop.nodes import nodes_of
 from shardwise.layout import Mesh
+from shardwise.redistribute import below
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -21,13 +23,13 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 def run_backward(meshes: Sequence[Mesh], roots: Sequence[Tensor], *args: Any, **options: Any) -> Any:
     """A backward pass from roots on these meshes. A dispatch mode of the user's sees what the engine computes with:
     where it passes that on, a DTensor is the shard that it is to the engine."""
-    if dispatch_modes() and torch._C._is_torch_function_enabled():
+    if dispatch_modes() and not noters and torch._C._is_torch_function_enabled():
         with _disabled():
             return run_backward(meshes, roots, *args, **options)
     if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
         return _engine_run_backward(roots, *args, **options)
     found: list[tuple[Node, int]] = []
-    hooks = [node.register_hook(_looking(node, found)) for node in _below(nodes_of(roots))]
+    hooks = [node.register_hook(_looking(node, found)) for node in below(nodes_of(roots))]
     try:
         with torch.autograd.set_detect_anomaly(True, check_nan=False):
             out = _engine_run_backward(roots, *args, **options)
@@ -53,17 +55,6 @@ def anywhere(mesh: Mesh, held: Sequence[bool]) -> bool:
     flags = [torch.tensor(int(flag), device=mesh.device_type) for flag in held]
     found = mesh.port.all_reduce(flags, mesh, tuple(range(mesh.ndim)), "max")[0]
     return any(held) if found.is_meta else bool(found)
-
-
-def _below(nodes: Sequence[Node]) -> list[Node]:
-    todo = list(nodes)
-    seen = dict.fromkeys(todo)
-    while todo:
-        for node, _ in todo.pop().next_functions:
-            if node is not None and node not in seen:
-                seen[node] = None
-                todo.append(node)
-    return list(seen)
 
 
 def _looking(node: Node, found: list[tuple[Node, int]]) -> Callable[[Any, Any], None]:

@@ -112,11 +112,20 @@ def joined(flat: Iterable[Any], layouts: Sequence[Layout | None], strides: Seque
             if len(parts) > 1:
                 first._peers = tuple(parts[1:])  # torch may have put views in their place
             found.append(first)
+        elif len(parts) > 1:  # one to which nothing has been done, though what has the first shard was reduced since
+            found.append(wrap(ranked([_shard(first), *parts[1:]]), layout))
         else:
-            found.append(wrap(ranked(parts) if len(parts) > 1 else first, layout))
+            found.append(wrap(first, layout))
         if remembered is not None:
             found[-1].__class__, found[-1]._strides = Part, remembered
     return found
+
+
+def _shard(x: Tensor) -> Tensor:
+    if not isinstance(x, DTensor):
+        return x
+    with _disabled():
+        return x._layout.mesh.port.alias(x, Tensor)
 
 
 def joined_gradients(flat: Iterable[Tensor | None], layouts: Sequence[Layout | None]) -> list[Tensor | None]:
@@ -341,7 +350,8 @@ def keeping_shards(frame: Any) -> type:
         frame.save_inputs(self, *flat_shards(args))
 
     def get_inputs(self: Any) -> list[Any]:
-        return joined(frame.get_inputs(self), *self.kept)
+        with torch.enable_grad():  # what was no leaf is none: only then is it remembered what its sums have come to
+            return joined(frame.get_inputs(self), *self.kept)
 
     methods = {"save_inputs": save_inputs, "get_inputs": get_inputs, "__wrapped__": frame}
     return type(frame.__name__, (frame,), {**methods, "__module__": frame.__module__})

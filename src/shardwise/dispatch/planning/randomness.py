@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise.comm.captured import noters, running_mesh
 from shardwise.comm.ranked import join, pick, ranked, shards_of
 from shardwise.comm.record import off_the_record
 from shardwise.dispatch.planning.local_calls import EachRank
@@ -65,10 +68,20 @@ _in_step: WeakSet[Mesh] = WeakSet()
 
 def check_in_step(mesh: Mesh) -> None:
     """The first time numbers are drawn on a mesh, make sure that its ranks were seeded alike. All ranks find out."""
+    mesh = running_mesh(mesh)
     if mesh in _in_step:
         return
+    if noters:
+        with _disable_current_modes():
+            _compare_seeds(mesh)
+    else:
+        _compare_seeds(mesh)
+    _in_step.add(mesh)
+
+
+def _compare_seeds(mesh: Mesh) -> None:
     if len(mesh.held) < mesh.size() and mesh.device_type != "meta":
-        generators = (torch.default_generator, _default_generator(torch.device(mesh.device_type)))
+        generators = (torch.default_generator, default_generator(torch.device(mesh.device_type)))
         seeds = [_signed(generator.initial_seed()) for generator in generators if generator is not None]
         # The largest of `~seed` is that of the smallest seed: one reduction finds both ends.
         ends = torch.tensor([seeds, [~seed for seed in seeds]], dtype=torch.int64, device=mesh.device_type)
@@ -80,7 +93,6 @@ def check_in_step(mesh: Mesh) -> None:
                     f"random numbers on {mesh} need its ranks in step, but their generators were seeded differently, "
                     f"from {~low} to {high}; call torch.manual_seed with the same seed on every rank"
                 )
-    _in_step.add(mesh)
 
 
 def _signed(seed: int) -> int:
@@ -97,7 +109,7 @@ def _given_generator(args: tuple, kwargs: dict[str, Any]) -> torch.Generator | N
     return next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Generator)), None)
 
 
-def _default_generator(device: torch.device) -> torch.Generator | None:
+def default_generator(device: torch.device) -> torch.Generator | None:
     if device.type == "meta":
         return None
     if device.type == "cpu":
@@ -156,14 +168,20 @@ class RandomCall:
             given = _given_generator(args, kwargs)
             if given is None:
                 check_in_step(self.mesh)
-            seed = draw_seed(given)
-            tensors = flat_tensors(args)
-            generator = given or _default_generator(tensors[0].device if tensors else torch.device("cpu"))
             results = []
-            for rank, stream in enumerate(self.streams):
-                with seeded(seed + stream, generator):
+            for rank, stream in enumerate(self._streams(given, args)):
+                with stream:
                     results.append(self.function(*pick(args, rank), **pick(kwargs, rank)))
             return join(results) if len(results) > 1 else results[0]
+
+    def _streams(self, given: torch.Generator | None, args: tuple) -> list[AbstractContextManager[None]]:
+        """Where the ranks held here draw from."""
+        if noters:
+            drawn = noters[-1].seed(partial(draw_seed, given))
+            return [noters[-1].stream(drawn, number) for number in self.streams]
+        seed, tensors = draw_seed(given), flat_tensors(args)
+        generator = given or default_generator(tensors[0].device if tensors else torch.device("cpu"))
+        return [seeded(seed + number, generator) for number in self.streams]
 
 
 class ExactCall:

@@ -15,8 +15,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import Handle
-from shardwise.errors import NoDataError
+from shardwise.comm import Handle, noters
+from shardwise.errors import NoDataError, PlanError
 from shardwise.parallel.fully_sharded.collectives import Joint
 from shardwise.parallel.fully_sharded.layouts import DataParallel, Layouts, layouts_at_rest
 from shardwise.parallel.fully_sharded.policies import MixedPrecisionPolicy
@@ -45,6 +45,11 @@ class Entry:
     def look_up(self) -> None:
         """Modules may have been given other shards, by `to_empty` or `load_state_dict(assign=True)`."""
         module, name = self.places[0]
+        if name not in module._parameters:
+            raise PlanError(
+                f"fully_shard knows a parameter {self.name!r} that its module no longer has; parametrize modules, or "
+                f"take parameters out of them, before fully_shard"
+            )
         self.param = module._parameters[name]
         if self.param._layout is not self.layouts.resting:  # styles came after fully_shard
             self.layouts = layouts_at_rest(self.param._layout, self.layouts.data, self.name)
@@ -149,6 +154,19 @@ class Group:
     def _start(self, entries: Sequence[Entry], dtype: torch.dtype) -> Handle:
         shards = [entry.held() for entry in entries]
         return self.joint(entries).start_gather(shards, dtype, torch.device(self.data.mesh.device_type))
+
+    def record_gather(self) -> None:
+        """In a program that is captured: gather into tensors of this use alone. When to gather again, and what to
+        start early, passes over the program decide."""
+        self.look()
+        with _disabled(), torch.no_grad():
+            for dtype, entries in self._by_dtype().items():
+                rows = self._start(entries, dtype).wait()
+                for entry in entries:
+                    noters[-1].meet(entry.param)
+                    shapes = entry.layouts.whole.held_shapes
+                    entry.wholes = [own[0].new_empty(shape) for own, shape in zip(rows, shapes, strict=True)]
+                self.joint(entries).fill(rows, [entry.wholes for entry in entries])
 
     def gather(self) -> None:
         """Have the whole parameters in memory."""

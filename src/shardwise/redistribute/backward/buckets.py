@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 _task = torch._C._current_graph_task_id
 _queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
+_flatten: Any = torch._C._nn.flatten_dense_tensors
+_unflatten: Any = torch._C._nn.unflatten_dense_tensors
 
 Key = tuple[Any, ...]
 
@@ -45,26 +47,32 @@ def accumulate(parameter: Tensor, grads: Sequence[Tensor]) -> None:
 def add_to_bucket(parameter: nn.Parameter, move: Move, grads: Sequence[Tensor], owned: bool) -> None:
     """In a backward pass: have gradients moved, and added to those of a parameter when the pass ends. `owned` ones are
     contiguous and nobody else's."""
-    now = _passes.get(_task())
+    known = _passes.get(_task())
+    now = known() if known is not None else None
     if now is None:
-        now = _passes[_task()] = _Pass()
+        now = _Pass(_task())
         _queue_callback(now.finish)
     now.add(parameter, move, grads, owned)
 
 
 class _Pass:
-    """One backward pass."""
+    """One backward pass, known by the engine's number. The engine's callback holds it: one that raises is let go of
+    with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: int) -> None:
         self.filling: dict[Key, _Bucket] = {}
         self.started: list[_Bucket] = []
+        _passes[task] = ref(self, lambda _: _passes.pop(task, None))
 
     def add(self, parameter: nn.Parameter, move: Move, grads: Sequence[Tensor], owned: bool) -> None:
-        key = _key(move, grads)
+        grad = grads[0]
+        key = (move.collective, grad.dtype, grad.device)
         bucket = self.filling.get(key)
         if bucket is None:
             bucket = self.filling[key] = _Bucket(move, owned)
-        bucket.add(parameter, move, grads)
+        bucket.parameters.append(parameter)
+        bucket.grads.append(grads)
+        bucket.num_bytes += move.target.layout.largest_numel * grad.element_size()
         if bucket.num_bytes >= (LARGEST if self.started else FIRST) or move.kind != "all_reduce":
             self._start(key)
 
@@ -81,12 +89,7 @@ class _Pass:
                 bucket.finish()
 
 
-_passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()
-"""By the engine's number. The callback holds a pass: one that raises is let go of with it."""
-
-
-def _key(move: Move, grads: Sequence[Tensor]) -> Key:
-    return (move.source.layout.mesh, move.kind, move.axes, move.wire_op, grads[0].dtype, grads[0].device)
+_passes: dict[int, ref[_Pass]] = {}
 
 
 class _Bucket:
@@ -98,14 +101,7 @@ class _Bucket:
         self.parameters: list[nn.Parameter] = []
         self.grads: list[Sequence[Tensor]] = []
         self.num_bytes = 0
-        self.cause: Cause | None = None
-
-    def add(self, parameter: nn.Parameter, move: Move, grads: Sequence[Tensor]) -> None:
-        if listeners and not self.grads:
-            self.cause = cause()[0]
-        self.parameters.append(parameter)
-        self.grads.append(grads)
-        self.num_bytes += move.target.layout.largest_numel * grads[0].element_size()
+        self.cause: Cause | None = cause()[0] if listeners else None
 
     def start(self) -> None:
         with gradient_of(self.cause, len(self.grads)):
@@ -114,7 +110,7 @@ class _Bucket:
     def _started(self) -> Handle[list[Tensor]]:
         move, mesh, shards = self.move, self.move.source.layout.mesh, self.grads[0]
         if len(self.grads) > 1:
-            shards = [torch.cat([grad.reshape(-1) for grad in of_rank]) for of_rank in zip(*self.grads, strict=True)]
+            shards = [_flatten(of_rank) for of_rank in zip(*self.grads, strict=True)]
         elif not self.owned:
             return start_move(move, shards)
         return mesh.port.start_all_reduce(shards, mesh, move.axes, move.wire_op, owned=True)
@@ -130,5 +126,5 @@ class _Bucket:
 
 
 def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a flat tensor that some tensors were joined to."""
-    return [part.view(x.shape) for x, part in zip(like, flat.split([x.numel() for x in like]), strict=True)]
+    """The parts of a flat tensor that some tensors were joined to. Of empty ones torch's function forgets the shape."""
+    return [part if part.numel() else torch.empty_like(x) for part, x in zip(_unflatten(flat, like), like, strict=True)]

@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.captured import noters
 from shardwise.comm.rendezvous import PLACES
 from shardwise.errors import UnreducedGradientError
 from shardwise.layout import Mesh
@@ -75,6 +76,22 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
+def reduced_apart() -> Iterator[None]:
+    """While a program is captured: what it keeps it must reduce, or it would be lost."""
+    before = set(unreduced)
+    try:
+        with _block("reduced"):
+            yield
+    finally:
+        kept = [unreduced.pop(key) for key in unreduced.keys() - before]
+    if kept:
+        raise UnreducedGradientError(
+            "a program that is captured ends with gradients that no_sync() kept: run its last backward pass outside of "
+            "that block, inside of the program"
+        )
+
+
+@contextmanager
 def _block(mode: str) -> Iterator[None]:
     blocks.append(mode)
     try:
@@ -83,15 +100,17 @@ def _block(mode: str) -> Iterator[None]:
         blocks.pop()
 
 
-def deferred(node: Any, move: Move, grads: Sequence[Tensor], *, owned: bool = False) -> Sequence[Tensor | None] | None:
-    """What a node gets for gradients that are to be moved on their way to it, if they are not just to be moved. Those
+def deferred(
+    leaf: Tensor | None, move: Move, grads: Sequence[Tensor], *, owned: bool = False
+) -> Sequence[Tensor | None] | None:
+    """What a leaf gets for gradients that are to be moved on their way to it, if they are not just to be moved. Those
     of a parameter may be kept: then it gets zeros, so that the parameter has a gradient to reset and its hooks run in
     every pass. Or they are moved with others and added at the end of the pass: then it gets nothing. `owned` gradients
     are contiguous and nobody else's."""
     mode = blocks[-1] if blocks else "reduced"
-    parameter = leaf_of(node)
-    if mode == "alone" or not isinstance(parameter, nn.Parameter):
+    if mode == "alone" or not is_parameter(leaf):
         return None
+    parameter: Any = leaf
     given = grads
     if unreduced or mode == "kept":
         kept: dict[int, tuple[Move, Sequence[Tensor]]] = parameter.__dict__.setdefault("_kept", {})
@@ -104,17 +123,20 @@ def deferred(node: Any, move: Move, grads: Sequence[Tensor], *, owned: bool = Fa
             return [grad.new_zeros(()).expand(_size(x)) for x, grad in zip(held(parameter), grads, strict=True)]
         if not kept:
             drop(parameter)
-    if not move.communicates or grads[0].is_sparse or is_watched(parameter):
+    if not move.communicates or grads[0].is_sparse or noters or is_watched(parameter):
         return None if grads is given else run_move(move, grads)
     add_to_bucket(parameter, move, grads, owned and grads is given)
     return [None] * len(grads)
 
 
-def is_watched(parameter: nn.Parameter) -> bool:
+def is_parameter(leaf: Tensor | None) -> bool:
+    return leaf is not None and (leaf.__dict__.get("_is_param", False) or isinstance(leaf, nn.Parameter))
+
+
+def is_watched(parameter: Tensor) -> bool:
     """Whether somebody looks at the gradient when it arrives: then it must be complete."""
-    return bool(
-        _hooks(parameter) or _post_hooks(parameter) or not parameter.__dict__.keys().isdisjoint((WATCHED, PLACES))
-    )
+    facts = parameter.__dict__
+    return WATCHED in facts or PLACES in facts or bool(_hooks(parameter) or _post_hooks(parameter))
 
 
 def _gone(key: int, found: ref[Tensor]) -> None:
@@ -123,7 +145,8 @@ def _gone(key: int, found: ref[Tensor]) -> None:
 
 def leaf_of(node: Any) -> Tensor | None:
     """The leaf that a node's gradient is for, as it is. Moves whose backward does nothing may lie between: some ranks
-    do without them, and all must find the same leaf. So may an alias: rank 0's shard in the simulator is one."""
+    do without them, and all must find the same leaf. So may what the simulator puts there: an alias, as rank 0's shard
+    is one, and the own nodes of what was moved."""
     while node is not None and _passes_on(node):
         node = node.next_functions[0][0]
     return getattr(node, "variable", None)
@@ -134,6 +157,8 @@ def _passes_on(node: Any) -> bool:
     if isinstance(move, Move):
         return move.dual.kind == "nothing"
     name = node.name()
+    if name == "UnsafeViewBackward0" and isinstance(getattr(node.next_functions[0][0], "move", None), Move):
+        return True
     return name == "AliasBackward0" or (name in _COPIES and SECOND_ORDER in node.metadata)
 
 

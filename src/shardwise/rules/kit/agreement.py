@@ -13,6 +13,19 @@ from torch import Tensor
 from shardwise.rules.kit.types import Collectives
 
 
+def refuse(group: Collectives, bad: Callable[[Tensor], Tensor], x: Tensor, words: str) -> None:
+    """Raise if any of a tensor is bad, on any rank of the group: one reduction of a number."""
+
+    def check(found: int) -> None:
+        if found:
+            raise RuntimeError(words)
+
+    if x.is_meta:
+        unknown(group, x, torch.int32)
+    elif x.device.type == "cpu":
+        group.verify(group.reduce(group.map(_as_number, bad, x), "max"), check)
+
+
 def agreed(group: Collectives, bad: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     """Whether any of a tensor is bad, on any rank of the group: one reduction of a number."""
     if x.is_meta:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.agreement import agreed
+from shardwise.rules.kit.agreement import agreed, refuse
 from shardwise.rules.kit.indices import axes_of
 from shardwise.rules.kit.notation import Factors, dims_of
 from shardwise.rules.kit.registry import register_function
@@ -63,12 +63,11 @@ def _checked_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
 def _checked_together(group: Collectives, *args: Any) -> Tensor:
     *groups, parts, check, x = args
     bad, expected = CHECKS[check]
-    if agreed(group, bad, x):
+    if group.is_captured or agreed(group, bad, x):
         gathered = x.detach()
         for (dim, sizes), along in zip(parts, groups, strict=True):
             gathered = along.gather(gathered, dim, sizes)
-        if agreed(group, bad, gathered):
-            raise RuntimeError(f"{check} expects {expected}")
+        refuse(group, bad, gathered, f"{check} expects {expected}")
     return x
 
 

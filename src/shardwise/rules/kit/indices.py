@@ -36,21 +36,31 @@ class Bound:
 
     def check(self, group: Collectives, index: Tensor) -> None:
         if index.device.type == "cpu":
-            worst = group.map(_first_outside, index, self.allowed)
-            found = int(group.reduce(worst, "min") if self.split else worst)
-            if found != IN_RANGE:
-                first, last = self.allowed.start, self.allowed.stop - 1
-                raise IndexRangeError(f"{self.noun} {found} is out of bounds: it must be from {first} to {last}")
+            worst = group.map(_least_outside if group.is_captured else _first_outside, index, self.allowed)
+            group.verify(group.reduce(worst, "min") if self.split else worst, self._refuse)
         elif index.is_meta:
             if self.split:
                 unknown(group, index)
         elif not self.own:  # asynchronously, as torch does there
             torch._assert_async(((index >= self.allowed.start) & (index < self.allowed.stop)).all())
 
+    def _refuse(self, found: Any) -> None:
+        if int(found) != IN_RANGE:
+            first, last = self.allowed.start, self.allowed.stop - 1
+            raise IndexRangeError(f"{self.noun} {int(found)} is out of bounds: it must be from {first} to {last}")
+
 
 def _first_outside(index: Tensor, allowed: range) -> Tensor:
     outside = index[(index < allowed.start) | (index >= allowed.stop)].reshape(-1)
     return outside[0].long() if outside.numel() else torch.tensor(IN_RANGE)
+
+
+def _least_outside(index: Tensor, allowed: range) -> Tensor:
+    """The same without looking at data."""
+    if not index.numel():
+        return torch.full((), IN_RANGE, device=index.device)
+    outside = (index < allowed.start) | (index >= allowed.stop)
+    return torch.where(outside, index.long(), IN_RANGE).min()
 
 
 def checked_call(bound: Bound, index: Layout, local: Local, argument: int) -> Local:

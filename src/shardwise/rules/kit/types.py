@@ -129,6 +129,14 @@ class Collectives(Protocol):
     def stack(self, x: Tensor) -> Tensor:
         """Every member's tensor along a new first dim, without gradient."""
 
+    def verify(self, number: Tensor, check: Callable[[Any], None]) -> None:
+        """Call `check`, which may raise, with the value of a tensor that all members have alike; in a program that is
+        captured, in every run of it."""
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether this is a program that is captured: tensors have no data yet."""
+
     def index(self) -> Any:
         """Our number in the group (an argument for `map`)."""
 

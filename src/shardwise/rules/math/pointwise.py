@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout, Partial
-from shardwise.rules.kit.agreement import agreed
+from shardwise.rules.kit.agreement import refuse
 from shardwise.rules.kit.indices import axes_of
 from shardwise.rules.kit.notation import Factor, Factors, broadcast, factor_rule, other_dims
 from shardwise.rules.kit.registry import register, register_pointwise
@@ -126,9 +126,8 @@ def _divided(call: Call, ins: Sequence[Layout]) -> Local:
 
 
 def _divide(group: Collectives, op: Any, x: Any, y: Tensor) -> Tensor:
-    integers = not torch.result_type(x, y).is_floating_point
-    if integers and agreed(group, _is_zero, y):
-        raise RuntimeError("ZeroDivisionError")
+    if not torch.result_type(x, y).is_floating_point:
+        refuse(group, _is_zero, y, "ZeroDivisionError")
     return group.map(op, x, y)
 
 

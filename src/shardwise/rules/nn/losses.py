@@ -14,7 +14,7 @@ from torch.nn import _reduction
 from torch.nn import functional as F
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.agreement import agreed
+from shardwise.rules.kit.agreement import refuse
 from shardwise.rules.kit.indices import Bound, axes_of, checked_call
 from shardwise.rules.kit.notation import Factors, dims_of, factor_rule
 from shardwise.rules.kit.registry import register, register_function
@@ -79,8 +79,7 @@ def _probability_loss_local(call: Call, ins: Sequence[Layout], outs: Sequence[La
 
 
 def _of_probabilities(group: Collectives, step: Any, x: Tensor, *args: Any) -> Tensor:
-    if agreed(group, _is_no_probability, x):
-        raise RuntimeError("all elements of input should be between 0 and 1")
+    refuse(group, _is_no_probability, x, "all elements of input should be between 0 and 1")
     return group.map(step, x, *args)
 
 

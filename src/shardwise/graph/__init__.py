@@ -1,0 +1,7 @@
+"""Whole steps: captured once, and then run without Python's part in them."""
+
+from shardwise.graph.capture import capture
+from shardwise.graph.compile import compile, programs_of
+from shardwise.graph.program import Program
+
+__all__ = ["Program", "capture", "compile", "programs_of"]

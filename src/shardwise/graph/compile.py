@@ -1,0 +1,147 @@
+"""`shardwise.compile`: functions that are captured once, and then run without Python's part in them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn, optim
+from torch.utils._pytree import tree_flatten
+
+from shardwise.comm import noters
+from shardwise.errors import CaptureError, CaptureWarning
+from shardwise.graph.capture import capture
+from shardwise.graph.function import DifferentiableRun
+from shardwise.graph.guards import Guards
+from shardwise.graph.inductor import by_inductor
+from shardwise.graph.nodes import Collective
+from shardwise.graph.program import Program
+from shardwise.graph.reached import Reached
+from shardwise.graph.run import Make, Run, by_nodes
+from shardwise.layout import Mesh
+from shardwise.parallel.agreement import agreed
+from shardwise.tensor import DTensor
+
+MAX_PROGRAMS = 8
+"""Programs kept of one function. One that would need more is not the kind of function to capture."""
+
+BACKENDS: dict[str, Make] = {"fx": by_nodes, "inductor": by_inductor}
+
+
+class Compiled:
+    """A function, with the programs that were captured of it."""
+
+    def __init__(self, function: Callable[..., Any], backend: Make, *, fullgraph: bool) -> None:
+        self.function = function
+        self.backend = backend
+        self.fullgraph = fullgraph
+        self.runs: list[tuple[Guards, Run]] = []
+        self._misses = 0
+        self._warmed: set[int] = set()
+        self._gave_up = False
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._gave_up or noters:
+            return self.function(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        missed = None
+        for guards, run in self.runs:
+            missed = guards.miss(leaves, spec)
+            if missed is None and run.holds(leaves):
+                return run(leaves)
+            missed = missed or "a number of the host that the program branches on"
+        return self._captured(leaves, spec, missed, args, kwargs)
+
+    def _captured(self, leaves: list[Any], spec: Any, missed: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        reached = Reached.by(self.function, leaves)
+        if self._is_first_step(reached):
+            return self.function(*args, **kwargs)
+        if len(self.runs) >= MAX_PROGRAMS:
+            why = f"was captured {len(self.runs)} times, and again something differs ({missed}): it runs as it is"
+            return self._give_up(why, args, kwargs)
+        try:
+            program = self._agreed(reached, leaves, args, kwargs)
+        except CaptureError as error:
+            if self.fullgraph:
+                raise
+            return self._give_up(f"runs as it is: {error}", args, kwargs)
+        guards = Guards(leaves, spec, reached, program, missed or "the first call")
+        kind = Run if program.differentiable is None else DifferentiableRun
+        run = kind(program, self.backend)
+        self.runs.insert(0, (guards, run))
+        return run(leaves)
+
+    def _is_first_step(self, reached: Reached) -> bool:
+        """Whether an optimizer has not stepped yet: it makes its state then, so this call runs as it is."""
+        new = {key for key, optimizer in reached.optimizers.items() if _is_new(optimizer)} - self._warmed
+        self._warmed |= new
+        return bool(new)
+
+    def _agreed(self, reached: Reached, leaves: Sequence[Any], args: tuple, kwargs: dict[str, Any]) -> Program:
+        """The program, if all ranks of the meshes that it runs on have captured the same."""
+
+        find = partial(capture, self.function, *args, **kwargs)
+        for mesh in _meshes(reached, leaves):
+            find = partial(agreed, mesh, find, collectives_of, _FAILED_ELSEWHERE, _DIFFERS)
+        return find()
+
+    def _give_up(self, why: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self._gave_up = True
+        name = getattr(self.function, "__qualname__", type(self.function).__name__)
+        warnings.warn(f"shardwise.compile: {name} {why}", CaptureWarning, stacklevel=4)
+        return self.function(*args, **kwargs)
+
+
+def _is_new(optimizer: optim.Optimizer) -> bool:
+    """Whether it has not stepped yet: it has no state, or there are no gradients."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return not optimizer.state or all(param.grad is None for param in params)
+
+
+_FAILED_ELSEWHERE = CaptureError("the program could not be captured on another rank, whose error says why")
+_DIFFERS = CaptureError("the ranks' programs differ in what they communicate, so they cannot run together")
+
+
+def collectives_of(program: Program) -> list[tuple[Any, ...]]:
+    """What all ranks must have in common: the collectives, in their order."""
+    nodes = (node for part in program.ranks for node in part.graph.nodes)
+    return [(node.target.kind, node.target.axes) for node in nodes if isinstance(node.target, Collective)]
+
+
+def _meshes(reached: Reached, leaves: Sequence[Any]) -> list[Mesh]:
+    """The whole meshes of the DTensors that a call is about, in the order in which they are met."""
+    tensors = [x for _, x in reached.objects if isinstance(x, Tensor)]
+    tensors += [x for x in leaves if isinstance(x, Tensor)]
+    return list(dict.fromkeys(x._layout.mesh.root for x in tensors if isinstance(x, DTensor)))
+
+
+def compile(
+    target: Callable[..., Any],
+    *,
+    backend: str = "inductor",
+    cuda_graph: bool | str = "auto",
+    dynamic: bool = False,
+    fullgraph: bool = True,
+) -> Any:
+    """A function that is captured at its first call, and then runs as a program."""
+    if dynamic:
+        raise ValueError("dynamic=True is not available: layouts, and so programs, are made for sizes")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
+    make: Make = partial(by_inductor, cuda_graph=cuda_graph) if backend == "inductor" else BACKENDS[backend]
+    if isinstance(target, nn.Module):
+        target._compiled_call_impl = Compiled(target._call_impl, make, fullgraph=fullgraph)
+        return target
+    return Compiled(target, make, fullgraph=fullgraph)
+
+
+def programs_of(target: Any) -> Compiled:
+    """What was captured of a function or a module that `compile` was given."""
+    found = getattr(target, "_compiled_call_impl", None) if isinstance(target, nn.Module) else target
+    if not isinstance(found, Compiled):
+        raise TypeError(f"shardwise.compile was not given this {type(target).__name__}")
+    return found

@@ -1,0 +1,223 @@
+"""Running a program: its inputs are gathered, the parts run, and what they leave is put where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map_only
+
+from shardwise.comm import ranked, shards_of
+from shardwise.graph.nodes import Collective
+from shardwise.graph.program import (
+    FromArgument,
+    FromGradient,
+    FromGroup,
+    FromHost,
+    FromObject,
+    Given,
+    Output,
+    Part,
+    Place,
+    Program,
+    Result,
+    Source,
+)
+from shardwise.tensor import wrap
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+_set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
+
+Leaves = Sequence[Any]
+"""What a call is given, without its structure."""
+
+Values = Sequence[Any]
+"""What the host has computed."""
+
+Runner = Callable[[Sequence[Sequence[Any]]], Sequence[Sequence[Any]]]
+"""What runs the programs of the ranks held here: from the inputs of each to the outputs of each."""
+
+
+Make = Callable[[Sequence[Part], bool], Runner]
+"""Makes what runs the parts of the ranks held here; or one part, of all of them together."""
+
+
+class Run:
+    """A program that is ready to run, by whatever way the ranks' parts are run."""
+
+    def __init__(self, program: Program, make: Make) -> None:
+        self.program = program
+        self.host = _Host(program.host)
+        self._conditions = _Host(program.conditions)
+        self.parts = self._forward()
+        self.runner = make(self.parts, program.is_joint)
+        self.inputs = [[_reader(source) for source in part.sources] for part in self.parts]
+
+    def _forward(self) -> Sequence[Part]:
+        return self.program.ranks
+
+    def holds(self, leaves: Leaves) -> bool:
+        """Whether the numbers that the program depends on are what they were."""
+        expected = self.program.expected
+        return not expected or self._conditions(leaves) == expected
+
+    def __call__(self, leaves: Leaves) -> Any:
+        with _disabled(), torch.no_grad():
+            values = self.host(leaves)
+            outputs = self.runner([[read(leaves, values) for read in inputs] for inputs in self.inputs])
+            for gradient in self.program.gradients:
+                grad = None if gradient.output is None else _get(gradient.output, outputs)
+                _set_grad(shard_at(gradient.of, leaves), grad)
+            return returned(self.program.results, outputs, leaves)
+
+
+class _Host:
+    """A part that computes numbers."""
+
+    def __init__(self, part: Part) -> None:
+        self._inputs = [_reader(source) for source in part.sources]
+        self._is_empty = all(node.op == "output" for node in part.graph.nodes)
+        self._run = compiled(part.graph)
+
+    def __call__(self, leaves: Leaves) -> tuple[Any, ...]:
+        if self._is_empty:
+            return ()
+        with _disabled(), torch.no_grad():
+            return self._run(*[read(leaves, ()) for read in self._inputs])
+
+
+def compiled(graph: fx.Graph) -> Callable[..., Any]:
+    """A graph as a function of Python's, which lets go of values when they are not needed any more."""
+    return fx.GraphModule(nn.Module(), graph).forward
+
+
+def _reader(source: Source) -> Callable[[Leaves, Values], Any]:
+    match source:
+        case FromArgument(leaf, 0):
+            return lambda leaves, values: leaves[leaf]
+        case FromArgument(leaf, shard):
+            return lambda leaves, values: leaves[leaf].__dict__["_peers"][shard - 1]
+        case FromObject(tensor):
+            return lambda leaves, values: tensor
+        case FromGradient(of):
+            return lambda leaves, values: _get_grad(shard_at(of, leaves))
+        case FromGroup(optimizer, index, name):
+            return lambda leaves, values: optimizer.param_groups[index][name]
+        case FromHost(number):
+            return lambda leaves, values: values[number]
+        case _:
+            raise AssertionError(source)
+
+
+def shard_at(place: Place, leaves: Leaves) -> Tensor:
+    return place.tensor if isinstance(place, FromObject) else shards_of(leaves[place.leaf])[place.shard]
+
+
+def _get(output: Output, outputs: Sequence[Sequence[Any]]) -> Any:
+    return outputs[output.rank][output.number]
+
+
+def returned(results: Any, outputs: Sequence[Sequence[Any]], leaves: Leaves) -> Any:
+    def given(result: Given) -> Tensor:
+        place = result.place
+        return leaves[place.leaf] if isinstance(place, FromArgument) else place.tensor
+
+    def made(result: Result) -> Any:
+        shards = [_get(output, outputs) for output in result.shards]
+        if not isinstance(shards[0], Tensor):
+            return shards[0]
+        local = shards[0] if len(shards) == 1 else ranked(shards)
+        return local if result.layout is None else wrap(local, result.layout)
+
+    return tree_map_only(Given, given, tree_map_only(Result, made, results))
+
+
+# Node by node, as torch runs them: bit for bit what the function does without being captured
+
+
+def by_nodes(parts: Sequence[Part], is_joint: bool) -> Runner:
+    """What runs the ranks' parts node by node."""
+    if len(parts) > 1:
+        return Lockstep(parts)
+    (part,) = parts
+    run = compiled(part.graph if is_joint else _with_ports(part.graph))
+    return lambda inputs: (run(*inputs[0]),)
+
+
+def _with_ports(graph: fx.Graph) -> fx.Graph:
+    """A rank's graph, with collectives as functions of what this rank brings."""
+    made = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        env[node] = made.node_copy(node, env.__getitem__)
+        if isinstance(node.target, Collective):
+            env[node].target = Alone(node.target)
+    return made
+
+
+class Alone:
+    """A collective as the only rank of this process takes part in it."""
+
+    def __init__(self, collective: Collective) -> None:
+        self.collective = collective
+        self.__name__ = collective.kind
+
+    def __call__(self, brought: Any) -> Any:
+        return self.collective([brought])[0]
+
+
+class Lockstep:
+    """Ranks of the simulator: the program of each runs until it comes to a collective, then that of the next."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+
+    def __call__(self, inputs: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        running = [_steps(part.graph, given) for part, given in zip(self.parts, inputs, strict=True)]
+        waiting: list[Any] = [next(one) for one in running]
+        while not all(isinstance(at, _Done) for at in waiting):
+            collective, _ = waiting[0]
+            if any(isinstance(at, _Done) or at[0] != collective for at in waiting):
+                raise AssertionError(f"ranks do not meet in one collective: {waiting}")
+            found = collective([brought for _, brought in waiting])
+            waiting = [one.send(got) for one, got in zip(running, found, strict=True)]
+        return [at.outputs for at in waiting]
+
+
+class _Done:
+    def __init__(self, outputs: Sequence[Any]) -> None:
+        self.outputs = outputs
+
+
+def _steps(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[Any, Any, None]:
+    """A graph that stops at each collective with what it brings, and goes on with what it is sent."""
+    env: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    last = _last_uses(graph)
+    for node in graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        if node.op == "placeholder":
+            env[node] = next(given)
+        elif node.op == "output":
+            yield _Done(args[0])
+        elif isinstance(node.target, Collective):
+            env[node] = yield node.target, args[0]
+        else:
+            env[node] = node.target(*args, **kwargs)
+        for used in last.get(node, ()):
+            del env[used]
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """By the last node that needs it, what can be let go of."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        for used in dict.fromkeys((node, *node.all_input_nodes)):
+            if used not in seen:
+                seen.add(used)
+                found.setdefault(node, []).append(used)
+    return found
