@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -38,6 +39,7 @@ from shardwise.checkpoint.writers import (
 )
 from shardwise.errors import CheckpointError, CheckpointFileError
 
+INDEX = f"model{INDEX_SUFFIX}"
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -177,13 +179,23 @@ def _plans(wholes: Sequence[Whole], path: Path, room: int) -> list[_FilePlan]:
         if num_bytes > room and files[-1] and not is_file:
             files.append([])
         files[-1].append(whole)
-    names = [f"model-{number:05}-of-{len(files):05}{SUFFIX}" for number in range(1, len(files) + 1)]
-    if len(files) == 1:
-        names = [path.name if is_file else f"model{SUFFIX}"]
+    names = [path.name if is_file else f"model{SUFFIX}"] if len(files) == 1 else _names_in(path, len(files))
     return [
         _FilePlan(name, in_file_order([*map(_stored, some)]), {one.key: one.places for one in some}, len(files) == 1)
         for name, some in zip(names, files, strict=True)
     ]
+
+
+def _names_in(folder: Path, count: int) -> list[str]:
+    """Names for the files of a set, of which none is there: an earlier set stays whole until this one is."""
+    with explained(f"list {folder}"):
+        there = {*os.listdir(folder)} if folder.exists() else set()
+    for number in itertools.count(1):
+        stem = "model" if number == 1 else f"model-{number}"
+        names = [f"{stem}-{at:05}-of-{count:05}{SUFFIX}" for at in range(1, count + 1)]
+        if there.isdisjoint(names):
+            return names
+    raise AssertionError("there is always another number")
 
 
 def _stored(whole: Whole) -> Written:
@@ -229,31 +241,45 @@ def _finish(plans: Sequence[_FilePlan], crcs: Sequence[Sequence[int]], unfinishe
     for plan in plans:
         with open_to_write(unfinished / plan.name) as file:
             file.write(plan.header(crcs, save), 0)
-    index = f"model{INDEX_SUFFIX}"
     if len(plans) > 1:
         weight_map = {tensor.key: plan.name for plan in plans for tensor in plan.tensors}
         said = {"metadata": {"total_size": sum(plan.num_bytes for plan in plans)}, "weight_map": weight_map}
-        write_file(unfinished / index, json.dumps(said, indent=2).encode() + b"\n")
+        write_file(unfinished / INDEX, json.dumps(said, indent=2).encode() + b"\n")
     if path.suffix != SUFFIX and not path.exists():
         appear(unfinished, path)
         return
     folder = path.parent if path.suffix == SUFFIX else path
     flush_folder(unfinished)
     with explained(f"replace the files in {folder}"):
-        if path.suffix != SUFFIX:
-            (folder / index).unlink(missing_ok=True)  # without it, nobody takes a mixture for a set
-        for plan in plans:
-            os.replace(unfinished / plan.name, folder / plan.name)
-        if path.suffix != SUFFIX:
-            _remove_others(folder, {plan.name for plan in plans})
         if len(plans) > 1:
-            os.replace(unfinished / index, folder / index)
+            _move_set(unfinished, folder, [plan.name for plan in plans])
+        else:
+            os.replace(unfinished / plans[0].name, folder / plans[0].name)
+        if path.suffix != SUFFIX:
+            _remove_others(folder, [plan.name for plan in plans])
     flush_folder(folder)
     remove(unfinished)
 
 
-def _remove_others(folder: Path, names: set[str]) -> None:
-    """Files of an earlier save that this one does not replace."""
+def _move_set(unfinished: Path, folder: Path, names: Sequence[str]) -> None:
+    """The index comes last: until then nobody looks at the files, and an earlier model is as it was."""
+    try:
+        for name in names:
+            os.replace(unfinished / name, folder / name)
+        flush_folder(folder)
+        os.replace(unfinished / INDEX, folder / INDEX)
+    except OSError:
+        for name in names:
+            with suppress(OSError):
+                (folder / name).unlink()
+        raise
+
+
+def _remove_others(folder: Path, names: Sequence[str]) -> None:
+    """Files of an earlier save, the one by which they are found first."""
+    if len(names) == 1:
+        (folder / INDEX).unlink(missing_ok=True)
+    flush_folder(folder)
     for entry in folder.iterdir():
-        if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", entry.name) and entry.name not in names:
+        if re.fullmatch(r"model((-\d+)?-\d{5}-of-\d{5})?\.safetensors", entry.name) and entry.name not in names:
             entry.unlink()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +155,14 @@ def test_sizes() -> None:
     assert {size: num_bytes_of(size) for size in said} == said
 
 
-FAULTS: list[tuple[str, int]] = [("pwrite", 0), ("pwrite", 9), ("fsync", 1), ("replace", 1), ("ftruncate", 0)]
+FAULTS: list[tuple[str, int]] = [
+    ("pwrite", 0),
+    ("pwrite", 9),
+    ("fsync", 1),
+    ("replace", 1),
+    ("replace", 2),
+    ("ftruncate", 0),
+]
 
 
 def failing(name: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,10 +180,10 @@ def failing(name: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "after"), FAULTS)
 @pytest.mark.parametrize("size", [300, "1MB"])
 def test_a_save_that_fails(name: str, after: int, size: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was there is there. Between the first rename and the last there is nothing to load, rather than a mixture of
-    two models."""
+    """What was there is there."""
     first, second = place(Net(), S(0), S(1)), place(Net(), S(0), S(1))
     save(first, tmp_path, max_shard_size=size)
+    before = sorted(os.listdir(tmp_path))
     with monkeypatch.context() as patched:
         failing(name, after, patched)
         if name == "replace" and size == "1MB":
@@ -184,16 +193,51 @@ def test_a_save_that_fails(name: str, after: int, size: Any, tmp_path: Path, mon
             save(second, tmp_path, max_shard_size=size)
         assert error.value.errno == errno.ENOSPC
     third = place(Net(), R, R)
-    if name == "replace":
-        with pytest.raises(CheckpointError, match="no index that says which belong together"):
-            load(third, tmp_path)
-    else:
-        load(third, tmp_path, verify=True)
-        assert all(torch.equal(values(third)[name], x) for name, x in values(first).items())
-    assert not left_over(tmp_path)
+    load(third, tmp_path, verify=True)
+    assert all(torch.equal(values(third)[name], x) for name, x in values(first).items())
+    assert not left_over(tmp_path) and sorted(os.listdir(tmp_path)) == before
     save(second, tmp_path, max_shard_size=size)
     load(third, tmp_path, verify=True)
     assert all(torch.equal(values(third)[name], x) for name, x in values(second).items())
+
+
+@pytest.mark.parametrize(("before", "after"), [(60, 300), (300, 300), (300, "1MB"), ("1MB", 300), ("1MB", "1MB")])
+def test_at_any_moment_there_is_a_model(
+    before: Any, after: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is killed between two calls into the operating system leaves the one or the other, and the next save
+    leaves nothing else."""
+    first, second, third = place(Net(), S(0), S(1)), place(Net(), S(0), S(1)), place(Net(), R, R)
+    seen: list[bool] = []
+
+    def look() -> None:
+        load(third, tmp_path / "net", verify=True)
+        found = [all(torch.equal(values(third)[k], x) for k, x in values(one).items()) for one in (first, second)]
+        assert any(found)
+        seen.append(found[1])
+        shutil.copytree(tmp_path / "net", tmp_path / f"killed {len(seen)}")
+
+    save(first, tmp_path / "net", max_shard_size=before)
+    with monkeypatch.context() as patched:
+        for name in ("replace", "unlink", "rename"):
+            patched.setattr(os, name, looking(getattr(os, name), look))
+        save(second, tmp_path / "net", max_shard_size=after)
+    look()
+    assert seen == sorted(seen) and not seen[0] and seen[-1]
+    right = sorted(os.listdir(tmp_path / "net"))
+    for number in range(1, len(seen) + 1):
+        save(second, tmp_path / f"killed {number}", max_shard_size=after)
+        left = os.listdir(tmp_path / f"killed {number}")
+        assert len(left) == len(right) and not left_over(tmp_path / f"killed {number}")
+        load(third, tmp_path / f"killed {number}", verify=True)
+
+
+def looking(call: Callable[..., Any], look: Callable[[], None]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        look()
+        return call(*args, **kwargs)
+
+    return called
 
 
 def test_what_a_killed_save_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
