@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import math
 import os
 import zlib
@@ -79,13 +81,27 @@ def open_to_write(path: Path) -> Iterator[Writer]:
 
 
 def make_file(path: Path, size: int = 0) -> None:
-    """A new file of some size, which nothing was written to yet."""
+    """A new file of some size, which nothing was written to yet. Most disks say here if they have no room for it."""
     with explained(f"write {path}"):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             os.ftruncate(file, size)
+            _reserve(file, size)
         finally:
             os.close(file)
+
+
+_fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+"""Linux has it. `os.posix_fallocate` writes zeros, block by block, where a file system cannot reserve room."""
+
+
+def _reserve(file: int, size: int) -> None:
+    """Have the disk keep room for a file: several ranks write to one that has it half as fast again. If it cannot, it
+    finds room as it is written to."""
+    if size and _fallocate is not None and _fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
+        number = ctypes.get_errno()
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            raise OSError(number, os.strerror(number))
 
 
 def write_file(path: Path, text: bytes) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import random
 from pathlib import Path
 
@@ -134,6 +136,29 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     make_file(tmp_path / "x")
     with pytest.raises(CheckpointFileError, match="File exists"):
         make_file(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("says", "is_full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EOPNOTSUPP, False), (None, False)]
+)
+def test_room_for_a_file(says: int | None, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a disk that is full one hears at once; one that cannot reserve room has it as it is written to."""
+    asked: list[int] = []
+
+    def fallocate(file: int, mode: int, offset: ctypes.c_int64, size: ctypes.c_int64) -> int:
+        asked.append(size.value)
+        ctypes.set_errno(says or 0)
+        return -1
+
+    monkeypatch.setattr(writing, "_fallocate", None if says is None else fallocate)
+    if is_full:
+        with pytest.raises(CheckpointFileError, match=r"cannot write .*x: ") as error:
+            writing.make_file(tmp_path / "x", 5000)
+        assert error.value.errno == says
+    else:
+        writing.make_file(tmp_path / "x", 5000)
+        assert (tmp_path / "x").read_bytes() == bytes(5000)
+    assert asked == ([] if says is None else [5000])
 
 
 def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,19 @@ def test_there_and_back_with_checksums(tmp_path: Path) -> None:
         load(other, tmp_path)  # by names alone
 
 
+def test_transformers_reads_what_is_saved_over_another_model(tmp_path: Path) -> None:
+    """Files of a set have names that were not there; the index says which."""
+    for _ in range(3):
+        expected = MODELS["llama"]()
+        for x in expected.parameters():
+            nn.init.normal_(x)
+        model = MODELS["llama"]()
+        model.load_state_dict(expected.state_dict())
+        save_pretrained(fully_sharded(model), tmp_path, max_shard_size="20KB")
+        assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+        check_equal(type(expected).from_pretrained(tmp_path), expected)
+
+
 def test_a_base_model_and_one_with_a_head(tmp_path: Path) -> None:
     expected = MODELS["llama"]()
     expected.model.save_pretrained(tmp_path)
