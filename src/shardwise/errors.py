@@ -91,6 +91,10 @@ class CheckpointWarning(UserWarning):
     """A checkpoint was passed over, or not all of it could be restored."""
 
 
+class KernelWarning(UserWarning):
+    """A kernel for a device is missing; what it does is done in more steps."""
+
+
 class FallbackWarning(UserWarning):
     """A call cannot run on the shards it is given; they were gathered and it ran replicated."""
 
