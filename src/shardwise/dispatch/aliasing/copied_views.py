@@ -278,12 +278,8 @@ def of_base(x: DTensor) -> DTensor:
     with _disabled():
         if not (torch.is_grad_enabled() and x.requires_grad and x._is_view()):
             return x
-        shards = [
-            shard
-            if shard._base is None
-            else shard._base.as_strided(_size(shard), shard.stride(), shard.storage_offset())
-            for shard in shards_of(x)
-        ]
+        # as torch took the view, which strides alone do not say: it may be of another dtype, or conjugated
+        shards = [shard if shard._base is None else shard._view_func(shard._base) for shard in shards_of(x)]
     return wrap(shards[0] if len(shards) == 1 else ranked(shards), x._layout)
 
 

@@ -24,7 +24,7 @@ from shardwise.dispatch.aliasing.copied_views import CopiedView, Part, StaleView
 from shardwise.dispatch.interop.nodes import pass_none_on
 from shardwise.dispatch.modes import as_now
 from shardwise.layout import Layout
-from shardwise.redistribute import own_node
+from shardwise.redistribute import with_own_node
 from shardwise.tensor import DTensor, InFlight, gradient_shards, gradient_tensor, localise, settled, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -52,19 +52,21 @@ def _apply_to_dtensors(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     call = _Call(args, function.users_backward)
     pass_none_on(x for x in args if isinstance(x, DTensor))
     out = _apply(function, call, *flat_shards(args), **kwargs)
-    results = joined(out if isinstance(out, tuple) else (out,), call.outputs, call.strides)
+    flat = _as_tuple(out)
     if cls is CheckpointFunction:
-        _part_nodes(results)
+        flat = _part_nodes(flat, call.outputs)
+    results = joined(flat, call.outputs, call.strides)
     return tuple(results) if call.returns_tuple else results[0]
 
 
-def _part_nodes(results: Sequence[Any]) -> None:
-    """Give each rank's shard a node of its own, as results of calls have. Where torch keeps a gradient for one that is
-    not the first of its node, after a write to a view of it, it looks for the first, and dies."""
+def _part_nodes(flat: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
+    """Give each rank's shard of the simulator's a node of its own, as results of calls have: see `with_own_node`."""
     with _disabled():
-        for x in results:
-            if "_peers" in getattr(x, "__dict__", ()):
-                x._peers = tuple(own_node(peer) for peer in x._peers)
+        return [
+            with_own_node(x) if len(parts) > 1 and x.requires_grad else x
+            for parts, _ in _grouped(flat, layouts)
+            for x in parts
+        ]
 
 
 class _Call:

@@ -21,6 +21,7 @@ from shardwise.redistribute import WATCHED, is_ours, tied
 from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
+_Function = torch._C._FunctionBase
 _get_grad_fn = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
 
@@ -41,10 +42,10 @@ def _as_one(nodes: Iterable[Node | None]) -> Node | Nodes | None:
 
 
 def _behind_aliases(node: Node) -> Node:
-    """The simulator hands on shards by aliases, and gives what was moved nodes of its own: nothing to users."""
+    """The simulator hands on shards by aliases, and gives what was moved, or checkpointed, nodes of its own: nothing to users."""
     while (following := next((found for found, _ in node.next_functions), None)) is not None:
         name = node.name()
-        if not (name == "AliasBackward0" or (name == "UnsafeViewBackward0" and is_ours(following))):
+        if not (name == "AliasBackward0" or (name == "UnsafeViewBackward0" and isinstance(following, _Function))):
             break
         node = following
     return node

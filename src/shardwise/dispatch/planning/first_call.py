@@ -286,12 +286,13 @@ def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -
     not show the global strides."""
     results = lowered.trace.results
     layouts = [lowered.layouts[value.index] for value in results]
-    if copies := [at for at, value in enumerate(results) if value.index in lowered.copies]:
-        guards.append(Copies(call.func, copies))
-    is_view = copies or all(made.call.is_view for made in lowered.calls[-1:])  # or the argument itself
+    copies = [at for at, value in enumerate(results) if value.index in lowered.copies]
+    is_view = not copies and all(made.call.is_view for made in lowered.calls[-1:])  # or the argument itself
     allowed = without_terms if is_view else within_graph  # what writes pass through stays as it is
     if any(layout.has_pending and allowed(layout) is not layout.unreduced for layout in layouts):
         guards.append(Settles())
+    if copies:
+        guards.append(Copies(call.func, copies))  # of what has been settled, which is what writes are then watched on
     if isinstance(plan, (Autocast, Steps, Whole)) and not lowered.trace.seen_arguments:
         guards.append(Unrecorded())
     return _with_strides(Guarded(plan, guards) if guards else plan, lowered, call)
