@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from sweep import mesh_of, normal, place
+from sweep import mesh_of, normal, place, same
 from torch import Tensor
 
 import shardwise as sw
@@ -37,3 +38,32 @@ def test_reals_and_complex_numbers(name: str, first: torch.dtype) -> None:
 
         found = call(sw.distribute_tensor(numbers[dtype], mesh_of((2,)), [S(0)]))
         torch.testing.assert_close(found.full_tensor(), call(numbers[dtype]).resolve_conj())
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "view_as_real": lambda z: torch.view_as_real(z),
+    "view_as_real of a conjugate": lambda z: torch.view_as_real(z.conj().resolve_conj()),
+    "conj": lambda z: z.conj(),
+    "mH": lambda z: z.mH,
+    "imag": lambda z: z.imag,
+    "imag of a conjugate": lambda z: z.conj().imag,
+}
+
+
+@pytest.mark.parametrize("placement", [S(0), S(1), R], ids=str)
+@pytest.mark.parametrize("name", VIEWS)
+def test_copied_views_of_what_strides_do_not_describe(name: str, placement: sw.Placement) -> None:
+    """They are taken again of what torch took: numbers of another dtype, conjugates and negatives."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        z = torch.complex(x, x * -2)
+        seen = VIEWS[name](z)
+        flat, row = seen.flatten(), seen[1]
+        row.mul_(3)
+        z.mul_(2)
+        sums = [torch.view_as_real(part.resolve_conj()) if part.is_complex() else part for part in (flat, row, seen)]
+        sum(part.sin().sum() for part in sums).backward()  # type: ignore[union-attr]
+        return (*sums, x.grad)
+
+    for mesh in ((2,), (3,)):
+        same(program, normal(3, 4), placement, mesh=mesh)

@@ -12,6 +12,7 @@ import torch
 from compare import full
 from sweep import mesh_of, normal, place, same
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.proof.fuzz.leaves import Device
@@ -162,6 +163,42 @@ def test_gradients_asked_for_of_moved_tensors_with_hooks(placements: Any, asked:
         return found
 
     same(program, normal(4, 4), source, mesh=(3,))
+
+
+@pytest.mark.parametrize("op", ["max", "min", "avg", "sum"])
+@pytest.mark.parametrize("goal", [R, S(0)], ids=str)
+def test_a_reduced_tensor_retains_its_gradient_through_writes(op: str, goal: sw.Placement) -> None:
+    found = []
+    for on in (Device(None), Device(mesh_of((2,)))):
+        x = on.leaf((4, 2), torch.float64, [P(op)], seed=3).requires_grad_()
+        y = on.redistribute(x, [goal])
+        y.retain_grad()
+        y[1:] += 2
+        y[:2] *= 3
+        y.sin().sum().backward()
+        found.append([full(each.detach()) for each in (y, y.grad, x.grad)])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("asked", [(0,), (1,), (0, 1), (0, 2)])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradients_asked_for_of_what_a_checkpoint_returns(reentrant: bool, asked: tuple[int, ...]) -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = x * 2
+        z = checkpoint(lambda a: a.sin(), y, use_reentrant=reentrant)
+        assert reentrant is (z.grad_fn.name() == "CheckpointFunctionBackward")
+        z.register_hook(lambda grad: grad + 0.5)
+        if reentrant:  # which no gradients can be asked for through
+            y = z * 1
+        tensors = (z, y, (z * z).sum())
+        found = torch.autograd.grad(tensors[2] + y.sum(), [tensors[i] for i in asked])
+        for grad in found:
+            if isinstance(grad, sw.DTensor):
+                check_shards("gradient", grad)
+        return found
+
+    for placement in (R, S(0)):
+        same(program, normal(4, 4), placement, mesh=(3,))
 
 
 PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.proof.fuzz.leaves import Device
+from shardwise.proof.kit.compare import check_shards
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 MESHES = ((2,), (3,), (4,))
@@ -190,6 +191,23 @@ def test_terms_of_products_and_norms_are_reduced_when_they_require_gradients(pla
         torch.testing.assert_close(view.full_tensor(), value[:1])
     kept = sw.DTensor.from_local(torch.ones(3), mesh_of((2,)), [placement]).requires_grad_(False)
     assert kept.placements == (placement,)
+
+
+@pytest.mark.parametrize("taken", [lambda x: x[:, 1], lambda x: x[1, 1::2], lambda x: x.unbind(1)[2]])
+@pytest.mark.parametrize("kind", ["min", "max", "avg", "product"])
+@pytest.mark.parametrize("is_leaf", [False, True])
+def test_gradients_of_rows_of_terms(is_leaf: bool, kind: str, taken: Callable[[Tensor], Tensor]) -> None:
+    """A row of a sharded dim is a sum of what one rank has and zeros. Beside that no extremum is pending in a graph."""
+    found = []
+    for on in (Device(None), Device(mesh_of((2, 2)))):
+        x = on.leaf((4, 3), torch.float64, [P(kind), S(1)], seed=5)
+        row = taken(x).detach().requires_grad_() if is_leaf else taken(x.requires_grad_() * 1)
+        row.retain_grad()
+        row.sin().sum().backward()
+        if isinstance(row.grad, sw.DTensor):
+            check_shards("gradient", row.grad)
+        found.append([full(grad) for grad in (row.grad, x.grad) if grad is not None])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("kind", ["min", "max", "avg", "sum"])

@@ -242,16 +242,15 @@ def has_terms(layout: Layout) -> bool:
     return layout.has_pending and without_terms(layout) is not layout.unreduced
 
 
-def reduce_terms(x: DTensor) -> None:
-    """Reduce the product or the norm that a tensor consists of the terms of. The shards of a pending value are as large
-    as those of a reduced one, so it stays the same object. It must come before anyone shares its memory, is told what
-    its gradient is, or writes to it: no value is taken apart into such terms."""
-    if not has_terms(x._layout):
+def reduce_terms(x: DTensor, allowed: Callable[[Layout], Layout] = without_terms) -> None:
+    """Reduce the product or the norm that a tensor consists of the terms of, or what else is not allowed. The shards of
+    a pending value are as large as those of a reduced one, so it stays the same object. It must come before anyone
+    shares its memory, is told what its gradient is, or writes to it: no value is taken apart into such terms."""
+    if not x._layout.has_pending or (layout := allowed(x._layout)) is x._layout.unreduced:
         return
-    layout = without_terms(x._layout)
     moves = plan_moves(x._layout.unreduced, layout)
     with _disabled(), torch.no_grad():
-        for shard, reduced in zip(shards_of(x), shards_of(Mover(moves)(x)), strict=True):
+        for shard, reduced in zip(shards_of(x), shards_of(run_path(localise(x), moves)), strict=True):
             shard.data = reduced.clone()  # others may use it too
     x.__dict__.pop("_moved", None)
     x.__dict__["_layout"] = layout

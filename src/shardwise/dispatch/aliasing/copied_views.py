@@ -27,7 +27,7 @@ from shardwise.rules.kit.treatments import treatment_of
 from shardwise.tensor import DTensor, as_layout, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
-_size = torch._C.TensorBase.size
+_taken_of: Any = torch._C.TensorBase._view_func  # type: ignore[attr-defined]
 
 
 class CopiedView(DTensor):
@@ -279,7 +279,7 @@ def of_base(x: DTensor) -> DTensor:
         if not (torch.is_grad_enabled() and x.requires_grad and x._is_view()):
             return x
         # as torch took the view, which strides alone do not say: it may be of another dtype, or conjugated
-        shards = [shard if shard._base is None else shard._view_func(shard._base) for shard in shards_of(x)]
+        shards = [shard if shard._base is None else _taken_of(shard, shard._base) for shard in shards_of(x)]
     return wrap(shards[0] if len(shards) == 1 else ranked(shards), x._layout)
 
 

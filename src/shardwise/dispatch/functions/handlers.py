@@ -23,7 +23,7 @@ from shardwise.dispatch.steps import Whole
 from shardwise.errors import MixedTensorError
 from shardwise.layout import Layout
 from shardwise.rules.kit.treatments import Handler, treat
-from shardwise.tensor import DTensor, as_layout, distribute_tensor, localise, observe, wrap
+from shardwise.tensor import DTensor, as_layout, distribute_tensor, localise, observe, within_graph, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _on_shard = torch._C._disabled_torch_function_impl
@@ -277,7 +277,7 @@ _SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 )
 def _on_every_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func in (_SET_REQUIRES_GRAD, Tensor.requires_grad_) and all((*args[1:], *kwargs.values())):
-        reduce_terms(args[0])
+        reduce_terms(args[0], within_graph)
     if func is Tensor.retain_grad:
         observe(args[0])
     with _disabled():

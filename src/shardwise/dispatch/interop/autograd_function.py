@@ -52,7 +52,7 @@ def _apply_to_dtensors(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     call = _Call(args, function.users_backward)
     pass_none_on(x for x in args if isinstance(x, DTensor))
     out = _apply(function, call, *flat_shards(args), **kwargs)
-    flat = _as_tuple(out)
+    flat: Sequence[Any] = _as_tuple(out)
     if cls is CheckpointFunction:
         flat = _part_nodes(flat, call.outputs)
     results = joined(flat, call.outputs, call.strides)

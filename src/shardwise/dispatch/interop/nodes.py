@@ -42,7 +42,8 @@ def _as_one(nodes: Iterable[Node | None]) -> Node | Nodes | None:
 
 
 def _behind_aliases(node: Node) -> Node:
-    """The simulator hands on shards by aliases, and gives what was moved, or checkpointed, nodes of its own: nothing to users."""
+    """The simulator hands on shards by aliases, and gives what was moved, or comes out of a checkpoint, nodes of its
+    own: nothing to users."""
     while (following := next((found for found, _ in node.next_functions), None)) is not None:
         name = node.name()
         if not (name == "AliasBackward0" or (name == "UnsafeViewBackward0" and isinstance(following, _Function))):
