@@ -9,12 +9,14 @@ import pytest
 import torch
 from compare import beside, full
 from meshes import PAIR
-from sweep import mesh_of, normal, same
+from sweep import mesh_of, normal, place, same
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.comm import shards_of
+from shardwise.dispatch.aliasing.global_strides import global_strides, shows
 from shardwise.experimental import implicit_replication
 from shardwise.proof.fuzz.leaves import Device
 
@@ -123,6 +125,13 @@ def test_what_a_checkpoint_returns_is_written_to_and_retains_its_gradient() -> N
         return y.grad, x.grad
 
     same(program, normal(4, 4), S(0))
+
+
+def test_what_a_checkpoint_returns_lies_as_it_does_on_one_device() -> None:
+    for size in (2, 3):
+        y = place(normal(3, 2, 1), S(0), mesh=(size,)).requires_grad_().unbind(1)[0]
+        z = checkpoint(lambda a: a.detach(), y, use_reentrant=True)
+        assert global_strides(z) == (2, 1) and all(shows(x, (3, 1), (2, 1)) for x in shards_of(z))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

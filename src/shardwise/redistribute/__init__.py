@@ -23,7 +23,6 @@ from shardwise.redistribute.execute import (
     run_path,
     second_order,
     transition,
-    with_own_node,
 )
 from shardwise.redistribute.gathered import Gathered
 from shardwise.redistribute.in_flight import start_path
@@ -81,5 +80,4 @@ __all__ = [
     "unreduced",
     "windows",
     "wire_bytes",
-    "with_own_node",
 ]

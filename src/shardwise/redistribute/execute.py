@@ -79,10 +79,10 @@ def _linear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
     if move.is_identity:
         return shards
     out = differentiable(move)(*shards)
-    return tuple(map(with_own_node, out)) if out.__class__ is tuple else (out,)
+    return tuple(map(_with_own_node, out)) if out.__class__ is tuple else (out,)
 
 
-def with_own_node(x: Tensor) -> Tensor:
+def _with_own_node(x: Tensor) -> Tensor:
     """A shard of the simulator's that is one of several results of its node. After a write to a view of such a result,
     torch looks for the gradient that it retains in the place of the first one, and dies. Of the first, too, or
     `torch.autograd.grad` would hand out what its hooks returned where that of other ranks is what they were given."""
@@ -298,7 +298,7 @@ def _nonlinear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
     if move.wire_op == "product":
         return _product(move, shards)
     out = _Extremum.apply(move, *shards)
-    return tuple(map(with_own_node, out)) if out.__class__ is tuple else (out,)
+    return tuple(map(_with_own_node, out)) if out.__class__ is tuple else (out,)
 
 
 class _Extremum(torch.autograd.Function):

@@ -24,7 +24,7 @@ from shardwise.dispatch.aliasing.copied_views import CopiedView, Part, StaleView
 from shardwise.dispatch.interop.nodes import pass_none_on
 from shardwise.dispatch.modes import as_now
 from shardwise.layout import Layout
-from shardwise.redistribute import with_own_node
+from shardwise.redistribute import own_node
 from shardwise.tensor import DTensor, InFlight, gradient_shards, gradient_tensor, localise, settled, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -60,10 +60,12 @@ def _apply_to_dtensors(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _part_nodes(flat: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
-    """Give each rank's shard of the simulator's a node of its own, as results of calls have: see `with_own_node`."""
+    """Give each rank's shard of the simulator's a node of its own, as results of calls have. Where torch keeps a
+    gradient for one that is not the first of its node, after a write to a view of it, it looks for the first, and dies.
+    The first has one, too, or hooks would come before what is handed out of its gradient, and after that of others."""
     with _disabled():
         return [
-            with_own_node(x) if len(parts) > 1 and x.requires_grad else x
+            own_node(x) if len(parts) > 1 and x.requires_grad else x
             for parts, _ in _grouped(flat, layouts)
             for x in parts
         ]
