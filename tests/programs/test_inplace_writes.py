@@ -305,3 +305,33 @@ def test_writes_to_contiguous_parameters_of_a_group_norm_are_noticed_by_all_rank
         weight.add_(1)
     with ranks_compared(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sin().sum().backward()
+
+
+RESHAPED: dict[str, Callable[[Tensor], Tensor]] = {
+    "einsum": lambda x: torch.einsum("ij,ij->", x[0].mT, x[0].mT),
+    "matmul": lambda x: x.mT.unsqueeze(1) @ x.unsqueeze(0),
+    "tensordot": lambda x: torch.tensordot(x.mT, x.mT, ([0], [0])),
+    "inner": lambda x: torch.inner(x.mT, x.mT),
+    "bilinear": lambda x: F.bilinear(x.mT, x.mT, beside(x, torch.ones(2, 3, 3, dtype=x.dtype))),
+}
+
+
+@pytest.mark.parametrize("mesh", [(2,), (4,)])
+@pytest.mark.parametrize("placement", [S(0), S(1), S(2)], ids=str)
+@pytest.mark.parametrize("name", RESHAPED)
+def test_what_a_product_keeps_reshaped_may_be_written_to(
+    name: str, placement: sw.Placement, mesh: tuple[int, ...]
+) -> None:
+    """Torch keeps copies of what it cannot reshape; where some ranks hold one of the numbers and others more, or none,
+    all keep copies."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = x * 1
+        z = RESHAPED[name](y)
+        with torch.no_grad():
+            y.neg_()
+        with ranks_compared():
+            z.sin().sum().backward()
+        return z, x.grad
+
+    same(program, normal(3, 3, 3), placement, mesh=mesh)

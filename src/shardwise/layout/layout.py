@@ -204,6 +204,12 @@ class Layout:
         return sum(max(2 - size, 0) for size, whole in least if size < whole)
 
     @cached_property
+    def is_thin_in_places(self) -> bool:
+        """Whether some ranks hold one index of a dim, or none, and others more than these."""
+        pieces = [self.pieces(dim) for dim, axes in enumerate(self.splits) if axes]
+        return any(min(sizes) < 2 and min(sizes) < max(sizes) for sizes in pieces)
+
+    @cached_property
     def gradient(self) -> Layout:
         """The layout of a gradient: shards stay shards, a pending sum's gradient is whole on every rank.
 

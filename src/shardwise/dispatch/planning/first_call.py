@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.dispatch.aliasing.copied_views import CopiedView
 from shardwise.dispatch.aliasing.global_strides import global_strides, globally_contiguous
 from shardwise.dispatch.aliasing.inplace_via_copy import written_elsewhere
+from shardwise.dispatch.aliasing.kept_operands import KeepsCopies
 from shardwise.dispatch.aliasing.out import plan_out
 from shardwise.dispatch.aliasing.result_strides import WithStrides, may_lose_strides
 from shardwise.dispatch.aliasing.thin_writes import OnThinShards
@@ -254,6 +255,8 @@ def _built(lowered: Lowered, call: Asked) -> tuple[Plan, bool]:
         plan = Autocast(plan, call.asked)
     if treatment.reshape not in (None, "view") and call.layouts[0].thinness:
         plan = ViewOrCopy(plan, call.func, _layout_of_one_view(lowered))
+    if treatment_of(call.asked).reshapes_operands and any(layout.is_thin_in_places for layout in call.layouts):
+        plan = KeepsCopies(plan)
     guards: list[Guard] = []
     gathering = [made for made in lowered.calls if made.gathers]
     if gathering:
@@ -293,7 +296,7 @@ def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -
         guards.append(Settles())
     if copies:
         guards.append(Copies(call.func, copies))  # of what has been settled, which is what writes are then watched on
-    if isinstance(plan, (Autocast, Steps, Whole)) and not lowered.trace.seen_arguments:
+    if isinstance(plan, (Autocast, KeepsCopies, Steps, Whole)) and not lowered.trace.seen_arguments:
         guards.append(Unrecorded())
     return _with_strides(Guarded(plan, guards) if guards else plan, lowered, call)
 

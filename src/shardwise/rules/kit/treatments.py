@@ -38,6 +38,8 @@ class Treatment:
     """The name by which autocast knows the function."""
     reshape: Literal["view", "view or copy", "view or error"] | None = None
     """What torch makes of a tensor by this function; the last two depend on strides."""
+    reshapes_operands: bool = False
+    """Torch reshapes its operands, and keeps for the backward pass what that comes to: views or copies."""
     takes_replicated: bool = False
     """Plain arguments are taken as replicated, because torch's modules make them, alike on all ranks."""
     unrecorded: bool = False
