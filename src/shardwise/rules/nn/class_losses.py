@@ -75,11 +75,11 @@ def _check_targets(batch: Collectives, target: Tensor, loss: _Loss, *, own: bool
     """Refuse targets that are no class, on all ranks alike: those that split the batch agree first."""
     bound = Bound(range(loss.num_classes), batch.size > 1, own, "target")
     if bound.is_needed(target):
-        bound.check(batch, batch.map(_not_ignored, target, loss.ignore))
+        bound.check(batch, batch.map(_not_ignored, target, loss.ignore, batch.is_captured))
 
 
-def _not_ignored(target: Tensor, ignore: int) -> Tensor:
-    if target.device.type == "cpu":
+def _not_ignored(target: Tensor, ignore: int, is_captured: bool) -> Tensor:
+    if target.device.type == "cpu" and not is_captured:
         return target[target != ignore]
     return torch.where(target == ignore, 0, target)  # elsewhere it is not known how many there are
 
