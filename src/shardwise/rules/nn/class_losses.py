@@ -78,8 +78,8 @@ def _check_targets(batch: Collectives, target: Tensor, loss: _Loss, *, own: bool
         bound.check(batch, batch.map(_not_ignored, target, loss.ignore, batch.is_captured))
 
 
-def _not_ignored(target: Tensor, ignore: int, is_captured: bool) -> Tensor:
-    if target.device.type == "cpu" and not is_captured:
+def _not_ignored(target: Tensor, ignore: int, captured: bool) -> Tensor:
+    if target.device.type == "cpu" and not captured:
         return target[target != ignore]
     return torch.where(target == ignore, 0, target)  # elsewhere it is not known how many there are
 
