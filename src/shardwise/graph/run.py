@@ -182,9 +182,15 @@ class Lockstep:
             collective, _ = waiting[0]
             if any(isinstance(at, _Done) or at[0] != collective for at in waiting):
                 raise AssertionError(f"ranks do not meet in one collective: {waiting}")
-            found = collective([brought for _, brought in waiting])
+            found = collective([_apart(collective, brought) for _, brought in waiting])
             waiting = [one.send(got) for one, got in zip(running, found, strict=True)]
         return [at.outputs for at in waiting]
+
+
+def _apart(collective: Collective, brought: Any) -> Any:
+    """What a rank brings, as others may keep it: the simulator hands on what is gathered as it is, and this rank may
+    write to it before they have looked."""
+    return brought.clone() if collective.kind == "all_gather" else brought
 
 
 class _Done:
