@@ -18,6 +18,7 @@ from shardwise.graph.function import DifferentiableRun
 from shardwise.graph.guards import Guards
 from shardwise.graph.inductor import by_inductor
 from shardwise.graph.nodes import Collective
+from shardwise.graph.passes import DEFAULT, PASSES, optimised
 from shardwise.graph.program import Program
 from shardwise.graph.reached import Reached
 from shardwise.graph.run import Make, Run, by_nodes
@@ -34,9 +35,10 @@ BACKENDS: dict[str, Make] = {"fx": by_nodes, "inductor": by_inductor}
 class Compiled:
     """A function, with the programs that were captured of it."""
 
-    def __init__(self, function: Callable[..., Any], backend: str, *, fullgraph: bool) -> None:
+    def __init__(self, function: Callable[..., Any], backend: str, *, passes: Sequence[str], fullgraph: bool) -> None:
         self.function = function
         self.backend = backend
+        self.passes = passes
         self.fullgraph = fullgraph
         self.runs: list[tuple[Guards, Run]] = []
         self._misses = 0
@@ -82,12 +84,12 @@ class Compiled:
         return bool(new)
 
     def _agreed(self, reached: Reached, leaves: Sequence[Any], args: tuple, kwargs: dict[str, Any]) -> Program:
-        """The program, if all ranks of the meshes that it runs on have captured the same."""
-
+        """The program after passes, if all ranks of the meshes that it runs on have captured the same."""
+        meshes = _meshes(reached, leaves)
         find = partial(capture, self.function, *args, **kwargs)
-        for mesh in _meshes(reached, leaves):
+        for mesh in meshes:
             find = partial(agreed, mesh, find, collectives_of, _FAILED_ELSEWHERE, _DIFFERS)
-        return find()
+        return optimised(find(), self.passes, meshes)
 
     def _give_up(self, why: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         self._gave_up = True
@@ -123,19 +125,34 @@ def compile(
     target: Callable[..., Any],
     *,
     backend: str = "inductor",
+    passes: str | Sequence[str] = "default",
     cuda_graph: bool | str = "auto",
     dynamic: bool = False,
     fullgraph: bool = True,
 ) -> Any:
-    """A function that is captured at its first call, and then runs as a program."""
+    """A function that is captured at its first call, and then runs as a program.
+
+    `passes` are names of what is done to the program: "default", none of them, `()`, or a list of some.
+    """
     if dynamic:
         raise ValueError("dynamic=True is not available: layouts, and so programs, are made for sizes")
     if backend not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
+    chosen = _chosen(passes)
     if isinstance(target, nn.Module):
-        target._compiled_call_impl = Compiled(target._call_impl, backend, fullgraph=fullgraph)
+        target._compiled_call_impl = Compiled(target._call_impl, backend, passes=chosen, fullgraph=fullgraph)
         return target
-    return Compiled(target, backend, fullgraph=fullgraph)
+    return Compiled(target, backend, passes=chosen, fullgraph=fullgraph)
+
+
+def _chosen(passes: str | Sequence[str]) -> tuple[str, ...]:
+    """The names of passes."""
+    if passes == "default":
+        return DEFAULT
+    found = (passes,) if isinstance(passes, str) else tuple(passes)
+    if unknown := [name for name in found if name not in PASSES]:
+        raise ValueError(f"passes are 'default', or some of {', '.join(map(repr, PASSES))}; got {unknown[0]!r}")
+    return found
 
 
 def programs_of(target: Any) -> Compiled:
