@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shardwise.comm import noters, running_mesh, shards_of
@@ -41,6 +42,8 @@ from shardwise.graph.program import (
     Source,
 )
 from shardwise.graph.recorder import Recorder
+from shardwise.layout import Layout
+from shardwise.redistribute import reduced_apart
 
 
 def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
@@ -100,6 +103,8 @@ class _Capture:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             noters.append(self.recorder)
             stack.callback(noters.remove, self.recorder)
+            stack.enter_context(reduced_apart())
+            stack.enter_context(saved_tensors_hooks(_itself, _itself))  # nobody outside hears of what is saved here
             yield
 
     def _program(self, returned: Any) -> Program:
@@ -112,13 +117,20 @@ class _Capture:
         ]
         return _Arranged(self).program(results, gradients, tuple(self._entry_gradients(gradients)))
 
+    def layout_of(self, shard: Tensor) -> Layout | None:
+        """That of the DTensor which a shard is of, if it is of one."""
+        owner, _ = self._owners.get(id(shard), (shard, 0))
+        layout: Layout | None = owner.__dict__.get("_layout")
+        return layout
+
     def _entry_gradients(self, changed: Sequence[tuple[Place, Any]]) -> Iterator[tuple[Place, bool]]:
         """Gradients that the program began with, if it read them, or relied on there being none."""
+        written = {of for of, _ in changed}
         for lent in self.borrowed.lent.values():
             for shard, grad in zip(lent.shards, lent.grads, strict=True):
                 if grad is not None and id(grad) in self.recorder.inputs:
                     yield self._place(shard), False
-                elif grad is None and not lent.is_reset and any(of == self._place(shard) for of, _ in changed):
+                elif grad is None and not lent.is_reset and self._place(shard) in written:
                     yield self._place(shard), True
 
     def _place(self, shard: Tensor) -> Place:
@@ -184,7 +196,8 @@ class _Arranged:
         self.count = max(self.count, *(1 if rank is None else rank + 1 for rank in self.ranks.values()), 1)
 
     def _leaves(self, backward: Backward) -> list[tuple[Place, fx.Node | None, tuple[int, ...]]]:
-        terms = terms_of(self.graph, [gradient for _, gradient in backward.leaves])
+        layout_of = self.captured.layout_of
+        terms = terms_of(self.graph, [(gradient, layout_of(x)) for x, gradient in backward.leaves])
         return [(self.captured._place(x), *term) for (x, _), term in zip(backward.leaves, terms, strict=True)]
 
     def program(
@@ -199,20 +212,26 @@ class _Arranged:
         split = Split(self.graph, host, self.sources, self.ranks, self.count)
         is_joint = not split.is_possible()
         self.outputs: list[list[fx.Node]] = [[] for _ in range(1 if is_joint else self.count)]
+        self.numbers: dict[fx.Node, int] = {}
         self.rank_of = {} if is_joint else split.ranks
         arranged = tree_map(self._result, results)
         kept = tuple(Gradient(of, None if node is None else self._output(node)) for of, node in gradients)
         differentiable = self._differentiable()
         if is_joint:
-            ranks: tuple[Part, ...] = (self._joint(host, given),)
+            ranks = [self._joint(host, given)]
         else:
-            ranks = tuple(split.part(rank, given, outputs) for rank, outputs in enumerate(self.outputs))
+            ranks = [split.part(rank, given, outputs) for rank, outputs in enumerate(self.outputs)]
+        written = [gradient.output for gradient in kept if gradient.output is not None]
+        parts = tuple(
+            replace(part, overwritten=frozenset(output.number for output in written if output.rank == rank))
+            for rank, part in enumerate(ranks)
+        )
         wanted = tuple(self.conditions)
         checked = conditions_part(self.graph, host, self.sources, wanted)
         expected = tuple(self.conditions.values())
         numbers = tuple(FromGroup(*which) for which in self.captured.groups.sources.values())
         return Program(
-            first, ranks, is_joint, arranged, kept, entry_gradients, checked, expected, numbers, differentiable
+            first, parts, is_joint, arranged, kept, entry_gradients, checked, expected, numbers, differentiable
         )
 
     def _differentiable(self) -> Differentiable | None:
@@ -226,10 +245,10 @@ class _Arranged:
 
     def _output(self, node: fx.Node) -> Output:
         rank = self.rank_of.get(node) or 0
-        outputs = self.outputs[rank]
-        if node not in outputs:
-            outputs.append(node)
-        return Output(rank, outputs.index(node))
+        if node not in self.numbers:
+            self.numbers[node] = len(self.outputs[rank])
+            self.outputs[rank].append(node)
+        return Output(rank, self.numbers[node])
 
     def _result(self, x: Any) -> Any:
         if not isinstance(x, _Recorded):
@@ -246,6 +265,10 @@ class _Arranged:
             elif node not in host:
                 made.copy(node)
         return without_unused(made.done(self.outputs[0]))
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 @contextmanager

@@ -35,7 +35,7 @@ BACKENDS: dict[str, Make] = {"fx": by_nodes, "inductor": by_inductor}
 class Compiled:
     """A function, with the programs that were captured of it."""
 
-    def __init__(self, function: Callable[..., Any], backend: str, *, passes: Sequence[str], fullgraph: bool) -> None:
+    def __init__(self, function: Callable[..., Any], backend: Make, *, passes: Sequence[str], fullgraph: bool) -> None:
         self.function = function
         self.backend = backend
         self.passes = passes
@@ -73,7 +73,7 @@ class Compiled:
             return self._give_up(f"runs as it is: {error}", args, kwargs)
         guards = Guards(leaves, spec, reached, program, missed or "the first call")
         kind = Run if program.differentiable is None else DifferentiableRun
-        run = kind(program, BACKENDS[self.backend])
+        run = kind(program, self.backend)
         self.runs.insert(0, (guards, run))
         return run(leaves)
 
@@ -138,11 +138,12 @@ def compile(
         raise ValueError("dynamic=True is not available: layouts, and so programs, are made for sizes")
     if backend not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
+    make: Make = partial(by_inductor, cuda_graph=cuda_graph) if backend == "inductor" else BACKENDS[backend]
     chosen = _chosen(passes)
     if isinstance(target, nn.Module):
-        target._compiled_call_impl = Compiled(target._call_impl, backend, passes=chosen, fullgraph=fullgraph)
+        target._compiled_call_impl = Compiled(target._call_impl, make, passes=chosen, fullgraph=fullgraph)
         return target
-    return Compiled(target, backend, passes=chosen, fullgraph=fullgraph)
+    return Compiled(target, make, passes=chosen, fullgraph=fullgraph)
 
 
 def _chosen(passes: str | Sequence[str]) -> tuple[str, ...]:

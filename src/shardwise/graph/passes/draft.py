@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from shardwise.comm.record import Comm
 from shardwise.graph.nodes import Check, Collective, Draw, Start, collective_of, has_effects, wait
 from shardwise.graph.passes.storages import Storages
-from shardwise.graph.program import Facts, Part, Source
+from shardwise.graph.program import Facts, Part
 
 _aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ class Draft:
     def __init__(self, part: Part, held: int) -> None:
         self.held = held
         self.graph = fx.Graph()
-        self.sources: tuple[Source, ...] = part.sources
+        self._part = part
         env: dict[fx.Node, fx.Node] = {}
         for node in part.graph.nodes:
             env[node] = self.graph.node_copy(node, env.__getitem__)
@@ -39,15 +39,15 @@ class Draft:
     def done(self) -> Part:
         """The part as it is now, without inputs that nobody reads."""
         inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
-        pairs = list(zip(inputs, self.sources, strict=True))
+        pairs = list(zip(inputs, self._part.sources, strict=True))
         for node, _ in pairs:
             if not node.users:
                 self.graph.erase_node(node)
-        return Part(self.graph, tuple(source for node, source in pairs if node.users))
+        return replace(self.part, sources=tuple(source for node, source in pairs if node.users))
 
     @property
     def part(self) -> Part:
-        return Part(self.graph, self.sources)
+        return replace(self._part, graph=self.graph)
 
     def storages(self) -> Storages:
         return Storages(self.part)

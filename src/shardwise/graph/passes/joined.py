@@ -53,8 +53,8 @@ def bring_together(
     late: Collection[fx.Node] = (),
     than: Sequence[fx.Node] = (),
 ) -> None:
-    """Bring what depends on a member of a group behind its last member, so that they can be joined there; and nodes that
-    are `late` behind others."""
+    """Bring what depends on a member of a group behind its last member, so that they can be joined there; and what is
+    `late` behind others."""
     last_of = {node: nodes[-1] for nodes in groups for node in nodes}
     wanted = {node: list(dict.fromkeys(last_of.get(x, x) for x in needed)) for node, needed in before.items()}
     for nodes in groups:
