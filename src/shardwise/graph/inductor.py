@@ -117,7 +117,7 @@ class _Interpreter:
             if isinstance(node.target, Check):
                 looked_at.append(args[0])
             elif collective_of(node) is not None:
-                env[node] = taken(_as_ops(node.target), args)[0]
+                env[node] = taken([_as_ops(node.target)], args)[0]
             elif isinstance(node.target, Seeded):
                 env[node] = seeded_op(node.target)(*args, **kwargs)
             elif not numbers.isdisjoint(node.all_input_nodes):

@@ -36,10 +36,11 @@ class Collective:
     def __call__(self, brought: Sequence[Any]) -> list[Any]:
         return getattr(self.mesh.port, self.kind)(brought, self.mesh, self.axes, self.how, **self._options)
 
-    def start(self, brought: Sequence[Any]) -> Handle[list[Any]]:
-        """Begin it."""
+    def start(self, brought: Sequence[Any]) -> list[Begun]:
+        """Begin it: what each of the ranks held here may wait for."""
         run = getattr(self.mesh.port, f"start_{self.kind}")
-        return run(brought, self.mesh, self.axes, self.how, **self._options)
+        handle = run(brought, self.mesh, self.axes, self.how, **self._options)
+        return [Begun(handle, rank) for rank in range(len(brought))]
 
     @property
     def _options(self) -> dict[str, bool]:
@@ -76,6 +77,9 @@ class Start:
     def __name__(self) -> str:
         return f"start_{self.collective.kind}"
 
+    def __call__(self, brought: Sequence[Any]) -> list[Begun]:
+        return self.collective.start(brought)
+
     def __str__(self) -> str:
         return f"start {self.collective}"
 
@@ -85,7 +89,7 @@ class Begun:
 
     __slots__ = ("handle", "rank")
 
-    def __init__(self, handle: Handle[list[Any]], rank: int = 0) -> None:
+    def __init__(self, handle: Handle[list[Any]], rank: int) -> None:
         self.handle, self.rank = handle, rank
 
 
@@ -94,12 +98,15 @@ def wait(begun: Begun) -> Any:
     return begun.handle.wait()[begun.rank]
 
 
+def collective_at(target: Collective | Start) -> Collective:
+    """The collective that is made, or started."""
+    return target.collective if isinstance(target, Start) else target
+
+
 def collective_of(node: fx.Node) -> Collective | None:
     """The collective that a node makes, or starts."""
-    target = node.target
-    if isinstance(target, Start):
-        return target.collective
-    return target if isinstance(target, Collective) else None
+    target: Any = node.target
+    return collective_at(target) if isinstance(target, (Collective, Start)) else None
 
 
 @dataclass(frozen=True)

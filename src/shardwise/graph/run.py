@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm import ranked, shards_of
-from shardwise.graph.nodes import Begun, Collective, Start, collective_of
+from shardwise.graph.nodes import Collective, Start, collective_at, collective_of, wait
 from shardwise.graph.program import (
     FromArgument,
     FromGradient,
@@ -166,15 +166,16 @@ class Alone:
         self.__name__ = target.__name__
 
     def __call__(self, brought: Any) -> Any:
-        return taken(self.target, [brought])[0]
+        return taken([self.target], [brought])[0]
 
 
-def taken(target: Collective | Start, brought: Sequence[Any]) -> list[Any]:
-    """What the ranks held here get of a collective, or of its start."""
-    if isinstance(target, Collective):
-        return target(brought)
-    handle = target.collective.start(brought)
-    return [Begun(handle, rank) for rank in range(len(brought))]
+def taken(targets: Sequence[Collective | Start], brought: Sequence[Any]) -> list[Any]:
+    """What each of the ranks held here gets of one collective, that it makes or starts."""
+    first = targets[0]
+    if all(type(target) is type(first) for target in targets):
+        return first(brought)
+    begun = collective_at(first).start(brought)  # in the simulator one rank may go on where another waits
+    return [one if isinstance(target, Start) else wait(one) for one, target in zip(begun, targets, strict=True)]
 
 
 class Lockstep:
@@ -187,10 +188,11 @@ class Lockstep:
         running = [_steps(part.graph, given) for part, given in zip(self.parts, inputs, strict=True)]
         waiting: list[Any] = [next(one) for one in running]
         while not all(isinstance(at, _Done) for at in waiting):
-            target, _ = waiting[0]
-            if any(isinstance(at, _Done) or at[0] != target for at in waiting):
+            met = {None if isinstance(at, _Done) else collective_at(at[0]) for at in waiting}
+            if len(met) > 1 or None in met:
                 raise AssertionError(f"ranks do not meet in one collective: {waiting}")
-            found = taken(target, [_apart(target, brought) for _, brought in waiting])
+            targets = [target for target, _ in waiting]
+            found = taken(targets, [_apart(target, brought) for target, brought in waiting])
             waiting = [one.send(got) for one, got in zip(running, found, strict=True)]
         return [at.outputs for at in waiting]
 
@@ -198,7 +200,7 @@ class Lockstep:
 def _apart(target: Collective | Start, brought: Any) -> Any:
     """What a rank brings, as others may keep it: the simulator hands on what is gathered as it is, and this rank may
     write to it before they have looked."""
-    return brought.clone() if target.__name__.endswith("all_gather") else brought
+    return brought.clone() if collective_at(target).kind == "all_gather" else brought
 
 
 class _Done:

@@ -35,8 +35,8 @@ def agreed(
 
 
 def first_difference(mesh: Mesh, facts: Sequence[object]) -> int:
-    """The number of the first of some facts that do not read alike on all ranks of a mesh; their count, if all do. There
-    must be as many everywhere."""
+    """The number of the first of some facts that do not read alike on all ranks of a mesh; their count, if all do.
+    There must be as many everywhere."""
     numbers = [_digest(fact) for fact in facts]
     ends = _largest(mesh, [*numbers, *(~number for number in numbers)])
     high, low = ends[: len(facts)], ends[len(facts) :]

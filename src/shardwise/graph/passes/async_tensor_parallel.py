@@ -13,8 +13,10 @@ import torch
 from torch import fx
 
 from shardwise.graph.nodes import Collective
+from shardwise.graph.passes.bucket import gradient_reductions
 from shardwise.graph.passes.draft import CHUNK, NUMBERS, Draft, contiguous
 from shardwise.graph.passes.moves import Moved, cut, joined_pieces, moves, shape
+from shardwise.graph.passes.order import needs
 from shardwise.graph.passes.report import bytes_of
 from shardwise.graph.passes.storages import Storages, is_view
 
@@ -41,8 +43,12 @@ def async_tensor_parallel(draft: Draft) -> list[str]:
             with draft.before(min(whole.users, key=place.__getitem__)):
                 draft.replace(whole, _joined(draft, rows, gathered.dim, whole))
     draft.sweep()
-    storages = draft.storages()
-    scatters = [found for move in moves(draft) if (found := _of_scattered(storages, move)) is not None]
+    storages, gradients = draft.storages(), gradient_reductions(draft, needs(draft))  # these have buckets
+    scatters = [
+        found
+        for move in moves(draft)
+        if move.node not in gradients and (found := _of_scattered(storages, move)) is not None
+    ]
     for scattered in scatters:
         _scatter_in_chunks(draft, scattered)
     draft.sweep()

@@ -18,9 +18,9 @@ from shardwise.graph.program import Facts, Part
 
 _aten = torch.ops.aten
 
-NUMBERS, JOINED, CHUNK = "collectives", "joined", "chunk"
+NUMBERS, JOINED, CHUNK, UNUSED = "collectives", "joined", "chunk", "unused"
 """What passes note at a collective: the numbers that it, and all that went into it, had at first; the records of what
-was joined to it; and that it was taken apart on purpose."""
+was joined to it; that it was taken apart on purpose; and that this rank never used it, which others may do."""
 
 
 class Draft:
@@ -35,6 +35,7 @@ class Draft:
             env[node] = self.graph.node_copy(node, env.__getitem__)
         for number, node in enumerate(self.collectives()):
             node.meta[NUMBERS] = (number,)
+            node.meta.update({} if node.users else {UNUSED: True})
 
     def done(self) -> Part:
         """The part as it is now, without inputs that nobody reads."""
@@ -122,7 +123,7 @@ class Draft:
 def _is_for_its_result(node: fx.Node, storages: Storages, wanted: set[int]) -> bool:
     """Whether a node does nothing that anybody will see, but to give its result."""
     if isinstance(node.target, (Collective, Start)):
-        return True
+        return UNUSED not in node.meta
     if isinstance(node.target, (Check, Draw)):
         return False
     writes = storages.written_by(node)

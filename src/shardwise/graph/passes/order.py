@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.graph.nodes import Check
 from shardwise.graph.passes.draft import Draft
 from shardwise.graph.passes.storages import Storage
 
@@ -17,13 +18,14 @@ Needs = dict[fx.Node, list[fx.Node]]
 
 def needs(draft: Draft) -> Needs:
     """What a node must come after: what makes its arguments; the last write to what it reads; what has been read, or
-    written, of what it writes to."""
+    written, of what it writes to; and the last check, since what is bad must not be computed with."""
     storages = draft.storages()
     found: Needs = {}
+    checked: list[fx.Node] = []
     written: dict[Storage, fx.Node] = {}
     read: dict[Storage, list[fx.Node]] = {}
     for node in draft.graph.nodes:
-        before = dict.fromkeys(node.all_input_nodes)
+        before = dict.fromkeys([*node.all_input_nodes, *checked])
         writes = storages.written_by(node)
         for storage in (*storages.read_by(node), *writes):
             if storage in written:
@@ -34,6 +36,7 @@ def needs(draft: Draft) -> Needs:
         for storage in storages.read_by(node):
             read.setdefault(storage, []).append(node)
         found[node] = sorted(before, key=storages.position.__getitem__)
+        checked = [node] if isinstance(node.target, Check) else checked
     return found
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from torch import fx
 
 from shardwise.errors import CaptureError
-from shardwise.graph.nodes import Start, collective_of
+from shardwise.graph.nodes import collective_of
 from shardwise.graph.passes.async_tensor_parallel import async_tensor_parallel
 from shardwise.graph.passes.bucket import bucket
 from shardwise.graph.passes.cancel import cancel
@@ -22,7 +22,7 @@ from shardwise.graph.passes.narrow import narrow
 from shardwise.graph.passes.overlap import overlap
 from shardwise.graph.passes.report import PassReport, Traffic
 from shardwise.graph.passes.scatter import SPLIT, scatter
-from shardwise.graph.passes.share import share
+from shardwise.graph.passes.share import share, tidy
 from shardwise.graph.passes.storages import replaces_memory
 from shardwise.graph.program import Part, Program
 from shardwise.layout import Mesh
@@ -32,6 +32,7 @@ Pass = Callable[[Draft], list[str]]
 """What changes a rank's part, and says what it did."""
 
 PASSES: dict[str, Pass] = {
+    "tidy": tidy,
     "share": share,
     "cancel": cancel,
     "scatter": scatter,
@@ -103,7 +104,7 @@ def _described(node: fx.Node) -> object:
     assert collective is not None
     how = collective.how if collective.kind in ("all_reduce", "reduce_scatter", "broadcast") else None
     own = node.meta.get(NUMBERS), node.meta.get(SPLIT)
-    return collective.kind, collective.axis_names, how, str(facts_of(node).dtype), isinstance(node.target, Start), *own
+    return collective.kind, collective.axis_names, how, str(facts_of(node).dtype), *own
 
 
 def _first_difference(facts: Sequence[list[object]], meshes: Sequence[Mesh]) -> int | None:

@@ -13,13 +13,25 @@ from shardwise.graph.passes.draft import Draft, in_backward
 from shardwise.graph.passes.storages import Storage, is_alias, is_view
 
 
-def share(draft: Draft) -> list[str]:
-    """`a = f(x); b = f(x)` → `a = f(x)`, and `b` is `a`; `a = detach(x)` → `a` is `x`.
+def tidy(draft: Draft) -> list[str]:
+    """`a = f(x); b = f(x)` → `a = f(x)`, and `b` is `a`; `a = detach(x)` → `a` is `x`. What communicates stays.
 
     A pass through a program and the recomputation of a part of it share nothing: they were parted to save memory.
     """
     _forget_aliases(draft)
-    return _Sharing(draft).run()
+    count = _Sharing(draft, collectives=False).run()
+    return [f"{count} ops shared"] if count else []
+
+
+def share(draft: Draft) -> list[str]:
+    """`a = gather(x); b = gather(x)` → `a = gather(x)`, and `b` is `a`.
+
+    Only of moves between layouts: of anything else one rank may have the same by accident, where others have not.
+    """
+    before = len(draft.collectives())
+    _Sharing(draft, collectives=True).run()
+    shared = before - len(draft.collectives())
+    return [f"{shared} collectives shared"] if shared else []
 
 
 def _forget_aliases(draft: Draft) -> None:
@@ -32,27 +44,36 @@ def _forget_aliases(draft: Draft) -> None:
 
 
 class _Sharing:
-    def __init__(self, draft: Draft) -> None:
-        self.draft = draft
+    def __init__(self, draft: Draft, *, collectives: bool) -> None:
+        self.draft, self.with_collectives = draft, collectives
         self.storages = draft.storages()
         self.given_back = set(draft.output.all_input_nodes)
         self.counts: dict[Storage, int] = {}
         self.known: dict[Any, fx.Node] = {}
-        self.collectives = 0
 
-    def run(self) -> list[str]:
+    def run(self) -> int:
+        """How many nodes were others already."""
+        count = 0
         for node in list(self.draft.graph.nodes):
             for storage in self.storages.written_by(node):
                 self.counts[storage] = self.counts.get(storage, 0) + 1
-            if not _can_be_shared(node):
+            if not self._can_be_shared(node):
                 continue
             same = self.known.setdefault(self._key(node), node)
             if same is not node and self._may_share(node, same):
                 self._share(node, same)
-        return [f"{self.collectives} collectives shared"] if self.collectives else []
+                count += 1
+        return count
+
+    def _can_be_shared(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or isinstance(node.target, (Check, Draw, Start)) or node.target is wait:
+            return False
+        if collective_of(node) is None:
+            return not has_effects(node)
+        comm = node.meta.get("comm")
+        return self.with_collectives and comm is not None and comm.source is not None and comm.target is not None
 
     def _share(self, node: fx.Node, same: fx.Node) -> None:
-        self.collectives += collective_of(node) is not None
         if node in self.given_back:
             self.given_back.add(same)
         if self.storages.escapes(node):
@@ -63,7 +84,9 @@ class _Sharing:
     def _key(self, node: fx.Node) -> Any:
         versions = tuple([self._version(given) for given in node.all_input_nodes])
         arguments = _frozen((node.args, node.kwargs))
-        return node.target, arguments, versions, in_backward(node), node.meta.get("backward")
+        comm = node.meta.get("comm")
+        ends = comm and (comm.source, comm.target)
+        return node.target, ends, arguments, versions, in_backward(node), node.meta.get("backward")
 
     def _version(self, node: fx.Node) -> tuple[int, ...]:
         """What distinguishes a tensor from itself before a write."""
@@ -78,12 +101,6 @@ class _Sharing:
         storages = self.storages
         is_written = storages.is_written(node) or storages.is_written(same)
         return not is_written and not (storages.escapes(node) and storages.escapes(same))
-
-
-def _can_be_shared(node: fx.Node) -> bool:
-    if node.op != "call_function" or isinstance(node.target, (Check, Draw, Start)) or node.target is wait:
-        return False
-    return collective_of(node) is not None or not has_effects(node)
 
 
 def _frozen(x: Any) -> Any:

@@ -26,8 +26,8 @@ _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 Storage = int
 """A number for some memory."""
 
-_ARGUMENTS, _OUTSIDE, _GENERATOR = -1, -2, -3
-"""The memory of all arguments; what a check that raises must come before; the state of random numbers."""
+_ARGUMENTS, _GENERATOR = -1, -2
+"""The memory of all arguments; the state of random numbers."""
 
 _REPLACES_MEMORY = frozenset({"set_", "resize_", "resize_as_", "resize_storage_bytes_", "as_strided_"})
 """Ops after which a tensor lies elsewhere, or is another part of its memory."""
@@ -97,13 +97,12 @@ class Storages:
         """The memory that a node writes to. A draw changes the generator."""
         found = self._memory_of(overwritten(node))
         if not self.outside.isdisjoint(found):
-            found += (_OUTSIDE, *(self.outside if _ARGUMENTS in found else (_ARGUMENTS,)))
+            found += tuple(self.outside) if _ARGUMENTS in found else (_ARGUMENTS,)
         return (*found, _GENERATOR) if isinstance(node.target, Draw) or draws(node) else found
 
     def read_by(self, node: fx.Node) -> tuple[Storage, ...]:
-        """The memory that a node reads. A check is made before anything outside is written to."""
-        found = self._memory_of(node.all_input_nodes)
-        return (*found, _OUTSIDE) if isinstance(node.target, Check) else found
+        """The memory that a node reads."""
+        return self._memory_of(node.all_input_nodes)
 
     def is_written(self, node: fx.Node) -> bool:
         """Whether any node writes to the memory of this one."""
