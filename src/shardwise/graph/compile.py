@@ -46,6 +46,11 @@ class Compiled:
         self._gave_up = False
         functools.update_wrapper(self, function, updated=())
 
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """In the order in which they were captured."""
+        return tuple(run.program for _, run in reversed(self.runs))
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._gave_up or noters:
             return self.function(*args, **kwargs)

@@ -24,6 +24,7 @@ _aten = torch.ops.aten
 CHUNKS = 2
 _ROWS = {_aten.mm.default: 0, _aten.addmm.default: 1}
 """Products whose rows do not depend on each other, and which argument has the rows."""
+_FLAT = frozenset({_aten.view.default, _aten._unsafe_view.default})
 
 Bounds = tuple[int, int]
 
@@ -81,7 +82,7 @@ def _products(node: fx.Node) -> Iterator[_Product]:
             if user.target in _ROWS and user.args[_ROWS[user.target]] is form:
                 if shape(form)[-1] == shape(node)[-1]:
                     yield _Product(user, node)
-            elif user.target is _aten.view.default and shape(user)[-1:] == shape(node)[-1:]:
+            elif user.target in _FLAT and shape(user)[-1:] == shape(node)[-1:]:
                 waiting.append(user)
 
 
@@ -166,7 +167,7 @@ def _of_scattered(storages: Storages, move: Moved) -> _Chunked | None:
     if made.target not in _ROWS:
         return None
     rows: Any = made.args[_ROWS[made.target]]
-    while rows.target is _aten.view.default and shape(rows)[:-1] != shape(whole)[:-1]:
+    while rows.target in _FLAT and shape(rows)[:-1] != shape(whole)[:-1]:
         rows = rows.args[0]
     inner = shape(made.args[_ROWS[made.target]])[-1]
     is_flat = shape(rows) == (*shape(whole)[:-1], inner) and shape(made)[-1] == shape(whole)[-1]
