@@ -30,10 +30,10 @@ _aten = torch.ops.aten
 
 
 def cancel(draft: Draft) -> list[str]:
-    """`S → R → S`, `R → S → R`, `S(0) → S(1) → S(0)`, `max(max(x))` → nothing."""
+    """`S → R → S`, `R → S → R`, `S(0) → S(1) → S(0)` → nothing."""
     before = count = len(draft.collectives())
     while count:
-        for undo in (_slices_of_joined, _own_part_of_gathered, _there_and_back, _gathered_again, _reduced_again):
+        for undo in (_there_and_back, _slices_of_joined, _own_part_of_gathered, _gathered_again):
             undo(draft)
             draft.sweep()
         if count == (count := len(draft.collectives())):  # what is left may come to nothing without what is gone
@@ -111,7 +111,7 @@ def _gathered_again(draft: Draft) -> None:
         if (
             is_whole
             and whole is not own
-            and is_alike(whole, move.collective)
+            and _is_alike(whole, move.collective)
             and _is_as_cut(storages, own, whole, move)
         ):
             _put(draft, storages, move.after, whole, move.node)
@@ -123,17 +123,7 @@ def _is_as_cut(storages: Storages, own: fx.Node, whole: fx.Node, move: Moved) ->
     return not any(storages.is_written_between(node, first, last) for node in (own, whole))
 
 
-def _reduced_again(draft: Draft) -> None:
-    """The largest, or least, of what all ranks have alike."""
-    storages = draft.storages()
-    for node in draft.collectives():
-        collective, brought = node.target, node.args[0]
-        if isinstance(collective, Collective) and collective.kind == "all_reduce" and isinstance(brought, fx.Node):
-            if collective.how in ("max", "min") and is_alike(brought, collective):
-                _put(draft, storages, node, brought, node)
-
-
-def is_alike(node: fx.Node, collective: Collective) -> bool:
+def _is_alike(node: fx.Node, collective: Collective) -> bool:
     """Whether all members of a collective's groups are sure to have the same value of a node."""
     wanted = _roots(collective.mesh, collective.axes)
     layout: Layout | None = node.meta.get("layout")

@@ -11,6 +11,7 @@ from torch import fx
 from shardwise.graph.nodes import Collective, Start, collective_of, wait
 from shardwise.graph.passes.bucket import gradient_reductions
 from shardwise.graph.passes.draft import Draft
+from shardwise.graph.passes.moves import joined_pieces
 from shardwise.graph.passes.order import Emission, Needs, arranged, needed_by, needs, sides
 from shardwise.graph.passes.storages import may_be_view
 
@@ -68,8 +69,12 @@ def _after(before: Needs, nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _is_idle(node: fx.Node) -> bool:
-    """Whether a node only shows what another one made: it can come when it is needed."""
-    return node.op == "output" or node.target is operator.getitem or may_be_view(node)
+    """Whether a node only shows what another one made, or puts together what came in pieces: it can come when it is
+    needed."""
+    if node.op == "output" or node.target is operator.getitem or may_be_view(node):
+        return True
+    joined = joined_pieces(node)
+    return joined is not None and all(piece.target is operator.getitem for piece in joined[0])
 
 
 def _split(draft: Draft, node: Any, place: dict[fx.Node, int]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.debug.table import size
 from shardwise.graph.nodes import collective_of
 
 
@@ -35,7 +36,7 @@ class Traffic:
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.counts)
-        return f"{kinds or 'nothing'}: {self.bytes} B"
+        return f"{kinds}, {size(self.bytes)}" if kinds else "nothing"
 
 
 def bytes_of(brought: Any) -> int:
@@ -57,3 +58,19 @@ class PassReport:
     after: Traffic
     notes: tuple[str, ...] = ()
     left_out: bool = False
+
+    def __str__(self) -> str:
+        """
+        >>> from shardwise.graph.passes import PassReport, Traffic
+        >>> before, after = Traffic((("all_reduce", 40),), 711_396), Traffic((("all_reduce", 4),), 711_372)
+        >>> print(PassReport("bucket", before, after, ("37 reductions of gradients in 1",)))
+        bucket: 37 reductions of gradients in 1; 40 all_reduce, 711.4 kB → 4 all_reduce, 711.4 kB
+        >>> print(PassReport("merge", after, after))
+        merge: nothing to do
+        >>> print(PassReport("scatter", after, after, left_out=True))
+        scatter: left out, since the ranks would not communicate alike
+        """
+        if self.left_out:
+            return f"{self.name}: left out, since the ranks would not communicate alike"
+        sent = [] if self.before == self.after else [f"{self.before} → {self.after}"]
+        return f"{self.name}: {'; '.join([*self.notes, *sent]) or 'nothing to do'}"
