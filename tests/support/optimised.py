@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from captured import assert_same
 
 import shardwise as sw
-from captured import assert_same, shards
 from shardwise.graph.nodes import collective_of
 from shardwise.graph.passes import PASSES
 from shardwise.graph.program import Program

@@ -159,8 +159,14 @@ def _op_makes_memory(op: Any) -> bool:
 _ALIASES = frozenset({_aten.detach.default, _aten.alias.default, _aten._unsafe_view.default})
 
 
+_RESHAPES = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.expand.default})
+
+
 def is_alias(node: fx.Node) -> bool:
     """Whether a node gives just the tensor that it is given."""
+    if node.target in _RESHAPES:
+        source: Any = node.args[0]
+        return bool(node.meta["facts"] == source.meta["facts"])
     return node.target in (_aten.detach.default, _aten.alias.default)
 
 

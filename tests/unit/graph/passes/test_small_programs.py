@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from optimised import R, S, Small, case_of, kinds, only, ops, program_of, red, whole_numbers
+from captured import shards
+from optimised import SMALL, R, S, Small, case_of, kinds, only, ops, program_of, red, whole_numbers
 
 import shardwise as sw
-from captured import shards
-from optimised import SMALL
 from shardwise.graph.nodes import collective_of
 from shardwise.graph.passes import Traffic
 
@@ -133,7 +132,12 @@ def test_nothing_is_started_that_is_needed_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("name", "owned"),
-    [("in place", [True]), ("reduced and kept", [False]), ("views reduced", [False] * 2), ("given and reduced", [False])],
+    [
+        ("in place", [True]),
+        ("reduced and kept", [False]),
+        ("views reduced", [False] * 2),
+        ("given and reduced", [False]),
+    ],
 )
 def test_only_what_nobody_else_uses_is_reduced_in_place(name: str, owned: list[bool]) -> None:
     _, after = before_and_after(name)
