@@ -117,7 +117,7 @@ def gpt_on(dp: int, shard: int, tp: int) -> Made:
 
 
 def late(program: sw.graph.Program) -> list[bool]:
-    """Of each reduction of gradients along the axes of data, whether it starts behind the backward pass's last product."""
+    """Of each reduction of gradients along the axes of data, whether it starts behind the last product."""
     nodes = list(program.ranks[0].graph.nodes)
     last = max(i for i, node in enumerate(nodes) if in_backward(node) and node.target in PRODUCTS)
     along_data = [node for node in gradients(program) if "tp" not in collective_of(node).axis_names]  # type: ignore[union-attr]
