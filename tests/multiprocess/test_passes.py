@@ -13,6 +13,8 @@ import torch
 import shardwise as sw
 from launch import Case
 from shardwise.errors import CaptureError
+from shardwise.graph.inductor import lowered
+from shardwise.graph.nodes import is_op
 from shardwise.graph.passes import PASSES
 from shardwise.graph.passes.share import share
 
@@ -72,7 +74,19 @@ def written_while_it_is_gathered(rank: int, size: int) -> None:
             assert torch.equal(compiled(x, y).to_local(), torch.full((2**18, 8), float(call)))
 
 
+def waits_where_it_is_used(rank: int, size: int) -> None:
+    """As Inductor gets it: a functional collective, and behind other ops the op that waits for it."""
+    mesh, case = sw.init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "tp")), case_of("meanwhile")
+    (part,) = case.program(mesh, "default").ranks
+    given = [torch.zeros(x.to_local().shape) for x in case.arguments(mesh)]
+    targets = [node.target for node in lowered(part.graph, given).graph.nodes if is_op(node.target)]
+    names = [target.overloadpacket.__name__ for target in targets]
+    meanwhile = names[names.index("all_gather_into_tensor") : names.index("wait_tensor")]
+    assert {"exp2", "sum"} <= set(meanwhile)
+
+
 CASES = [
+    Case("passes-waits", 2, waits_where_it_is_used),
     Case("passes-each", 2, each_pass),
     Case("passes-all-4", 4, all_passes),
     Case("passes-ranks-that-differ", 2, ranks_that_differ),
