@@ -1,5 +1,5 @@
-"""The programs of benchmarks/scheduled_blocks.py, whose best schedules are known: captured, they give the same bits after
-passes, and never communicate more. That eager reaches the schedules is tested elsewhere."""
+"""The programs of benchmarks/scheduled_blocks.py, whose best schedules are known: captured, they give the same bits
+after passes, and never communicate more. That eager reaches the schedules is tested elsewhere."""
 
 from __future__ import annotations
 
