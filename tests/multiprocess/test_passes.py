@@ -63,7 +63,7 @@ def on_request(rank: int, size: int) -> None:
     chunked = program_of(mlp, lambda: operands(mesh, 7, 4), (*DEFAULT, "async_tensor_parallel"))
     assert kinds(chunked) == ["all_gather", "all_gather", "reduce_scatter", "reduce_scatter"]
     (program,) = compare(lambda: sharded_weights(mesh), passes=(*DEFAULT, "gather_again")).programs
-    assert kinds(program).count("all_gather") == 4
+    assert kinds(program).count("all_gather") == 2  # one for all layers, and one for the backward pass
 
 
 def written_while_it_is_gathered(rank: int, size: int) -> None:

@@ -23,6 +23,7 @@ from shardwise.graph.passes.moves import (
     relative,
     shape,
 )
+from shardwise.graph.passes.report import counted
 from shardwise.graph.passes.storages import Storages
 from shardwise.layout import Layout, Mesh, Replicate
 
@@ -38,7 +39,7 @@ def cancel(draft: Draft) -> list[str]:
             draft.sweep()
         if count == (count := len(draft.collectives())):  # what is left may come to nothing without what is gone
             break
-    return [f"{before - count} collectives not needed"] if count < before else []
+    return [f"{counted(before - count, 'collective')} not needed"] if count < before else []
 
 
 def _slices_of_joined(draft: Draft) -> None:

@@ -175,7 +175,8 @@ def test_weights_are_gathered_again(size: int) -> None:
         kinds(after).count("all_gather") == 4
     )  # the first layer's is not needed again; the last one's would be at once
     assert kept(after) < kept(before)
-    program_of(lambda: sharded_weights(sw.simulate((size,), ("dp",))), [*DEFAULT, "gather_again"])
+    together = program_of(lambda: sharded_weights(sw.simulate((size,), ("dp",))), [*DEFAULT, "gather_again"])
+    assert kinds(together).count("all_gather") == 2  # one for all layers, and one for the backward pass
 
 
 def test_what_is_used_first_is_kept() -> None:
