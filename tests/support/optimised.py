@@ -128,6 +128,18 @@ def back_from_what_changed(x: Any) -> Any:
     return red(part, R, R) * 2
 
 
+def to_and_written(x: Any) -> Any:
+    there = red(x, S(1), R)
+    there.add_(1)
+    return red(there, S(0), R) * 2
+
+
+def moved_from_and_written(x: Any) -> Any:
+    there = red(x, S(1), R)
+    x.add_(1)
+    return red(there, S(0), R) * 2
+
+
 def computed_cut_and_gathered(x: Any) -> Any:
     return red(red(x * 3, S(0), R), R, R) * 2
 
@@ -216,6 +228,8 @@ SMALL = [
     Small("gathered and cut", "cancel", there_and_back(ALIKE, SPLIT), [SPLIT], [GATHER], []),
     Small("cut and gathered", "cancel", computed_cut_and_gathered, [ALIKE], [GATHER], []),
     Small("to and fro", "cancel", there_and_back((S(1), R), SPLIT), [SPLIT], [EXCHANGE] * 2, []),
+    Small("to, written and fro", "cancel", to_and_written, [SPLIT], [EXCHANGE] * 2, [EXCHANGE] * 2),
+    Small("to and fro, written", "cancel", moved_from_and_written, [SPLIT], [EXCHANGE] * 2, [EXCHANGE] * 2),
     Small("gathered, written and cut", "cancel", there_and_written, [SPLIT], [GATHER], [GATHER]),
     Small("gathered, cut and used", "cancel", there_and_used, [SPLIT], [GATHER], [GATHER]),
     Small("cut, written and gathered", "cancel", back_from_what_changed, [ALIKE], [GATHER], [GATHER]),
