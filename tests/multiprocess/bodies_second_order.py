@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from compare import beside
 from torch import Tensor
 from torch.nn import functional as F
 
 import shardwise as sw
 from bodies import R, S, assert_close, body, doubles, leaf
+from shardwise.parallel import cross_entropy, linear_cross_entropy
 
 Function = Callable[[Tensor], Tensor]
 
@@ -96,6 +98,28 @@ def second_order_of_norms_where_a_shard_is_zero(mesh: Any) -> None:
 
 
 @body(2)
+def second_order_of_losses_over_sharded_classes(mesh: Any) -> None:
+    """Also where a rank has no classes; and of a head whose rows are sharded along the same axis."""
+    options = {"label_smoothing": 0.1, "z_loss": 0.2, "ignore_index": 2}
+    layer = doubles(5, 3)
+
+    def of_logits(x: Tensor) -> Tensor:
+        target = torch.arange(len(x)) % x.shape[1]
+        return cross_entropy(x, beside(x, target), **options)
+
+    def of_head(x: Tensor) -> Tensor:
+        target, reduction = torch.arange(len(x)) % 5, "none" if len(x) > 3 else "mean"
+        given = beside(x, layer, S(0)), beside(x, target)
+        return linear_cross_entropy(x, *given, chunk_size=2, reduction=reduction, **options)
+
+    for whole in (doubles(3, 5), doubles(3, 1)):
+        check_twice(of_logits, whole, mesh, [S(1)], "cross_entropy")
+    for whole in (doubles(3, 3), doubles(5, 3)):
+        for placement in (S(0), R):
+            check_twice(of_head, whole, mesh, [placement], "linear_cross_entropy")
+
+
+@body(2)
 def second_order_of_empty_shards(mesh: Any) -> None:
     for name in ("layer_norm", "group_norm", "cumsum", "product", "softmax"):
         check_twice(TABLES[name], doubles(1, 3), mesh, [S(0)], name)
@@ -115,6 +139,34 @@ def a_penalty_on_the_gradient_of_a_replicated_weight(mesh: Any) -> None:
         [R],
         "linear",
     )
+
+
+@body(2)
+def second_order_of_what_lies_between(mesh: Any) -> None:
+    """A pass that is asked for intermediate results meets where all of its ranks come to."""
+    for function in LINES.values():
+        whole, found = doubles(3), []
+        for x in (whole.clone().requires_grad_(), leaf(whole, mesh, [S(0)])):
+            y = x.exp()
+            (grad,) = torch.autograd.grad(function(y).sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(grad.sum(), [y, x], allow_unused=True))
+        for expected, actual in zip(*found, strict=True):
+            assert_close(actual, expected)
+
+
+@body(2)
+def what_a_second_pass_does_not_reach(mesh: Any) -> None:
+    """It has no gradient, as on one device, though all ranks go the same way."""
+    whole = doubles(4, 3), doubles(4, 3)
+    x, y = leaf(whole[0], mesh, [S(0)]), leaf(whole[1], mesh, [R])
+    grad, constant = torch.autograd.grad(
+        (x * y).sum() + x.sum(), [x, y.sum() * x], create_graph=True, allow_unused=True
+    )
+    assert constant is None and grad.requires_grad
+    grad.square().sum().backward()
+    assert x.grad is None
+    assert_close(y.grad, 2 * (whole[1] + 1))
+    assert not torch.autograd.grad((x * 2).sum(), x, create_graph=True)[0].requires_grad
 
 
 @body(2)

@@ -20,11 +20,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardwise.comm.functional import functional_mesh
 from shardwise.errors import CaptureError
 from shardwise.graph.cuda_graphs import Replayed, obstacle
+from shardwise.graph.fused_steps import FUSED_STEPS
 from shardwise.graph.nodes import Check, Collective, Seeded, Start, collective_of
 from shardwise.graph.numbers_as_tensors import on_tensors
 from shardwise.graph.program import Part
 from shardwise.graph.run import taken
 from shardwise.graph.seeded_ops import seeded_op
+from shardwise.rules.kit.kernels import passes
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -120,10 +122,12 @@ class _Interpreter:
                 env[node] = taken([_as_ops(node.target)], args)[0]
             elif isinstance(node.target, Seeded):
                 env[node] = seeded_op(node.target)(*args, **kwargs)
+            elif (step := FUSED_STEPS.get(getattr(node.target, "overloadpacket", None))) is not None:
+                env[node] = step(*args, **kwargs)
             elif not numbers.isdisjoint(node.all_input_nodes):
                 env[node] = on_tensors(node, numbers, args, kwargs)
             else:
-                env[node] = node.target(*args, **kwargs)
+                env[node] = passes.get(node.target, node.target)(*args, **kwargs)
         raise AssertionError("a graph ends with its output")
 
     def _inputs(self, given: Sequence[Tensor]) -> tuple[dict[fx.Node, Any], set[fx.Node]]:
