@@ -35,6 +35,10 @@ class Noter(Protocol):
         """Inside, random numbers come from the stream of that number."""
         ...
 
+    def meet(self, x: Tensor) -> None:
+        """A tensor of the user's is about to enter the program."""
+        ...
+
     def step(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         ...

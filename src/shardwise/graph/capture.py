@@ -70,7 +70,7 @@ class _Capture:
         self.leaves = leaves
         self.borrowed = Borrowed()
         self.groups = Groups()
-        self.recorder = Recorder(self.groups)
+        self.recorder = Recorder(self.groups, self.borrowed.meet)
         self.backward: Backward | None = None
         self.places: dict[int, Place] = {}
         for number, leaf in enumerate(leaves):

@@ -54,9 +54,9 @@ class _Stream:
 class Recorder(TorchDispatchMode):
     """Records one run of a program."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, meet: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self.groups = groups
+        self.groups, self.meet = groups, meet
         self.graph = fx.Graph()
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.inputs: dict[int, tuple[Tensor, fx.Node]] = {}

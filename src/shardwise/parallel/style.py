@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import AnyMesh, Ranked, as_mesh
+from shardwise.comm import AnyMesh, Ranked, as_mesh, noters
 from shardwise.errors import MeshError, PlanError
 from shardwise.layout import Placement, Replicate, Shard, unknown_placement
 from shardwise.local import single
@@ -369,6 +369,7 @@ def _brought(
     shape: Sequence[int] | None = None,
 ) -> DTensor:
     """A tensor in the layout that is wanted; a plain one is a part of a tensor in the layout `taken`."""
+    mesh = as_mesh(mesh)
     found = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, taken, shape=shape)
     if wanted is None or found.placements == _normal(wanted, found.ndim):
         return found
@@ -388,7 +389,8 @@ def to_local(x: DTensor, module: nn.Module) -> Tensor:
     if type(local) is not Ranked or not x._layout.replicated or MANAGED in module.__dict__:
         return local
     with torch._C.DisableTorchFunctionSubclass():  # along axes that the mesh leaves out, they may differ
-        alike = len(x._layout.mesh.held) == x._layout.mesh.size() or all(torch.equal(local, y) for y in local._peers)
+        whole = len(x._layout.mesh.held) == x._layout.mesh.size()
+        alike = whole or not noters and all(torch.equal(local, y) for y in local._peers)
     return single(local) if alike else local
 
 

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from shardwise.comm import Handle
+from shardwise.comm import Handle, as_mesh
 from shardwise.comm.cause import caused
 from shardwise.layout import Mesh
 from shardwise.redistribute import Move
@@ -46,6 +46,11 @@ class Joint:
         return [[[math.prod(shapes[h][m]) for _, shapes, _ in self._parts] for m in members] for h in ranks]
 
     @property
+    def _now(self) -> Mesh:
+        """The mesh, or what stands for it in a program that is captured."""
+        return as_mesh(self.mesh)
+
+    @property
     def num_members(self) -> int:
         return self.mesh.shape[self.axis]
 
@@ -61,7 +66,7 @@ class Joint:
         flat = [torch.cat([x.reshape(-1) for x in own]) for own in zip(*shards)]
         flat = [x.to(device, dtype, non_blocking=True) for x in flat]
         shapes = [[(sum(numels),) for numels in members] for members in self._numels]
-        start = partial(self.mesh.port.start_all_gather, flat, self.mesh, (self.axis,), shapes)
+        start = partial(self._now.port.start_all_gather, flat, self._now, (self.axis,), shapes)
         return caused("fully_shard", "parameters gathered", start)
 
     def fill(self, rows: Sequence[Held], wholes: Sequence[Held]) -> None:
@@ -81,7 +86,7 @@ class Joint:
         """Start to add up gradients of what was gathered, divided by something, and to leave each rank with its part of
         them, flat."""
         chunks = [self._chunks([grad[h] for grad in grads], h, dtype, divisor) for h in range(len(self.mesh.held))]
-        start = partial(self.mesh.port.start_reduce_scatter, chunks, self.mesh, (self.axis,), "sum")
+        start = partial(self._now.port.start_reduce_scatter, chunks, self._now, (self.axis,), "sum")
         return caused("fully_shard", "gradients reduced", start)
 
     def _chunks(self, grads: Held, h: int, dtype: torch.dtype, divisor: float) -> Sequence[Tensor]:

@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import Handle
+from shardwise.comm import Handle, noters
 from shardwise.errors import NoDataError
 from shardwise.parallel.fully_sharded.collectives import Joint
 from shardwise.parallel.fully_sharded.layouts import DataParallel, Layouts, layouts_at_rest
@@ -149,6 +149,18 @@ class Group:
     def _start(self, entries: Sequence[Entry], dtype: torch.dtype) -> Handle:
         shards = [entry.held() for entry in entries]
         return self.joint(entries).start_gather(shards, dtype, torch.device(self.data.mesh.device_type))
+
+    def record_gather(self) -> None:
+        """In a program that is captured: gather into tensors of this use alone. When to gather again, and what to
+        start early, passes over the program decide."""
+        self.look()
+        with _disabled(), torch.no_grad():
+            for dtype, entries in self._by_dtype().items():
+                rows = self._start(entries, dtype).wait()
+                for entry in entries:
+                    noters[-1].meet(entry.param)
+                    entry.wholes = [rows[0][0].new_empty(shape) for shape in entry.layouts.whole.held_shapes]
+                self.joint(entries).fill(rows, [entry.wholes for entry in entries])
 
     def gather(self) -> None:
         """Have the whole parameters in memory."""

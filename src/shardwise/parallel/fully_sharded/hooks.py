@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwise.comm import as_mesh, noters
 from shardwise.dispatch.interop.compiled import run_as_it_is
 from shardwise.layout import Layout, Mesh
 from shardwise.local import spread
@@ -55,6 +56,8 @@ class Hooks:
     @run_as_it_is
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         outer, is_backward = _innermost.get(), _task() != -1
+        if noters:
+            return self._record_before(args, kwargs, outer)
         if outer is not None:
             self._join(outer)
         elif not is_backward:
@@ -65,9 +68,21 @@ class Hooks:
             self.mesh = self._mesh_of_batch(args, kwargs, outer)
         made = self._unsharded()
         before = self.group.show(made[1])
-        self._running.append(_Running(made, before, outer, self._show_buffers(), args, is_backward))
+        return self._begun(_Running(made, before, outer, self._show_buffers(), args, is_backward), kwargs)
+
+    def _record_before(self, args: tuple, kwargs: dict[str, Any], outer: Hooks | None) -> tuple[tuple, dict[str, Any]]:
+        """The same in a program that is captured."""
+        self.mesh = self._mesh_of_batch(args, kwargs, outer)
+        self.group.record_gather()
+        use = Use(self.group, None, self.mesh)
+        made = use, use.tensors()
+        before = self.group.show(made[1])
+        return self._begun(_Running(made, before, outer, self._show_buffers(), args, True), kwargs)
+
+    def _begun(self, run: _Running, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        self._running.append(run)
         _innermost.set(self)
-        policy = self.group.options.policy
+        args, policy = run.args, self.group.options.policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             return _converted(args, policy.param_dtype), _converted(kwargs, policy.param_dtype)
         return args, kwargs
@@ -94,7 +109,7 @@ class Hooks:
         """The mesh of DTensors among the inputs that covers data parallelism. A module inside another that is given no
         such tensor does as that one does."""
         for x in _tensors((args, kwargs)):
-            if isinstance(x, DTensor) and self.group.data.mesh.is_within(x._layout.mesh):
+            if isinstance(x, DTensor) and as_mesh(self.group.data.mesh).is_within(x._layout.mesh):
                 return x._layout.mesh
         return None if outer is None else outer.mesh
 
@@ -134,6 +149,8 @@ class Hooks:
             if owner._buffers.get(name) is made:
                 owner._buffers[name] = buffer
         self.group.show(run.before)
+        if noters:
+            return self._converted(output)
         self._to_run.discard(module)
         is_seen = _before_nodes(output, partial(self.before_backward, *run.made))
         if not any(run.made[0].trained):  # then no gradient of theirs will say that the pass is through with them
@@ -142,6 +159,9 @@ class Hooks:
             is_graph = output is not None
         if not run.is_backward:
             self._leave(run.outer, may_free=is_seen or not is_graph)
+        return self._converted(output)
+
+    def _converted(self, output: Any) -> Any:
         dtype = self.group.options.policy.output_dtype
         return output if dtype is None else _converted(output, dtype)
 

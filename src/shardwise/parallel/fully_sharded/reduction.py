@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardwise.comm import Handle
+from shardwise.comm import Handle, as_mesh
 from shardwise.comm.cause import caused
 from shardwise.comm.port import done
 from shardwise.parallel.fully_sharded.collectives import Held, Joint
@@ -32,7 +32,7 @@ class Reduction:
         if self._scattered is None:
             return
         flat, self._scattered = self._scattered.wait(), None
-        mesh, waiting = self.group.data.mesh, self.group.scattered
+        mesh, waiting = as_mesh(self.group.data.mesh), self.group.scattered
         if mesh.ndim == 1:
             self._reduced = done(flat)
         elif self.group.options.all_reduce:

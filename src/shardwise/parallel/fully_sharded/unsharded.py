@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import ranked
+from shardwise.comm import as_mesh, noters, ranked
 from shardwise.errors import HookError, InPlaceError, TransformError
 from shardwise.layout import Layout, Mesh
 from shardwise.parallel.fully_sharded import reduction
@@ -36,7 +36,7 @@ class Use:
     The graph refers to it, so it must not refer to what is part of the graph: nobody would find that cycle.
     """
 
-    def __init__(self, group: Group, schedule: Schedule, mesh: Mesh | None) -> None:
+    def __init__(self, group: Group, schedule: Schedule | None, mesh: Mesh | None) -> None:
         self.group, self.schedule, self.mesh = group, schedule, mesh
         self.stamp = group.stamp
         self.num_ranks = len(group.data.mesh.held)
@@ -57,6 +57,7 @@ class Use:
         layout = entry.layouts.shown(self.mesh)
         if layout is None:
             return local
+        layout = layout.on(as_mesh(layout.mesh))
         made = wrap(local, layout)
         if varying is not None:
             axes = frozenset(layout.mesh.axis(name) for name in self.group.data.mesh.names)
@@ -105,11 +106,12 @@ class _Unshard(torch.autograd.Function):
         ctx.use = use
         ctx.set_materialize_grads(False)
         entries, trained = use.group.entries, use.trained
-        out = [whole.data for entry in entries for whole in entry.wholes]
+        alias = torch.Tensor.detach if noters else _data
+        out = [alias(whole) for entry in entries for whole in entry.wholes]
         frozen = [x for x, t in zip(out, _repeated(trained, use.num_ranks), strict=True) if not t]
         ctx.mark_non_differentiable(*frozen)
         if use.mesh is not None:
-            out += [whole.data for entry, t in zip(entries, trained, strict=True) if t for whole in entry.wholes]
+            out += [alias(whole) for entry, t in zip(entries, trained, strict=True) if t for whole in entry.wholes]
         return tuple(out)
 
     @staticmethod
@@ -122,6 +124,11 @@ class _Unshard(torch.autograd.Function):
         with _disabled():
             found = _Arrival(ctx, grads).shards()
         return None, *(x for held in found for x in held)
+
+
+def _data(x: Tensor) -> Tensor:
+    """The same memory with a version counter of its own: gathering again does not count as a write."""
+    return x.data
 
 
 def _repeated(values: Sequence[bool], times: int) -> list[bool]:
@@ -153,8 +160,9 @@ class _Arrival:
 
     def shards(self) -> list[Sequence[Tensor | None]]:
         """What is returned to autograd at once. Of what is under way, nothing: the end of the pass brings it."""
-        here = self.use.schedule.backward()
-        here.release(self.use)
+        here = None if noters else self.use.schedule.backward()
+        if here is not None:
+            here.release(self.use)
         found: list[Any] = [[None] * self.ranks for _ in self.group.entries]
         if self.use.mesh is not None:
             for i, held in enumerate(self.whole):
@@ -162,9 +170,10 @@ class _Arrival:
                     found[i] = self._cut(i, own)
         terms = self._to_reduce(found)
         if terms:
-            here.make_room()
+            if here is not None:
+                here.make_room()
             started = reduction.start(self.group, terms, self.divisor)
-            if all(self._can_wait(i) for i, entry in enumerate(self.group.entries) if entry in dict(terms)):
+            if here is not None and all(self._can_wait(i) for i, entry in enumerate(self.group.entries) if entry in dict(terms)):
                 here.add(started)
             else:
                 self._wait(started, found)
