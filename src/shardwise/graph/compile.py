@@ -108,7 +108,7 @@ def collectives_of(program: Program) -> list[tuple[Any, ...]]:
 
 def _meshes(reached: Reached, leaves: Sequence[Any]) -> list[Mesh]:
     """The whole meshes of the DTensors that a call is about, in the order in which they are met."""
-    tensors = [x for _, x in reached.objects if isinstance(x, Tensor)]
+    tensors = [x.value for x in reached.objects if isinstance(x.value, Tensor)]
     tensors += [x for x in leaves if isinstance(x, Tensor)]
     return list(dict.fromkeys(x._layout.mesh.root for x in tensors if isinstance(x, DTensor)))
 

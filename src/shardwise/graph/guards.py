@@ -62,11 +62,11 @@ class Guards:
             for source in part.sources
             if isinstance(source, FromObject)
         )
-        wanted = [(slot, x) for slot, x in reached.objects if id(x) in objects or not isinstance(x, Tensor)]
-        self.slots = [slot for slot, _ in wanted]
-        self.objects = [x for _, x in wanted]
-        self.value_slots = [slot for slot, _ in reached.values]
-        self.values = [value for _, value in reached.values]
+        wanted = [x for x in reached.objects if id(x.value) in objects or not isinstance(x.value, Tensor)]
+        self.slots = [x.slot for x in wanted]
+        self.objects = [x.value for x in wanted]
+        self.value_slots = [x.slot for x in reached.values]
+        self.values = [x.value for x in reached.values]
         self.modules = list(reached.modules.values())
         self.training = [module.training for module in self.modules]
         self.states = [(optimizer, optimizer.state, len(optimizer.state)) for optimizer in reached.optimizers.values()]
