@@ -26,6 +26,11 @@ def device_of(x: Tensor) -> torch.device:
     return x.device if found is None else found
 
 
+def plain_alias(x: Tensor) -> Tensor:
+    """The same memory, and the same place in the graph, as a tensor of no class of ours."""
+    return torch.ops.aten.alias.default(x) if is_faked(x) else x.as_subclass(Tensor)
+
+
 def as_fakes(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`function(*args, **kwargs)`, in which shards without data are seen as the fake tensors that they are."""
     from torch._subclasses.fake_tensor import FakeTensor  # which plain programs do without

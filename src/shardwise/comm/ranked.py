@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.faked import on_faked
+from shardwise.comm.faked import on_faked, plain_alias
 from shardwise.comm.rendezvous import expect
 from shardwise.errors import ReplicaError
 
@@ -140,7 +140,7 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwa
 
 def _seeds(tensors: Sequence[Tensor], given: Sequence[Any]) -> list[Any]:
     seeds = [pick(seed, rank) for x, seed in zip(tensors, given, strict=True) for rank in range(len(shards_of(x)))]
-    return [seed.as_subclass(Tensor) if type(seed) is Ranked else seed for seed in seeds]  # functions see plain ones
+    return [plain_alias(seed) if type(seed) is Ranked else seed for seed in seeds]  # functions see plain ones
 
 
 def _as_list(tensors: Any) -> list[Any]:
@@ -174,7 +174,7 @@ def join(results: Sequence[Any], func: Callable | None = None) -> Any:
             return ranked(results)
         if all(result is peer for result, peer in zip(results[1:], first._peers, strict=True)):
             return first  # the function returned its own argument
-        return ranked([first.as_subclass(Tensor), *results[1:]])  # on rank 0 only, as `contiguous` may
+        return ranked([plain_alias(first), *results[1:]])  # on rank 0 only, as `contiguous` may
     if isinstance(first, (list, tuple)) and any(isinstance(item, Tensor) for item in first):
         items = [join(column) for column in zip(*results, strict=True)]
         return items if isinstance(first, list) else type(first)(items)
@@ -218,7 +218,7 @@ def pick(value: Any, rank: int) -> Any:
 def _apart(value: Any) -> Any:
     """Arguments in which rank 0's tensors are plain aliases, without their peers."""
     if type(value) is Ranked:
-        return PerRank((value.as_subclass(Tensor), *value._peers))
+        return PerRank((plain_alias(value), *value._peers))
     if isinstance(value, (list, tuple)):
         items = [_apart(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
@@ -230,7 +230,7 @@ def _first(value: Ranked) -> Tensor:
     compare it later, and then it must be one rank's tensor and not speak for all."""
     if value.requires_grad or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return value
-    alias: Any = value.as_subclass(Tensor)
+    alias: Any = plain_alias(value)
     alias._all = value
     return alias
 

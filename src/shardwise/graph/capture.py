@@ -210,7 +210,10 @@ class _Arranged:
         wanted = tuple(self.conditions)
         checked = conditions_part(self.graph, host, self.sources, wanted)
         expected = tuple(self.conditions.values())
-        return Program(first, ranks, is_joint, arranged, kept, entry_gradients, checked, expected, differentiable)
+        numbers = tuple(FromGroup(*which) for which in self.captured.groups.sources.values())
+        return Program(
+            first, ranks, is_joint, arranged, kept, entry_gradients, checked, expected, numbers, differentiable
+        )
 
     def _differentiable(self) -> Differentiable | None:
         """Gradients come behind all that the function returned."""

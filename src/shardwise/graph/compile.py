@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import noters
@@ -69,7 +69,7 @@ class Compiled:
             if self.fullgraph:
                 raise
             return self._give_up(f"runs as it is: {error}", args, kwargs)
-        guards = Guards(leaves, spec, reached, program)
+        guards = Guards(leaves, spec, reached, program, missed or "the first call")
         kind = Run if program.differentiable is None else DifferentiableRun
         run = kind(program, BACKENDS[self.backend])
         self.runs.insert(0, (guards, run))
@@ -77,7 +77,7 @@ class Compiled:
 
     def _is_first_step(self, reached: Reached) -> bool:
         """Whether an optimizer has not stepped yet: it makes its state then, so this call runs as it is."""
-        new = {key for key, optimizer in reached.optimizers.items() if not optimizer.state} - self._warmed
+        new = {key for key, optimizer in reached.optimizers.items() if _is_new(optimizer)} - self._warmed
         self._warmed |= new
         return bool(new)
 
@@ -94,6 +94,12 @@ class Compiled:
         name = getattr(self.function, "__qualname__", type(self.function).__name__)
         warnings.warn(f"shardwise.compile: {name} {why}", CaptureWarning, stacklevel=4)
         return self.function(*args, **kwargs)
+
+
+def _is_new(optimizer: optim.Optimizer) -> bool:
+    """Whether it has not stepped yet: it has no state, or there are no gradients."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return not optimizer.state or all(param.grad is None for param in params)
 
 
 _FAILED_ELSEWHERE = CaptureError("the program could not be captured on another rank, whose error says why")
@@ -127,7 +133,7 @@ def compile(
     if backend not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
     if isinstance(target, nn.Module):
-        target._compiled_call_impl = Compiled(target._call_impl, backend, fullgraph=fullgraph)  # type: ignore[assignment]
+        target._compiled_call_impl = Compiled(target._call_impl, backend, fullgraph=fullgraph)
         return target
     return Compiled(target, backend, fullgraph=fullgraph)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.modes import is_strict, limits, replicates_implicitly
-from shardwise.graph.program import FromArgument, FromGroup, FromObject, Program
+from shardwise.graph.program import FromArgument, FromObject, Program
 from shardwise.graph.reached import PLAIN, Reached, Slot
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -51,8 +51,8 @@ def kind_of(leaf: Any) -> Any:
 class Guards:
     """What a program depends on."""
 
-    def __init__(self, leaves: Sequence[Any], spec: Any, reached: Reached, program: Program) -> None:
-        self.spec, self.modes = spec, modes()
+    def __init__(self, leaves: Sequence[Any], spec: Any, reached: Reached, program: Program, why: str) -> None:
+        self.spec, self.modes, self.why = spec, modes(), why
         with _disabled():
             self.kinds = [kind_of(leaf) for leaf in leaves]
         self._held = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]  # so that ids stay theirs
@@ -119,12 +119,7 @@ def _changed(slots: Sequence[Slot], before: Sequence[Any], same: Callable[[Any, 
 
 def _group_values(program: Program, reached: Reached) -> list[tuple[dict[str, Any], list[tuple[str, Any]]]]:
     """Plain values of optimizers' groups that are not inputs of the program."""
-    inputs = {
-        (id(source.optimizer), source.index, source.name)
-        for part in (program.host, *program.ranks)
-        for source in part.sources
-        if isinstance(source, FromGroup)
-    }
+    inputs = {(id(given.optimizer), given.index, given.name) for given in program.given}
     return [
         (
             group,

@@ -138,7 +138,20 @@ def has_effects(node: fx.Node) -> bool:
     if isinstance(node.target, (Check, Collective, Draw)):
         return True
     op = op_of(node)
-    if not is_op(op):
-        return False
-    draws = not isinstance(node.target, Seeded) and torch.Tag.nondeterministic_seeded in op.tags
-    return bool(op._schema.is_mutable or draws)
+    return bool(is_op(op) and (op._schema.is_mutable or draws(node)))
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an op draws from a generator that others draw from."""
+    op = node.target
+    return isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags and _is_random(node)
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Of attention torch says that it draws, dropout or not."""
+    op: Any = node.target
+    if "dropout_p" not in (names := [argument.name for argument in op._schema.arguments]):
+        return True
+    position = names.index("dropout_p")
+    given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(given != 0.0)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from shardwise.errors import CaptureError
-from shardwise.graph.nodes import Collective, has_effects, written
+from shardwise.graph.nodes import Collective, Draw, draws, has_effects, written
 from shardwise.graph.program import FromHost, Part, Source
 
 _aten = torch.ops.aten
@@ -24,8 +24,13 @@ _aten = torch.ops.aten
 def host_nodes(graph: fx.Graph, wanted: Iterable[fx.Node]) -> set[fx.Node]:
     """What the host computes: numbers, what they are computed of, and all that is written to that."""
     found: set[fx.Node] = set()
-    waiting = [*wanted, *(node for node in graph.nodes if is_number(node))]
-    on_host = [node for node in graph.nodes if node.meta.get("host") and written(node)]
+    drawn = _drawn(graph)
+    if drawn is None:  # then numbers are drawn where the program comes to it
+        numbers = [node for node in graph.nodes if is_number(node) and not isinstance(node.target, Draw)]
+    else:
+        numbers = [*drawn, *(node for node in graph.nodes if is_number(node))]
+    waiting = [*wanted, *numbers]
+    on_host = [node for node in graph.nodes if (node.meta.get("host") or node in (drawn or ())) and written(node)]
     while waiting:
         node = waiting.pop()
         if node not in found:
@@ -34,6 +39,31 @@ def host_nodes(graph: fx.Graph, wanted: Iterable[fx.Node]) -> set[fx.Node]:
             waiting += [other for other in on_host if node in other.all_input_nodes and other not in found]
     _check_order(graph, found)
     return found
+
+
+def _drawn(graph: fx.Graph) -> list[fx.Node] | None:
+    """Ops that draw from a generator as it is, and so in turn with those that seeds are drawn by. The host draws all of
+    these, if what is drawn does not depend on what is computed; else None."""
+    found = []
+    for node in graph.nodes:
+        if node.op == "call_function" and draws(node):
+            if not _is_free(node):
+                return None
+            found.append(node)
+    return found
+
+
+def _is_free(node: fx.Node) -> bool:
+    """Whether a node depends on no input."""
+    waiting, seen = list(node.all_input_nodes), {node}
+    while waiting:
+        before = waiting.pop()
+        if before.op == "placeholder" or isinstance(before.target, Collective):
+            return False
+        if before not in seen:
+            seen.add(before)
+            waiting += before.all_input_nodes
+    return True
 
 
 def is_number(node: fx.Node) -> bool:

@@ -207,5 +207,7 @@ class Program:
     """What computes the numbers that conditions are about, and writes to nothing."""
     expected: tuple[Any, ...]
     """The values that they must have."""
+    given: tuple[FromGroup, ...]
+    """Numbers of optimizers that may be others in every run, if the program reads them or not."""
     differentiable: Differentiable | None
     """If it is a node of a larger graph: then `ranks` run forward and backward in one go, and are to be cut."""

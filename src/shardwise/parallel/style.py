@@ -390,7 +390,7 @@ def to_local(x: DTensor, module: nn.Module) -> Tensor:
         return local
     with torch._C.DisableTorchFunctionSubclass():  # along axes that the mesh leaves out, they may differ
         whole = len(x._layout.mesh.held) == x._layout.mesh.size()
-        alike = whole or not noters and all(torch.equal(local, y) for y in local._peers)
+        alike = whole or (not noters and all(torch.equal(local, y) for y in local._peers))
     return single(local) if alike else local
 
 

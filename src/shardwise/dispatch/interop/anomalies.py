@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, _engine_run_backward
 
+from shardwise.comm import noters
 from shardwise.dispatch.interop.nodes import nodes_of
 from shardwise.layout import Mesh
 
@@ -21,7 +22,7 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 def run_backward(meshes: Sequence[Mesh], roots: Sequence[Tensor], *args: Any, **options: Any) -> Any:
     """A backward pass from roots on these meshes. A dispatch mode of the user's sees what the engine computes with:
     where it passes that on, a DTensor is the shard that it is to the engine."""
-    if dispatch_modes() and torch._C._is_torch_function_enabled():
+    if dispatch_modes() and not noters and torch._C._is_torch_function_enabled():
         with _disabled():
             return run_backward(meshes, roots, *args, **options)
     if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from shardwise.comm import shards_of
+from shardwise.comm import captured_mesh, noters, shards_of
 from shardwise.comm.rendezvous import Rendezvous, expect, rendezvous, rendezvous_of
 from shardwise.dispatch.aliasing.result_strides import with_strides_of
 from shardwise.dispatch.functions.handlers import handles
@@ -313,6 +313,8 @@ def _register_hook(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _run_hooks(layout: Layout, hooks: Iterable[Callable], grads: Sequence[Tensor | None]) -> Sequence[Tensor] | None:
     """What hooks put in the place of a gradient. As in torch they are given None where a node runs for the sake of its
     other results."""
+    if noters:
+        layout = layout.on(captured_mesh(layout.mesh))
     replaced = None
     for hook in hooks:
         with _users_code():

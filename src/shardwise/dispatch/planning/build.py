@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Ranked
+from shardwise.comm.faked import plain_alias
 from shardwise.dispatch.plan import Direct, Plan, localised, moved_first, mover_of, reduced_after, runs_in_cpp
 from shardwise.dispatch.planning.local_calls import EachRank, local_call, map_values
 from shardwise.dispatch.planning.lower import Lowered, LoweredCall
@@ -97,7 +98,7 @@ def _on_device(function: Callable, called: Any, mesh: Mesh) -> Callable:
 
 
 def _on_plain_shards(kernel: Callable, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = map_tensors((args, kwargs), lambda x: x.as_subclass(Tensor) if type(x) is Ranked else x)
+    args, kwargs = map_tensors((args, kwargs), lambda x: plain_alias(x) if type(x) is Ranked else x)
     return kernel(*args, **kwargs)
 
 

@@ -159,7 +159,8 @@ class Group:
                 rows = self._start(entries, dtype).wait()
                 for entry in entries:
                     noters[-1].meet(entry.param)
-                    entry.wholes = [rows[0][0].new_empty(shape) for shape in entry.layouts.whole.held_shapes]
+                    shapes = entry.layouts.whole.held_shapes
+                    entry.wholes = [own[0].new_empty(shape) for own, shape in zip(rows, shapes, strict=True)]
                 self.joint(entries).fill(rows, [entry.wholes for entry in entries])
 
     def gather(self) -> None:

@@ -37,7 +37,8 @@ class Use:
     """
 
     def __init__(self, group: Group, schedule: Schedule | None, mesh: Mesh | None) -> None:
-        self.group, self.schedule, self.mesh = group, schedule, mesh
+        self.group, self.mesh = group, mesh
+        self.schedule: Any = schedule  # none in a program that is captured
         self.stamp = group.stamp
         self.num_ranks = len(group.data.mesh.held)
         self.trained = [torch.is_grad_enabled() and entry.param.requires_grad for entry in group.entries]
@@ -173,7 +174,9 @@ class _Arrival:
             if here is not None:
                 here.make_room()
             started = reduction.start(self.group, terms, self.divisor)
-            if here is not None and all(self._can_wait(i) for i, entry in enumerate(self.group.entries) if entry in dict(terms)):
+            if here is not None and all(
+                self._can_wait(i) for i, entry in enumerate(self.group.entries) if entry in dict(terms)
+            ):
                 here.add(started)
             else:
                 self._wait(started, found)
