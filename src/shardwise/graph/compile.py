@@ -17,9 +17,11 @@ from shardwise.graph.capture import capture
 from shardwise.graph.function import DifferentiableRun
 from shardwise.graph.guards import Guards
 from shardwise.graph.inductor import by_inductor
+from shardwise.graph.names import Names
 from shardwise.graph.nodes import Collective
 from shardwise.graph.program import Program
-from shardwise.graph.reached import Reached
+from shardwise.graph.reached import Reached, leaf_names
+from shardwise.graph.show import show
 from shardwise.graph.run import Make, Run, by_nodes
 from shardwise.layout import Mesh
 from shardwise.parallel.agreement import agreed
@@ -56,8 +58,13 @@ class Compiled:
             missed = missed or "a number of the host that the program branches on"
         return self._captured(leaves, spec, missed, args, kwargs)
 
+    def _shown(self, *, width: int, every: bool = False, color: bool = False) -> str:
+        name = getattr(self.function, "__qualname__", type(self.function).__name__)
+        return show(name, self.runs[::-1], self.backend, width=width, every=every, color=color)
+
     def _captured(self, leaves: list[Any], spec: Any, missed: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        reached = Reached.by(self.function, leaves)
+        called = leaf_names(self.function, args, kwargs)
+        reached = Reached.by(self.function, leaves, called)
         if self._is_first_step(reached):
             return self.function(*args, **kwargs)
         if len(self.runs) >= MAX_PROGRAMS:
@@ -69,7 +76,8 @@ class Compiled:
             if self.fullgraph:
                 raise
             return self._give_up(f"runs as it is: {error}", args, kwargs)
-        guards = Guards(leaves, spec, reached, program, missed or "the first call")
+        names = Names(program, reached, called)
+        guards = Guards(leaves, spec, reached, names, program, missed or "the first call")
         kind = Run if program.differentiable is None else DifferentiableRun
         run = kind(program, BACKENDS[self.backend])
         self.runs.insert(0, (guards, run))

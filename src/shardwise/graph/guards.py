@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.modes import is_strict, limits, replicates_implicitly
+from shardwise.graph.names import Names
 from shardwise.graph.program import FromArgument, FromObject, Program
 from shardwise.graph.reached import PLAIN, Reached, Slot
 
@@ -51,8 +52,8 @@ def kind_of(leaf: Any) -> Any:
 class Guards:
     """What a program depends on."""
 
-    def __init__(self, leaves: Sequence[Any], spec: Any, reached: Reached, program: Program, why: str) -> None:
-        self.spec, self.modes, self.why = spec, modes(), why
+    def __init__(self, leaves: Sequence[Any], spec: Any, reached: Reached, names: Names, program: Program, why: str) -> None:
+        self.spec, self.modes, self.names, self.why = spec, modes(), names, why
         with _disabled():
             self.kinds = [kind_of(leaf) for leaf in leaves]
         self._held = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]  # so that ids stay theirs
