@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shardwise.comm import noters, running_mesh, shards_of
@@ -41,6 +42,8 @@ from shardwise.graph.program import (
     Source,
 )
 from shardwise.graph.recorder import Recorder
+from shardwise.layout import Layout
+from shardwise.redistribute import reduced_apart
 
 
 def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
@@ -100,6 +103,8 @@ class _Capture:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             noters.append(self.recorder)
             stack.callback(noters.remove, self.recorder)
+            stack.enter_context(reduced_apart())
+            stack.enter_context(saved_tensors_hooks(_itself, _itself))  # nobody outside hears of what is saved here
             yield
 
     def _program(self, returned: Any) -> Program:
@@ -111,6 +116,12 @@ class _Capture:
             if grad is not before
         ]
         return _Arranged(self).program(results, gradients, tuple(self._entry_gradients(gradients)))
+
+    def layout_of(self, shard: Tensor) -> Layout | None:
+        """That of the DTensor which a shard is of, if it is of one."""
+        owner, _ = self._owners.get(id(shard), (shard, 0))
+        layout: Layout | None = owner.__dict__.get("_layout")
+        return layout
 
     def _entry_gradients(self, changed: Sequence[tuple[Place, Any]]) -> Iterator[tuple[Place, bool]]:
         """Gradients that the program began with, if it read them, or relied on there being none."""
@@ -184,7 +195,8 @@ class _Arranged:
         self.count = max(self.count, *(1 if rank is None else rank + 1 for rank in self.ranks.values()), 1)
 
     def _leaves(self, backward: Backward) -> list[tuple[Place, fx.Node | None, tuple[int, ...]]]:
-        terms = terms_of(self.graph, [gradient for _, gradient in backward.leaves])
+        layout_of = self.captured.layout_of
+        terms = terms_of(self.graph, [(gradient, layout_of(x)) for x, gradient in backward.leaves])
         return [(self.captured._place(x), *term) for (x, _), term in zip(backward.leaves, terms, strict=True)]
 
     def program(
@@ -246,6 +258,10 @@ class _Arranged:
             elif node not in host:
                 made.copy(node)
         return without_unused(made.done(self.outputs[0]))
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 @contextmanager

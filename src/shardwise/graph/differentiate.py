@@ -22,6 +22,7 @@ from shardwise.graph.nodes import Collective
 from shardwise.graph.parts import Copying, without_unused
 from shardwise.graph.program import FromSaved, FromTangent, Part
 from shardwise.graph.recorder import Recorder
+from shardwise.layout import Layout
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -58,13 +59,16 @@ def differentiate(recorder: Recorder, returned: Any) -> Backward | None:
     return Backward([recorder.node_of(x) for x in results], ranks, found)
 
 
-def terms_of(graph: fx.Graph, gradients: Sequence[fx.Node | None]) -> list[tuple[fx.Node | None, tuple[int, ...]]]:
-    """Gradients as they are before they are summed over ranks, and the axes of that sum: it is left to the graph around
-    the program, which knows whether others are to be added first, and reduces many of them by one collective."""
+def terms_of(
+    graph: fx.Graph, gradients: Sequence[tuple[fx.Node | None, Layout | None]]
+) -> list[tuple[fx.Node | None, tuple[int, ...]]]:
+    """Gradients of tensors in some layouts, if they are DTensors, as they are before they are summed over ranks because
+    these use them differently; and the axes of that sum. It is left to the graph around the program, which knows
+    whether others are to be added first, and reduces many of them by one collective."""
     found: list[tuple[fx.Node | None, tuple[int, ...]]] = []
     reductions: dict[fx.Node, None] = {}
-    for gradient in gradients:
-        if gradient is None or not _is_sum(gradient):
+    for gradient, layout in gradients:
+        if gradient is None or layout is None or not _is_sum(gradient, layout):
             found.append((gradient, ()))
             continue
         reduction: Any = gradient.args[0]
@@ -77,13 +81,15 @@ def terms_of(graph: fx.Graph, gradients: Sequence[fx.Node | None]) -> list[tuple
     return found
 
 
-def _is_sum(gradient: fx.Node) -> bool:
-    """Whether a gradient is made by an all-reduce, which makes nothing else that is used."""
+def _is_sum(gradient: fx.Node, layout: Layout) -> bool:
+    """Whether a gradient is made by an all-reduce along axes on which the tensor is replicated, which makes nothing
+    else that is used."""
     reduction: Any = gradient.args[0] if gradient.target is operator.getitem else None
     if reduction is None or not isinstance(reduction.target, Collective):
         return False
     is_sum = reduction.target.kind == "all_reduce" and reduction.target.how == "sum"
-    return is_sum and not any(part.users for part in reduction.users)
+    along = [(layout.pending[axis], layout.axis_dims[axis]) for axis in reduction.target.axes] if is_sum else [None]
+    return set(along) == {(None, None)} and not any(part.users for part in reduction.users)
 
 
 def cut(part: Part, num_outputs: int) -> tuple[Part, Part]:

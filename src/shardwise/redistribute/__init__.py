@@ -7,6 +7,7 @@ from shardwise.redistribute.backward.deferred_gradients import (
     drop,
     flush,
     no_sync,
+    reduced_apart,
     unreduced,
 )
 from shardwise.redistribute.backward.double_backward import anchors, let_go, tied, trail
@@ -71,6 +72,7 @@ __all__ = [
     "trail",
     "transition",
     "transition_cost",
+    "reduced_apart",
     "unreduced",
     "windows",
     "wire_bytes",

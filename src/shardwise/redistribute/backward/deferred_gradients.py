@@ -76,6 +76,22 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
+def reduced_apart() -> Iterator[None]:
+    """While a program is captured: what it keeps it must reduce, or it would be lost."""
+    before = set(unreduced)
+    try:
+        with _block("reduced"):
+            yield
+    finally:
+        kept = [unreduced.pop(key) for key in unreduced.keys() - before]
+    if kept:
+        raise UnreducedGradientError(
+            "a program that is captured ends with gradients that no_sync() kept: run its last backward pass outside of "
+            "that block, inside of the program"
+        )
+
+
+@contextmanager
 def _block(mode: str) -> Iterator[None]:
     blocks.append(mode)
     try:
