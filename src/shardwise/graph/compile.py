@@ -12,8 +12,10 @@ from torch import Tensor, nn, optim
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import noters
-from shardwise.errors import CaptureError, CaptureWarning
+from shardwise.comm.recording import RecordingPort
+from shardwise.errors import CaptureError, CaptureWarning, NoDataError
 from shardwise.graph.capture import capture
+from shardwise.graph.captured import Captured
 from shardwise.graph.function import DifferentiableRun
 from shardwise.graph.guards import Guards
 from shardwise.graph.inductor import by_inductor
@@ -21,7 +23,6 @@ from shardwise.graph.names import Names
 from shardwise.graph.nodes import Collective
 from shardwise.graph.program import Program
 from shardwise.graph.reached import Reached, leaf_names
-from shardwise.graph.show import show
 from shardwise.graph.run import Make, Run, by_nodes
 from shardwise.layout import Mesh
 from shardwise.parallel.agreement import agreed
@@ -33,7 +34,7 @@ MAX_PROGRAMS = 8
 BACKENDS: dict[str, Make] = {"fx": by_nodes, "inductor": by_inductor}
 
 
-class Compiled:
+class Compiled(Captured):
     """A function, with the programs that were captured of it."""
 
     def __init__(self, function: Callable[..., Any], backend: str, *, fullgraph: bool) -> None:
@@ -43,45 +44,92 @@ class Compiled:
         self.runs: list[tuple[Guards, Run]] = []
         self._misses = 0
         self._warmed: set[int] = set()
-        self._gave_up = False
+        self.gave_up: str | None = None
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._gave_up or noters:
+        if self.gave_up or noters:
             return self.function(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        missed = None
         for guards, run in self.runs:
-            missed = guards.miss(leaves, spec)
-            if missed is None and run.holds(leaves):
+            if guards.miss(leaves, spec) is None and run.holds(leaves):
                 return run(leaves)
-            missed = missed or "a number of the host that the program branches on"
-        return self._captured(leaves, spec, missed, args, kwargs)
+        return self._captured(leaves, spec, args, kwargs)
 
-    def _shown(self, *, width: int, every: bool = False, color: bool = False) -> str:
-        name = getattr(self.function, "__qualname__", type(self.function).__name__)
-        return show(name, self.runs[::-1], self.backend, width=width, every=every, color=color)
+    def capture(self, *args: Any, **kwargs: Any) -> None:
+        """Capture the program that a call with these arguments would run, and run nothing: to look at it, or to price
+        what no machine here could run, on a mesh that only records (`shardwise.recording`).
 
-    def _captured(self, leaves: list[Any], spec: Any, missed: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        An optimizer makes its state in its first step. So there must have been one, or none of it would be captured; on
+        a mesh that only records it is made here.
+        """
+        leaves, spec = tree_flatten((args, kwargs))
+        missed = self._missed(leaves, spec)
+        if missed is None:
+            return
         called = leaf_names(self.function, args, kwargs)
         reached = Reached.by(self.function, leaves, called)
+        if self._is_first_step(reached):
+            if not _is_recorded(reached, leaves):
+                raise CaptureError(
+                    f"{self.name} steps an optimizer that has not stepped yet, and so has no state to be captured: "
+                    f"call it once, then capture"
+                )
+            self.function(*args, **kwargs)
+        self._add(leaves, spec, missed, called, reached, args, kwargs)
+
+    def _missed(self, leaves: Sequence[Any], spec: Any) -> str | None:
+        """Why none of the programs serves a call; None if one does."""
+        missed = None
+        for guards, run in self.runs:
+            differs = guards.miss(leaves, spec)
+            if differs is None and run.holds(leaves):
+                return None
+            missed = missed or differs or _BRANCHES
+        return missed or "the first call"
+
+    def _captured(self, leaves: list[Any], spec: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        called = leaf_names(self.function, args, kwargs)
+        reached = Reached.by(self.function, leaves, called)
+        missed = self._missed(leaves, spec)
+        assert missed is not None
+        if _is_recorded(reached, leaves):
+            raise NoDataError(_NO_DATA.format(self.name))
         if self._is_first_step(reached):
             return self.function(*args, **kwargs)
         if len(self.runs) >= MAX_PROGRAMS:
             why = f"was captured {len(self.runs)} times, and again something differs ({missed}): it runs as it is"
             return self._give_up(why, args, kwargs)
         try:
-            program = self._agreed(reached, leaves, args, kwargs)
+            run = self._add(leaves, spec, missed, called, reached, args, kwargs)
         except CaptureError as error:
             if self.fullgraph:
                 raise
             return self._give_up(f"runs as it is: {error}", args, kwargs)
-        names = Names(program, reached, called)
-        guards = Guards(leaves, spec, reached, names, program, missed or "the first call")
-        kind = Run if program.differentiable is None else DifferentiableRun
-        run = kind(program, BACKENDS[self.backend])
-        self.runs.insert(0, (guards, run))
         return run(leaves)
+
+    def _add(
+        self,
+        leaves: list[Any],
+        spec: Any,
+        why: str,
+        called: Sequence[str],
+        reached: Reached,
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Run:
+        """One more program."""
+        program = self._agreed(reached, leaves, args, kwargs)
+        guards = Guards(leaves, spec, reached, Names(program, reached, called), program, why)
+        run = self._run_of(program, is_recorded=_is_recorded(reached, leaves))
+        self.runs.insert(0, (guards, run))
+        return run
+
+    def _run_of(self, program: Program, *, is_recorded: bool) -> Run:
+        if is_recorded:
+            return Recorded(program, self.name)
+        kind = Run if program.differentiable is None else DifferentiableRun
+        return kind(program, BACKENDS[self.backend])
 
     def _is_first_step(self, reached: Reached) -> bool:
         """Whether an optimizer has not stepped yet: it makes its state then, so this call runs as it is."""
@@ -98,10 +146,33 @@ class Compiled:
         return find()
 
     def _give_up(self, why: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        self._gave_up = True
-        name = getattr(self.function, "__qualname__", type(self.function).__name__)
-        warnings.warn(f"shardwise.compile: {name} {why}", CaptureWarning, stacklevel=4)
+        self.gave_up = why
+        warnings.warn(f"shardwise.compile: {self.name} {why}", CaptureWarning, stacklevel=4)
         return self.function(*args, **kwargs)
+
+
+class Recorded(Run):
+    """A program on tensors without data. It can be looked at."""
+
+    def __init__(self, program: Program, name: str) -> None:
+        self.program, self.name = program, name
+
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        return True
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        raise NoDataError(_NO_DATA.format(self.name))
+
+
+_NO_DATA = (
+    "{} is captured on a mesh that only records, and there are no data to run it on: capture(…) it, and then show() "
+    "it, list its comms() or price() it; called without shardwise.compile, its collectives are recorded"
+)
+_BRANCHES = "a number of the host that the program branches on"
+
+
+def _is_recorded(reached: Reached, leaves: Sequence[Any]) -> bool:
+    return any(isinstance(mesh.port, RecordingPort) for mesh in _meshes(reached, leaves))
 
 
 def _is_new(optimizer: optim.Optimizer) -> bool:

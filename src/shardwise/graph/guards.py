@@ -52,7 +52,9 @@ def kind_of(leaf: Any) -> Any:
 class Guards:
     """What a program depends on."""
 
-    def __init__(self, leaves: Sequence[Any], spec: Any, reached: Reached, names: Names, program: Program, why: str) -> None:
+    def __init__(
+        self, leaves: Sequence[Any], spec: Any, reached: Reached, names: Names, program: Program, why: str
+    ) -> None:
         self.spec, self.modes, self.names, self.why = spec, modes(), names, why
         with _disabled():
             self.kinds = [kind_of(leaf) for leaf in leaves]

@@ -46,9 +46,10 @@ def _kept_by(optimizer: optim.Optimizer, name: str, known: dict[int, str]) -> It
         tensors = {key: value for key, value in group.items() if isinstance(value, Tensor)}
         yield from ((_of_group(name, index, key), value) for key, value in tensors.items())
     for param, state in optimizer.state.items():
-        for path, value in tree_flatten_with_path(dict(state))[0]:
-            if isinstance(value, Tensor):
-                yield f"{name}.{path[0].key}[{known.get(id(param), '?')}]{keystr(path[1:])}", value
+        for key, kept in state.items():
+            for path, value in tree_flatten_with_path(kept)[0]:
+                if isinstance(value, Tensor):
+                    yield f"{name}.{key}[{known.get(id(param), '?')}]{keystr(path)}", value
 
 
 class Names:

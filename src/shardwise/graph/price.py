@@ -1,9 +1,9 @@
 """What a program costs, by a model that fits on a page.
 
-A rank computes the floating point operations of its products of matrices, convolutions and attention, at the speed that
-is given; everything else is free. A collective sends what the ring model says (`comm.ring`) along its axes, in n - 1
-messages one after the other among n ranks, twice that for an all-reduce: `messages × latency + bytes ÷ bandwidth`, where
-of several axes the slowest counts. Memory is that of the program run node by node (`graph.memory`).
+A rank computes the floating point operations of its products of matrices, convolutions and attention, at the speed
+that is given; everything else is free. A collective sends what the ring model says (`comm.ring`) along its axes, in
+n - 1 messages one after the other among n ranks, twice that for an all-reduce: `messages × latency + bytes ÷
+bandwidth`, where of several axes the slowest counts. Memory is that of the program run node by node (`graph.memory`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Price:
         return self.memory.peak
 
     def __str__(self) -> str:
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (f"{own.kind} {'×'.join(own.axes)}={own.ranks}", str(own.count), size(own.bytes), seconds(own.seconds))
             for own in self.traffic
         ]
@@ -134,7 +134,9 @@ def _along(axis: str, speed: Speed, what: str) -> float:
     if not isinstance(speed, Mapping):
         return speed
     if axis not in speed:
-        raise ValueError(f"{what} has the axes {', '.join(map(repr, speed))}, and the program communicates along {axis!r}")
+        raise ValueError(
+            f"{what} has the axes {', '.join(map(repr, speed))}, and the program communicates along {axis!r}"
+        )
     return speed[axis]
 
 

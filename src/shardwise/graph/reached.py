@@ -135,7 +135,7 @@ def leaf_names(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     """What a function calls the leaves of its arguments: `batch['tokens']`, or `args[0]` where it has no name for one.
 
     >>> leaf_names(lambda model, batch: None, (None, {"tokens": 1}), {})
-    ["model", "batch['tokens']"]
+    ['model', "batch['tokens']"]
     """
     bound: Any = getattr(function, "__self__", None)
     function = (

@@ -64,7 +64,9 @@ def _said(node: fx.Node, said: Mapping[fx.Node, tuple[str, int]]) -> tuple[str, 
         return f"-{of(node.args[0], _NEGATED)}", _NEGATED
     if target is math.sqrt:
         return f"sqrt({of(node.args[0], _LOOSEST)})", _WHOLE
-    if node.all_input_nodes and (target in _SAME or "number" not in node.meta or str(target).endswith("scalar_dense.default")):
+    if node.all_input_nodes and (
+        target in _SAME or "number" not in node.meta or str(target).endswith("scalar_dense.default")
+    ):
         return said[node.all_input_nodes[0]]  # a tensor of one number is called as what it is made of
     return f"{getattr(target, '__name__', target)}(…)", _WHOLE
 

@@ -1,4 +1,4 @@
-"""How the values of a rank's part lie: what was noted while it was captured, and what follows from that beyond doubt."""
+"""How the values of a rank's part lie: what was noted when it was captured, and what follows from that beyond doubt."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """The ops of a rank's part, one to a line: `mm(%4 f32[8,16] S(0)@dp, up.weight f32[32,16] R) -> f32[8,32] S(0)@dp`.
 
-Views are folded into whoever looks through them. A type in brackets is that of the whole tensor, with its layout; one in
-parentheses, `f32(4,16)`, is that of this rank's part, where no layout is known.
+Views are folded into whoever looks through them. A type in brackets is that of the whole tensor, with its layout; one
+in parentheses, `f32(4,16)`, is that of this rank's part, where no layout is known.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,11 +139,16 @@ class Lines:
         name, number, way = self._read(node)
         reads.append(number)
         kind = self.type_of(node)
-        return [(name, "value" if name.startswith("%") else "name"), (way, ""), *([(f" {kind}", "type")] if kind else [])]
+        return [
+            (name, "value" if name.startswith("%") else "name"),
+            (way, ""),
+            *([(f" {kind}", "type")] if kind else []),
+        ]
 
     def value(self, node: fx.Node) -> str:
         """What a value is called."""
-        return "".join(self._read(node)[::2])  # type: ignore[arg-type]
+        name, _, way = self._read(node)
+        return f"{name}{way}"
 
     def _read(self, node: fx.Node) -> tuple[str, int, str]:
         """The name of what an operand is, the number of the line that makes it (0: an input), and how it is seen."""
@@ -168,11 +173,10 @@ class Lines:
     def _made(self, node: fx.Node) -> list[Styled]:
         if kind := self.type_of(node):
             return [(kind, "type")] if not _writes(node) else []
-        parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        parts: dict[Any, fx.Node] = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         if not parts:
             return []
-        numbers = range(max(parts) + 1)  # type: ignore[type-var,operator]
-        kinds = [self.type_of(parts[number]) if number in parts else "_" for number in numbers]
+        kinds = [self.type_of(parts[number]) if number in parts else "_" for number in range(max(parts) + 1)]
         if len(kinds) > MOST + 1 and not self.every:
             kinds = [*kinds[:MOST], f"and {len(kinds) - MOST} more"]
         return [(f"({', '.join(kinds)})", "type")]
@@ -202,7 +206,7 @@ def is_seen_through(node: fx.Node) -> bool:
     return len(node.all_input_nodes) == 1
 
 
-_WAYS = {
+_WAYS: dict[Any, Callable[..., str]] = {
     _aten.t.default: lambda *_: ".t",
     _aten.transpose.int: lambda a, b: f".t({a},{b})",
     _aten.permute.default: lambda order: f".permute({','.join(map(str, order))})",

@@ -88,10 +88,13 @@ class _Folding:
     def _is_wired_alike(self, at: int, period: int, count: int) -> bool:
         """Whether each block reads what the others read: the same value, or one that is as far on for each block as for
         the one before. What the first block reads from before itself may be something else."""
+        first = self.lines[at].number
         for line in range(at, at + period):
             blocks = [self.lines[line + period * number].reads for number in range(count)]
             for read in zip(*blocks, strict=True):
-                steps = {b - a for a, b in zip(read[read[0] <= at :], read[1 + (read[0] <= at) :])}
-                if len(steps) > 1 or (read[0] > at and steps != {period}):
+                is_inside = read[0] >= first
+                compared = read if is_inside else read[1:]
+                steps = {b - a for a, b in zip(compared, compared[1:])}
+                if len(steps) > 1 or (is_inside and steps != {period}):
                     return False
         return True

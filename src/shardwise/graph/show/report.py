@@ -9,7 +9,6 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten
 
@@ -19,7 +18,7 @@ from shardwise.dispatch.planning.fallback import short_dtype
 from shardwise.graph.comms import comms_of
 from shardwise.graph.guards import Guards
 from shardwise.graph.memory import memory_of
-from shardwise.graph.nodes import Check, Collective, Draw
+from shardwise.graph.nodes import Collective, Draw
 from shardwise.graph.program import (
     FromArgument,
     FromGradient,
@@ -38,11 +37,8 @@ from shardwise.graph.show.layouts import layouts_of
 from shardwise.graph.show.lines import MOST, Lines, OpLine
 from shardwise.graph.show.phases import phases_of
 from shardwise.graph.show.repeats import folded
-from shardwise.graph.show.text import Page, Text, laid_out, plain
+from shardwise.graph.show.text import Page, Text, labelled, laid_out, plain
 from shardwise.layout import Layout, Mesh
-
-LABEL = 10
-"""The width of the column of labels."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class Report:
             ("sends", self._sends()),
             ("memory", self._memory()),
         ):
-            yield from _labelled(label, said, self.width)
+            yield from labelled(label, said, self.width)
 
     def _given(self) -> Iterator[str]:
         """The arguments that it was captured for."""
@@ -126,7 +122,9 @@ class Report:
         meshes = [node.target.mesh for node in self.part.graph.nodes if isinstance(node.target, Collective)]
         layouts = [_layout_of(x) for source in self.part.sources if (x := _owner(source)) is not None]
         meshes += [layout.mesh for layout in layouts if layout is not None]
-        meshes += [kind[1].mesh for kind in self.guards.kinds if isinstance(kind, tuple) and isinstance(kind[1], Layout)]
+        meshes += [
+            kind[1].mesh for kind in self.guards.kinds if isinstance(kind, tuple) and isinstance(kind[1], Layout)
+        ]
         return meshes[0].root if meshes else None
 
     @cached_property
@@ -183,9 +181,12 @@ class Report:
         }
 
     def _ops(self, ops: Sequence[OpLine]) -> Iterator[Text]:
-        for phase, lines in groupby(ops, key=lambda line: line.phase):
+        if self.mesh is not None:
+            yield plain("f32[8,4] S(0)@dp: a whole tensor and how it lies; f32(4,4): this rank's, where that is not known", "place")
+        for phase, found in groupby(ops, key=lambda line: line.phase):
+            lines = list(found)
             yield plain(phase, "head")
-            yield from laid_out(lines if self.every else folded(list(lines)), self.width)
+            yield from laid_out(lines if self.every else folded(lines), self.width)
 
     # What comes out
 
@@ -201,7 +202,7 @@ class Report:
         for label, values in (("returns", said), ("leaves", gradients)):
             shown = values if self.every or len(values) <= MOST + 1 else [*values[:MOST], f"{len(values) - MOST} more"]
             if shown:
-                yield from _labelled(label, ", ".join(shown), self.width)
+                yield from labelled(label, ", ".join(shown), self.width)
 
     def _result(self, result: Result | Given, outputs: Any) -> str:
         if isinstance(result, Given):
@@ -214,17 +215,6 @@ class Report:
     def _collectives(self) -> Page:
         comms = comms_of(self.program)
         return list(tables(comms, self.width)) if comms else []
-
-
-def _labelled(label: str, said: str, width: int) -> Iterator[Text]:
-    """A label and what is said of it, broken between words."""
-    line, first = "", True
-    for word in [*said.split(" "), ""]:
-        if word and (not line or LABEL + len(line) + 1 + len(word) <= width):
-            line = f"{line} {word}".strip()
-            continue
-        yield [(f"{label if first else '':<{LABEL}}", "place"), (line, "")]
-        line, first = word, False
 
 
 def _some(count: int, noun: str) -> str:

@@ -15,9 +15,23 @@ Page = list[Text | Table]
 
 _COLOURS = {"op": "bold", "collective": "bold yellow", "type": "cyan", "place": "dim", "head": "bold underline"}
 
+LABEL = 10
+"""The width of the column of labels."""
+
 
 def plain(text: str, style: str = "") -> Text:
     return [(text, style)]
+
+
+def labelled(label: str, said: str, width: int) -> Iterator[Text]:
+    """A label, and what is said of it, broken between words."""
+    line, first = "", True
+    for word in [*said.split(" "), ""]:
+        if word and (not line or LABEL + len(line) + 1 + len(word) <= width):
+            line = f"{line} {word}".strip()
+            continue
+        yield [(f"{label if first else '':<{LABEL}}", "place"), (line, "")]
+        line, first = word, False
 
 
 def drawn(page: Sequence[Text | Table], width: int, *, color: bool) -> str:
