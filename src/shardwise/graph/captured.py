@@ -8,15 +8,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 import torch
+from torch import nn
 
 from shardwise.comm.record import Comm
 from shardwise.errors import CaptureError
 from shardwise.graph.comms import comms_of
 from shardwise.graph.guards import Guards
 from shardwise.graph.price import Price, Speed, price
-from shardwise.graph.program import Program
+from shardwise.graph.program import Place, Program
 from shardwise.graph.run import Run
 from shardwise.graph.show import show
+from shardwise.layout import Layout
 
 
 class Captured:
@@ -43,6 +45,9 @@ class Captured:
 
     @property
     def name(self) -> str:
+        bound = getattr(self.function, "__self__", None)
+        if isinstance(bound, nn.Module):
+            return type(bound).__name__
         return getattr(self.function, "__qualname__", type(self.function).__name__)
 
     @property
@@ -70,7 +75,7 @@ class Captured:
     def comms(self, program: int = -1) -> list[Comm]:
         """The collectives of a program, in their order, as `CommDebugMode.comms` has those of eager ones: of the one
         that was captured last, or of `programs[program]`."""
-        return comms_of(self._program(program))
+        return comms_of(*self._program(program))
 
     def price(
         self,
@@ -94,16 +99,18 @@ class Captured:
         >>> sum(price.flops.values()) == 2 * 2**13 * 4096 * 512, price.wire_bytes, f"{price.comm_seconds:.3f}"
         (True, 8, '0.020')
         """
-        return price(self._program(program), flops=flops, bandwidth=bandwidth, latency=latency)
+        return price(*self._program(program), flops=flops, bandwidth=bandwidth, latency=latency)
 
-    def _program(self, number: int) -> Program:
+    def _program(self, number: int) -> tuple[Program, Callable[[Place], Layout | None]]:
+        """A program, and what knows the layouts of what it is given."""
         if not self.runs:
             raise CaptureError(
                 f"nothing was captured of {self.name} yet: call it, or capture(…) what a call would run without running"
             )
         if not -len(self.runs) <= number < len(self.runs):
             raise IndexError(f"program {number} of {self.name}, of which {len(self.runs)} were captured")
-        return self.programs[number]
+        guards, run = self.runs[::-1][number]
+        return run.program, guards.layout_at
 
     def _shown(self, width: int, *, every: bool = False, color: bool = False) -> str:
         return show(self, width=width, every=every, color=color)

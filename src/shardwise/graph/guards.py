@@ -12,8 +12,9 @@ from torch import Tensor
 from shardwise.comm import shards_of
 from shardwise.dispatch.modes import is_strict, limits, replicates_implicitly
 from shardwise.graph.names import Names
-from shardwise.graph.program import FromArgument, FromObject, Program
+from shardwise.graph.program import FromArgument, FromObject, Place, Program
 from shardwise.graph.reached import PLAIN, Reached, Slot
+from shardwise.layout import Layout
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _stride = torch._C.TensorBase.stride
@@ -75,6 +76,13 @@ class Guards:
         self.states = [(optimizer, optimizer.state, len(optimizer.state)) for optimizer in reached.optimizers.values()]
         self.groups = _group_values(program, reached)
         self.grads = _grads(program)
+
+    def layout_at(self, place: Place) -> Layout | None:
+        """The layout of a tensor that the program is given, if it is a DTensor."""
+        layout: Layout | None = (
+            place.owner.__dict__.get("_layout") if isinstance(place, FromObject) else self.kinds[place.leaf][1]
+        )
+        return layout
 
     def miss(self, leaves: Sequence[Any], spec: Any) -> str | None:
         """What has changed; None if nothing has."""

@@ -8,7 +8,7 @@ bandwidth`, where of several axes the slowest counts. Memory is that of the prog
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,8 @@ from shardwise.debug.table import Table, draw, size
 from shardwise.graph.comms import comms_of
 from shardwise.graph.flops import dtype_of, flops_of
 from shardwise.graph.memory import Memory, memory_of
-from shardwise.graph.program import Program
+from shardwise.graph.program import Place, Program
+from shardwise.layout import Layout
 
 Speed = float | Mapping[str, float]
 """A number, or one for each axis of the mesh."""
@@ -95,6 +96,7 @@ class Price:
 
 def price(
     program: Program,
+    layout_at: Callable[[Place], Layout | None],
     *,
     flops: float | Mapping[torch.dtype, float] | None = None,
     bandwidth: Speed | None = None,
@@ -105,7 +107,7 @@ def price(
     all axes or along each."""
     part = program.ranks[0]
     alike: dict[tuple[str, tuple[str, ...], int], list[Comm]] = {}
-    for comm in comms_of(program):
+    for comm in comms_of(program, layout_at):
         alike.setdefault((comm.kind, comm.axes, comm.ranks), []).append(comm)
     traffic = []
     for (kind, axes, ranks), comms in alike.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from shardwise.graph.show.lines import OpLine
 
@@ -21,6 +22,8 @@ class Repeat:
 
     count: int
     body: tuple[OpLine | Repeat, ...]
+    last: int
+    """The number of the last line of the last one."""
 
 
 def folded(lines: Sequence[OpLine]) -> list[OpLine | Repeat]:
@@ -55,8 +58,8 @@ class _Folding:
         while at < stop:
             period, count = self._best(at, stop)
             if count > 1:
-                yield Repeat(count, tuple(self.run(at, at + period)))
-                at += period * count
+                first, at = at, at + period * count
+                yield Repeat(count, tuple(self.run(first, first + period)), self.lines[at - 1].number)
             else:
                 yield self.lines[at]
                 at += 1
@@ -94,7 +97,7 @@ class _Folding:
             for read in zip(*blocks, strict=True):
                 is_inside = read[0] >= first
                 compared = read if is_inside else read[1:]
-                steps = {b - a for a, b in zip(compared, compared[1:])}
+                steps = {b - a for a, b in pairwise(compared)}
                 if len(steps) > 1 or (is_inside and steps != {period}):
                     return False
         return True

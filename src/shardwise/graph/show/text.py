@@ -66,9 +66,9 @@ def laid_out(lines: Iterable[OpLine | Repeat], width: int, margin: str = "") -> 
     """Ops as lines of a page; a repeated block stands in a bracket."""
     for line in lines:
         if isinstance(line, Repeat):
-            yield plain(f"{margin}┌ {line.count} × the like of", "place")
+            yield plain(f"{margin}┌ {line.count} ×, of which this is the first", "place")
             yield from laid_out(line.body, width, f"{margin}│ ")
-            yield plain(f"{margin}└", "place")
+            yield plain(f"{margin}└ to %{line.last}", "place")
         else:
             yield from _op(line, width, margin)
 
