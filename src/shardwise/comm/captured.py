@@ -17,14 +17,23 @@ from shardwise.comm.port import Axes, Chunks, Port, Shapes, Shards
 from shardwise.errors import CaptureError
 from shardwise.layout import Mesh
 
+Made = Callable[[Sequence[Any]], list[Any]]
+"""Makes tensors of the shapes that a collective brings, of what is brought to it."""
+
 
 class Noter(Protocol):
     """Who captures a program. What it is told of would need data, or would happen on the host."""
 
     def collective(
-        self, kind: str, brought: Sequence[Any], mesh: Mesh, axes: Axes, how: Any, made: Callable[[], list[Any]]
+        self,
+        kind: str,
+        brought: Sequence[Any],
+        mesh: Mesh,
+        axes: Axes,
+        how: Any,
+        made: Callable[[Sequence[Any]], list[Any]],
     ) -> list[Any]:
-        """A collective of the mesh that runs the program; `made` makes tensors of the shapes that it brings."""
+        """A collective of the mesh that runs the program."""
         ...
 
     def seed(self, draw: Callable[[], int]) -> Any:
@@ -63,26 +72,34 @@ class CapturedPort(Port):
         return torch.ops.aten.alias.default(x)
 
     def _all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str, **_: bool) -> list[Tensor]:
-        return self._note("all_reduce", shards, mesh, axes, op, lambda: [_like(x) for x in shards])
+        return self._note("all_reduce", shards, mesh, axes, op, lambda shards: [_like(x) for x in shards])
 
     def _all_gather(self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes) -> list[list[Tensor]]:
-        return self._note("all_gather", shards, mesh, axes, shapes, lambda: _of_shapes(shards, shapes))
+        return self._note("all_gather", shards, mesh, axes, shapes, lambda shards: _of_shapes(shards, shapes))
 
     def _reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
         own = [_number(mesh, axes, at) for at in mesh.held]
         return self._note(
-            "reduce_scatter", chunks, mesh, axes, op, lambda: [_like(mine[i]) for mine, i in zip(chunks, own)]
+            "reduce_scatter", chunks, mesh, axes, op, lambda chunks: [_like(mine[i]) for mine, i in zip(chunks, own)]
         )
 
     def _all_to_all(self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes) -> list[list[Tensor]]:
-        firsts = [mine[0] for mine in chunks]
-        return self._note("all_to_all", chunks, mesh, axes, shapes, lambda: _of_shapes(firsts, shapes))
+        def made(chunks: Chunks) -> list[list[Tensor]]:
+            return _of_shapes([mine[0] for mine in chunks], shapes)
+
+        return self._note("all_to_all", chunks, mesh, axes, shapes, made)
 
     def _broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int) -> list[Tensor]:
-        return self._note("broadcast", shards, mesh, axes, source, lambda: [_like(x) for x in shards])
+        return self._note("broadcast", shards, mesh, axes, source, lambda shards: [_like(x) for x in shards])
 
     def _note(
-        self, kind: str, brought: Sequence[Any], mesh: Mesh, axes: Axes, how: Any, made: Callable[[], list[Any]]
+        self,
+        kind: str,
+        brought: Sequence[Any],
+        mesh: Mesh,
+        axes: Axes,
+        how: Any,
+        made: Callable[[Sequence[Any]], list[Any]],
     ) -> list[Any]:
         if not noters:
             raise CaptureError(f"a tensor of a program that was captured on {mesh} is used outside of it")
@@ -126,7 +143,7 @@ def captured_mesh(mesh: Mesh) -> Mesh:
             device_type=root.device_type,
             origin=root.origin,
         )
-    return _captured[root][mesh.names]
+    return _captured[root].add_submesh(mesh.names, mesh.origin)
 
 
 def running_mesh(mesh: Mesh) -> Mesh:

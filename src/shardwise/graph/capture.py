@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -125,11 +125,12 @@ class _Capture:
 
     def _entry_gradients(self, changed: Sequence[tuple[Place, Any]]) -> Iterator[tuple[Place, bool]]:
         """Gradients that the program began with, if it read them, or relied on there being none."""
+        written = {of for of, _ in changed}
         for lent in self.borrowed.lent.values():
             for shard, grad in zip(lent.shards, lent.grads, strict=True):
                 if grad is not None and id(grad) in self.recorder.inputs:
                     yield self._place(shard), False
-                elif grad is None and not lent.is_reset and any(of == self._place(shard) for of, _ in changed):
+                elif grad is None and not lent.is_reset and self._place(shard) in written:
                     yield self._place(shard), True
 
     def _place(self, shard: Tensor) -> Place:
@@ -211,20 +212,26 @@ class _Arranged:
         split = Split(self.graph, host, self.sources, self.ranks, self.count)
         is_joint = not split.is_possible()
         self.outputs: list[list[fx.Node]] = [[] for _ in range(1 if is_joint else self.count)]
+        self.numbers: dict[fx.Node, int] = {}
         self.rank_of = {} if is_joint else split.ranks
         arranged = tree_map(self._result, results)
         kept = tuple(Gradient(of, None if node is None else self._output(node)) for of, node in gradients)
         differentiable = self._differentiable()
         if is_joint:
-            ranks: tuple[Part, ...] = (self._joint(host, given),)
+            ranks = [self._joint(host, given)]
         else:
-            ranks = tuple(split.part(rank, given, outputs) for rank, outputs in enumerate(self.outputs))
+            ranks = [split.part(rank, given, outputs) for rank, outputs in enumerate(self.outputs)]
+        written = [gradient.output for gradient in kept if gradient.output is not None]
+        parts = tuple(
+            replace(part, overwritten=frozenset(output.number for output in written if output.rank == rank))
+            for rank, part in enumerate(ranks)
+        )
         wanted = tuple(self.conditions)
         checked = conditions_part(self.graph, host, self.sources, wanted)
         expected = tuple(self.conditions.values())
         numbers = tuple(FromGroup(*which) for which in self.captured.groups.sources.values())
         return Program(
-            first, ranks, is_joint, arranged, kept, entry_gradients, checked, expected, numbers, differentiable
+            first, parts, is_joint, arranged, kept, entry_gradients, checked, expected, numbers, differentiable
         )
 
     def _differentiable(self) -> Differentiable | None:
@@ -238,10 +245,10 @@ class _Arranged:
 
     def _output(self, node: fx.Node) -> Output:
         rank = self.rank_of.get(node) or 0
-        outputs = self.outputs[rank]
-        if node not in outputs:
-            outputs.append(node)
-        return Output(rank, outputs.index(node))
+        if node not in self.numbers:
+            self.numbers[node] = len(self.outputs[rank])
+            self.outputs[rank].append(node)
+        return Output(rank, self.numbers[node])
 
     def _result(self, x: Any) -> Any:
         if not isinstance(x, _Recorded):

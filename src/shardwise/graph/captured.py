@@ -37,11 +37,12 @@ class Captured:
     ['...mm(h f32[4,8] S(1)@tp, w.t f32[8,16] S(0)@tp) -> f32[4,16] P(sum)@tp ...', '...all_reduce[sum, tp](%1 ...']
     """
 
-    function: Callable[..., Any]
-    backend: str
-    runs: list[tuple[Guards, Run]]
-    gave_up: str | None
-    """Why it runs as it is from now on, if it does."""
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.runs: list[tuple[Guards, Run]] = []
+        """The last one that was captured comes first."""
+        self.gave_up: str | None = None
+        """Why it runs as it is from now on, if it does."""
 
     @property
     def name(self) -> str:
@@ -70,7 +71,7 @@ class Captured:
         return self._shown(120)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name}, backend={self.backend!r}, programs: {len(self.runs)}>"
+        return f"<{type(self).__name__} {self.name}, programs: {len(self.runs)}>"
 
     def comms(self, program: int = -1) -> list[Comm]:
         """The collectives of a program, in their order, as `CommDebugMode.comms` has those of eager ones: of the one

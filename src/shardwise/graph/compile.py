@@ -8,25 +8,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import noters
-from shardwise.comm.recording import RecordingPort
 from shardwise.errors import CaptureError, CaptureWarning, NoDataError
+from shardwise.graph.call import Call
 from shardwise.graph.capture import capture
 from shardwise.graph.captured import Captured
 from shardwise.graph.function import DifferentiableRun
 from shardwise.graph.guards import Guards
 from shardwise.graph.inductor import by_inductor
-from shardwise.graph.names import Names
 from shardwise.graph.nodes import Collective
 from shardwise.graph.program import Program
-from shardwise.graph.reached import Reached, leaf_names
+from shardwise.graph.reached import Reached
 from shardwise.graph.run import Make, Run, by_nodes
-from shardwise.layout import Mesh
 from shardwise.parallel.agreement import agreed
-from shardwise.tensor import DTensor
 
 MAX_PROGRAMS = 8
 """Programs kept of one function. One that would need more is not the kind of function to capture."""
@@ -37,14 +34,11 @@ BACKENDS: dict[str, Make] = {"fx": by_nodes, "inductor": by_inductor}
 class Compiled(Captured):
     """A function, with the programs that were captured of it."""
 
-    def __init__(self, function: Callable[..., Any], backend: str, *, fullgraph: bool) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., Any], backend: Make, *, fullgraph: bool) -> None:
+        super().__init__(function)
         self.backend = backend
         self.fullgraph = fullgraph
-        self.runs: list[tuple[Guards, Run]] = []
-        self._misses = 0
         self._warmed: set[int] = set()
-        self.gave_up: str | None = None
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +48,26 @@ class Compiled(Captured):
         for guards, run in self.runs:
             if guards.miss(leaves, spec) is None and run.holds(leaves):
                 return run(leaves)
-        return self._captured(leaves, spec, args, kwargs)
+        return self._first(Call.of(self.function, args, kwargs, leaves, spec))
+
+    def _first(self, call: Call) -> Any:
+        """A call that no program serves yet."""
+        missed = self._missed(call)
+        assert missed is not None
+        if call.is_recorded():
+            raise NoDataError(_NO_DATA.format(self.name))
+        if self._is_first_step(call.reached):
+            return call()
+        if len(self.runs) >= MAX_PROGRAMS:
+            why = f"was captured {len(self.runs)} times, and again something differs ({missed}): it runs as it is"
+            return self._give_up(why, call)
+        try:
+            run = self._add(call, missed)
+        except CaptureError as error:
+            if self.fullgraph:
+                raise
+            return self._give_up(f"runs as it is: {error}", call)
+        return run(call.leaves)
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Capture the program that a call with these arguments would run, and run nothing: to look at it, or to price
@@ -63,65 +76,34 @@ class Compiled(Captured):
         An optimizer makes its state in its first step. So there must have been one, or none of it would be captured; on
         a mesh that only records it is made here.
         """
-        leaves, spec = tree_flatten((args, kwargs))
-        missed = self._missed(leaves, spec)
+        call = Call.of(self.function, args, kwargs, *tree_flatten((args, kwargs)))
+        missed = self._missed(call)
         if missed is None:
             return
-        called = leaf_names(self.function, args, kwargs)
-        reached = Reached.by(self.function, leaves, called)
-        if self._is_first_step(reached):
-            if not _is_recorded(reached, leaves):
+        if self._is_first_step(call.reached):
+            if not call.is_recorded():
                 raise CaptureError(
                     f"{self.name} steps an optimizer that has not stepped yet, and so has no state to be captured: "
                     f"call it once, then capture"
                 )
-            self.function(*args, **kwargs)
-        self._add(leaves, spec, missed, called, reached, args, kwargs)
+            call()
+        self._add(call, missed)
 
-    def _missed(self, leaves: Sequence[Any], spec: Any) -> str | None:
+    def _missed(self, call: Call) -> str | None:
         """Why none of the programs serves a call; None if one does."""
         missed = None
         for guards, run in self.runs:
-            differs = guards.miss(leaves, spec)
-            if differs is None and run.holds(leaves):
+            differs = guards.miss(call.leaves, call.spec)
+            if differs is None and run.holds(call.leaves):
                 return None
             missed = missed or differs or _BRANCHES
         return missed or "the first call"
 
-    def _captured(self, leaves: list[Any], spec: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        called = leaf_names(self.function, args, kwargs)
-        reached = Reached.by(self.function, leaves, called)
-        missed = self._missed(leaves, spec)
-        assert missed is not None
-        if _is_recorded(reached, leaves):
-            raise NoDataError(_NO_DATA.format(self.name))
-        if self._is_first_step(reached):
-            return self.function(*args, **kwargs)
-        if len(self.runs) >= MAX_PROGRAMS:
-            why = f"was captured {len(self.runs)} times, and again something differs ({missed}): it runs as it is"
-            return self._give_up(why, args, kwargs)
-        try:
-            run = self._add(leaves, spec, missed, called, reached, args, kwargs)
-        except CaptureError as error:
-            if self.fullgraph:
-                raise
-            return self._give_up(f"runs as it is: {error}", args, kwargs)
-        return run(leaves)
-
-    def _add(
-        self,
-        leaves: list[Any],
-        spec: Any,
-        why: str,
-        called: Sequence[str],
-        reached: Reached,
-        args: tuple,
-        kwargs: dict[str, Any],
-    ) -> Run:
+    def _add(self, call: Call, why: str) -> Run:
         """One more program."""
-        program = self._agreed(reached, leaves, args, kwargs)
-        guards = Guards(leaves, spec, reached, Names(program, reached, called), program, why)
-        run = self._run_of(program, is_recorded=_is_recorded(reached, leaves))
+        program = self._agreed(call)
+        guards = Guards(call, program, why)
+        run = self._run_of(program, is_recorded=call.is_recorded())
         self.runs.insert(0, (guards, run))
         return run
 
@@ -129,7 +111,7 @@ class Compiled(Captured):
         if is_recorded:
             return Recorded(program, self.name)
         kind = Run if program.differentiable is None else DifferentiableRun
-        return kind(program, BACKENDS[self.backend])
+        return kind(program, self.backend)
 
     def _is_first_step(self, reached: Reached) -> bool:
         """Whether an optimizer has not stepped yet: it makes its state then, so this call runs as it is."""
@@ -137,18 +119,20 @@ class Compiled(Captured):
         self._warmed |= new
         return bool(new)
 
-    def _agreed(self, reached: Reached, leaves: Sequence[Any], args: tuple, kwargs: dict[str, Any]) -> Program:
+    def _agreed(self, call: Call) -> Program:
         """The program, if all ranks of the meshes that it runs on have captured the same."""
-
-        find = partial(capture, self.function, *args, **kwargs)
-        for mesh in _meshes(reached, leaves):
+        find = partial(self._find, call)
+        for mesh in call.meshes():
             find = partial(agreed, mesh, find, collectives_of, _FAILED_ELSEWHERE, _DIFFERS)
         return find()
 
-    def _give_up(self, why: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _find(self, call: Call) -> Program:
+        return capture(call.function, *call.args, **call.kwargs)
+
+    def _give_up(self, why: str, call: Call) -> Any:
         self.gave_up = why
         warnings.warn(f"shardwise.compile: {self.name} {why}", CaptureWarning, stacklevel=4)
-        return self.function(*args, **kwargs)
+        return call()
 
 
 class Recorded(Run):
@@ -171,10 +155,6 @@ _NO_DATA = (
 _BRANCHES = "a number of the host that the program branches on"
 
 
-def _is_recorded(reached: Reached, leaves: Sequence[Any]) -> bool:
-    return any(isinstance(mesh.port, RecordingPort) for mesh in _meshes(reached, leaves))
-
-
 def _is_new(optimizer: optim.Optimizer) -> bool:
     """Whether it has not stepped yet: it has no state, or there are no gradients."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -191,13 +171,6 @@ def collectives_of(program: Program) -> list[tuple[Any, ...]]:
     return [(node.target.kind, node.target.axes) for node in nodes if isinstance(node.target, Collective)]
 
 
-def _meshes(reached: Reached, leaves: Sequence[Any]) -> list[Mesh]:
-    """The whole meshes of the DTensors that a call is about, in the order in which they are met."""
-    tensors = [x.value for x in reached.objects if isinstance(x.value, Tensor)]
-    tensors += [x for x in leaves if isinstance(x, Tensor)]
-    return list(dict.fromkeys(x._layout.mesh.root for x in tensors if isinstance(x, DTensor)))
-
-
 def compile(
     target: Callable[..., Any],
     *,
@@ -211,10 +184,11 @@ def compile(
         raise ValueError("dynamic=True is not available: layouts, and so programs, are made for sizes")
     if backend not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
+    make: Make = partial(by_inductor, cuda_graph=cuda_graph) if backend == "inductor" else BACKENDS[backend]
     if isinstance(target, nn.Module):
-        target._compiled_call_impl = Compiled(target._call_impl, backend, fullgraph=fullgraph)
+        target._compiled_call_impl = Compiled(target._call_impl, make, fullgraph=fullgraph)
         return target
-    return Compiled(target, backend, fullgraph=fullgraph)
+    return Compiled(target, make, fullgraph=fullgraph)
 
 
 def programs_of(target: Any) -> Compiled:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.modes import is_strict, limits, replicates_implicitly
+from shardwise.graph.call import Call
 from shardwise.graph.names import Names
 from shardwise.graph.program import FromArgument, FromObject, Place, Program
 from shardwise.graph.reached import PLAIN, Reached, Slot
@@ -53,10 +54,10 @@ def kind_of(leaf: Any) -> Any:
 class Guards:
     """What a program depends on."""
 
-    def __init__(
-        self, leaves: Sequence[Any], spec: Any, reached: Reached, names: Names, program: Program, why: str
-    ) -> None:
-        self.spec, self.modes, self.names, self.why = spec, modes(), names, why
+    def __init__(self, call: Call, program: Program, why: str) -> None:
+        leaves, reached = call.leaves, call.reached
+        self.spec, self.modes, self.why = call.spec, modes(), why
+        self.names = Names(program, reached, call.names)
         with _disabled():
             self.kinds = [kind_of(leaf) for leaf in leaves]
         self._held = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]  # so that ids stay theirs

@@ -7,6 +7,7 @@ that another learning rate is not another kernel; draws from streams of random n
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.comm.functional import functional_mesh
 from shardwise.errors import CaptureError
+from shardwise.graph.cuda_graphs import Replayed, obstacle
 from shardwise.graph.nodes import Check, Collective, Seeded
 from shardwise.graph.numbers_as_tensors import on_tensors
 from shardwise.graph.program import Part
@@ -26,43 +28,62 @@ from shardwise.graph.seeded_ops import seeded_op
 _disabled = torch._C.DisableTorchFunctionSubclass
 
 
-def by_inductor(parts: Sequence[Part], is_joint: bool) -> Callable[[Sequence[Sequence[Any]]], Any]:
+def by_inductor(
+    parts: Sequence[Part], is_joint: bool, *, cuda_graph: bool | str = "auto"
+) -> Callable[[Sequence[Sequence[Any]]], Any]:
     """What runs the part of this rank as Inductor compiles it."""
     if is_joint or len(parts) > 1:
         raise CaptureError('on a simulated mesh programs run node by node: use backend="fx"')
-    return _Compiled(parts[0])
+    why_not = obstacle(parts[0]) if cuda_graph else "cuda_graph=False"
+    if cuda_graph is True and why_not is not None:
+        raise CaptureError(f"the program cannot be a CUDA graph: {why_not}")
+    return _Compiled(parts[0], why_not)
 
 
 class _Compiled:
     """A part that is compiled when it is first given inputs."""
 
-    def __init__(self, part: Part) -> None:
-        self.part = part
+    def __init__(self, part: Part, no_cuda_graph: str | None) -> None:
+        self.part, self.no_cuda_graph = part, no_cuda_graph
+        self.device = _device_of(part)
         self.checks = [node for node in part.graph.nodes if isinstance(node.target, Check)]
         self.run: Any = None
 
     def __call__(self, inputs: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        given = _packed(inputs[0])
+        given = _packed(inputs[0], self.device)
         if self.run is None:
             given = [x.detach() for x in given]  # at its first run torch looks at tensors in Python, as plain ones
-            self.run = self._compile(given)
-        outputs = self.run(*given)
+            compiled = self._compile(given)
+            self.run = lambda given: compiled(*given)
+            if self.no_cuda_graph is None:
+                self.run = Replayed(self.part, self.run)
+        outputs = self.run(given)
         for node, found in zip(self.checks, outputs[len(outputs) - len(self.checks) :]):
             node.target(found)
         return (outputs,)
 
     def _compile(self, given: Sequence[Tensor]) -> Any:
-        from torch._inductor.compile_fx import compile_fx
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # torch's own
+            from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(lowered(self.part.graph, given), given)
+            return compile_fx(lowered(self.part.graph, given), given)
 
 
-def _packed(inputs: Sequence[Any]) -> list[Tensor]:
-    """Tensors as they are, and behind them all numbers in two: in one the seeds, in the other what is computed with."""
+def _device_of(part: Part) -> torch.device:
+    """Where the program computes: on an accelerator, if any of its inputs is there."""
+    inputs = (node.meta.get("facts") for node in part.graph.nodes if node.op == "placeholder")
+    return next((facts.device for facts in inputs if facts and facts.device.type != "cpu"), torch.device("cpu"))
+
+
+def _packed(inputs: Sequence[Any], device: torch.device) -> list[Tensor]:
+    """Tensors as they are, and behind them all numbers in two: in one, on the device, what is computed with; in the
+    other the seeds."""
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     for kind, dtype in NUMBERS:
         if numbers := [x for x in inputs if isinstance(x, kind)]:
-            tensors.append(torch.tensor(numbers, dtype=dtype))
+            packed = torch.tensor(numbers, dtype=dtype)
+            moves = kind is float and device.type == "cuda"
+            tensors.append(packed.pin_memory().to(device, non_blocking=True) if moves else packed)
     return tensors
 
 

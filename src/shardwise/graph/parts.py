@@ -29,14 +29,18 @@ def host_nodes(graph: fx.Graph, wanted: Iterable[fx.Node]) -> set[fx.Node]:
         numbers = [node for node in graph.nodes if is_number(node) and not isinstance(node.target, Draw)]
     else:
         numbers = [*drawn, *(node for node in graph.nodes if is_number(node))]
-    waiting = [*wanted, *numbers]
-    on_host = [node for node in graph.nodes if (node.meta.get("host") or node in (drawn or ())) and written(node)]
+    waiting, drawn_here = [*wanted, *numbers], set(drawn or ())
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.meta.get("host") or node in drawn_here:
+            for target in written(node):
+                writers.setdefault(target, []).append(node)
     while waiting:
         node = waiting.pop()
         if node not in found:
             found.add(node)
             waiting += node.all_input_nodes
-            waiting += [other for other in on_host if node in other.all_input_nodes and other not in found]
+            waiting += writers.get(node, ())
     _check_order(graph, found)
     return found
 
@@ -229,4 +233,4 @@ def without_unused(part: Part) -> Part:
             sources.append(source)
         else:
             part.graph.erase_node(node)
-    return Part(part.graph, tuple(sources))
+    return Part(part.graph, tuple(sources), part.overwritten)

@@ -176,6 +176,8 @@ class Part:
 
     graph: fx.Graph
     sources: tuple[Source, ...]
+    overwritten: frozenset[int] = frozenset()
+    """Outputs that may be the same memory in every run: gradients, which the next run replaces."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,12 +241,12 @@ class Recorder(TorchDispatchMode):
         self.groups.take(optimizer, self._given)
 
     def collective(
-        self, kind: str, brought: Sequence[Any], mesh: Mesh, axes: tuple[int, ...], how: Any, made: Callable[[], Any]
+        self, kind: str, brought: Sequence[Any], mesh: Mesh, axes: tuple[int, ...], how: Any, made: Callable[[Any], Any]
     ) -> list[Any]:
         shown = tree_map_only(Tensor, self._shown, list(brought))
         before, self._is_silent = self._is_silent, True
         try:
-            out = made()
+            out = made(shown)
         finally:
             self._is_silent = before
         node = self._call(Collective(kind, mesh, axes, how), (tree_map_only(Tensor, _node_of, shown),))

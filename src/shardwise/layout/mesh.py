@@ -113,10 +113,16 @@ class Mesh:
                 f"a submesh keeps at least one axis, and their order: asked for {wanted}, {self} has {self.names}"
             )
         if wanted not in self._submeshes:
-            origin = None if self.origin is self else self.origin[wanted]
-            made = self._submeshes[wanted] = Mesh(
+            self.add_submesh(wanted, None if self.origin is self else self.origin[wanted])
+        return self._submeshes[wanted]
+
+    def add_submesh(self, names: tuple[str, ...], origin: Any) -> Mesh:
+        """The submesh of some axes, which users see as `origin`; the one there is, if there is one."""
+        if names not in self._submeshes:
+            axes = [self.axis(name) for name in names]
+            made = self._submeshes[names] = Mesh(
                 self.port,
-                names=wanted,
+                names=names,
                 shape=tuple(self.shape[axis] for axis in axes),
                 root_axes=tuple(self.root_axes[axis] for axis in axes),
                 held=tuple(tuple(coordinate[axis] for axis in axes) for coordinate in self.held),
@@ -124,7 +130,7 @@ class Mesh:
                 origin=origin,
             )
             made._submeshes = self._submeshes  # one object per set of axes, however it is reached
-        return self._submeshes[wanted]
+        return self._submeshes[names]
 
     def is_within(self, other: Mesh) -> bool:
         """Whether the ranks that a rank shares this mesh with all share the other one with it too."""

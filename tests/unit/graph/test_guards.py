@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -39,11 +40,9 @@ class Scaled(nn.Module):
 def test_equal_calls_are_served_by_one_program() -> None:
     mesh = mesh_2x2()
     compiled = sw.compile(lambda x, y: x @ y, backend="fx")
+    other = sw.distribute_tensor(torch.randn(WIDTH, 4), mesh)
     for call in range(4):
-        compiled(
-            batch(mesh, call),
-            torch.eye(WIDTH) if False else batch(mesh, call).T.redistribute(placements=[sw.Replicate()] * 2),
-        )
+        compiled(batch(mesh, call), other)
     assert reasons(compiled) == ["the first call"]
 
 
@@ -67,7 +66,7 @@ def test_another_argument(name: str) -> None:
     compiled(batch(mesh, 1))
     first, second = reasons(compiled)
     assert first == "the first call"
-    assert __import__("re").search(why, second), second
+    assert re.search(why, second), second
 
 
 def test_plain_values_are_part_of_a_program() -> None:
@@ -79,7 +78,7 @@ def test_plain_values_are_part_of_a_program() -> None:
         3,
         2,
     ]
-    assert reasons(compiled) == ["the first call", "argument 1: 3", "argument 1: 2"] or len(reasons(compiled)) == 3
+    assert len(reasons(compiled)) == 3 and reasons(compiled)[1] == "argument 1: 3"
 
 
 def test_modes_are_part_of_a_program() -> None:
@@ -232,7 +231,7 @@ def test_what_was_captured_in_vain_is_as_it_was() -> None:
 
     def failing(x: Any) -> None:
         for param in net.parameters():
-            param.data.mul_(2) if False else param.detach().mul_(2)
+            param.detach().mul_(2)
         net(x + torch.randn_like(x)).sum().backward()
         net.zero_grad()
         raise KeyError("halfway")

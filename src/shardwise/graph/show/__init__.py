@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shardwise.graph.program import Program
+from shardwise.graph.run import Run
 from shardwise.graph.show.report import Report
 from shardwise.graph.show.text import Page, Text, drawn, labelled, plain
 
@@ -22,7 +22,7 @@ def show(captured: Captured, *, width: int, every: bool = False, color: bool = F
     page += _states(captured, width)
     for number, (guards, run) in enumerate(reversed(captured.runs)):
         why = f"program {number + 1} of {count}, captured for {guards.why}"
-        how = _how(captured.backend, run.program)
+        how = _how(run)
         page += [plain(""), plain(why, "head"), *Report(run.program, guards, how, width, every).page()]
     return drawn(page, width, color=color)
 
@@ -34,12 +34,12 @@ def _states(captured: Captured, width: int) -> Iterator[Text]:
         yield from labelled("run", "it is captured when it is called", width)
 
 
-def _how(backend: str, program: Program) -> str:
-    """What runs a program, and why no CUDA graph does."""
-    facts = [node.meta["facts"] for part in program.ranks for node in part.graph.nodes if "facts" in node.meta]
-    devices = {x.device.type for x in facts}
-    if "meta" in devices:
-        return "nothing: its tensors have no data"
-    how = "compiled by Inductor" if backend == "inductor" else "node by node, as torch runs it"
-    why = "" if "cuda" in devices else "; no CUDA graph: nothing is on a GPU"
-    return f"{how} (backend={backend!r}){why}"
+def _how(run: Run) -> str:
+    """What runs a program, and if that is no CUDA graph, why not."""
+    facts = (node.meta.get("facts") for part in run.program.ranks for node in part.graph.nodes)
+    if any(x is not None and x.device.type == "meta" for x in facts):
+        return "by nothing: its tensors have no data"
+    if not hasattr(run.runner, "no_cuda_graph"):
+        return "node by node, as torch runs it (fx)"
+    why: str | None = run.runner.no_cuda_graph
+    return "compiled by Inductor, " + ("in a CUDA graph" if why is None else f"but in no CUDA graph: {why}")

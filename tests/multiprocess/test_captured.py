@@ -1,0 +1,129 @@
+"""Captured programs on real ranks: they give, bit for bit, what the functions give; ranks that differ all refuse."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from launch import Case
+from shardwise.errors import CaptureError
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # the ranks import this file without pytest's settings
+from captured import WIDTH, Made, Net, batch, compare, net_on
+
+
+def made_on(mesh: Any) -> Made:
+    net = net_on(mesh, dropout=0.1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+
+    def step(x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        return loss, norm
+
+    return (net, optimizer), step, lambda call: (batch(mesh, call),)
+
+
+def stepped(rank: int, size: int, shape: tuple[int, int]) -> None:
+    mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    compare(partial(made_on, mesh))
+
+
+def fully_sharded(rank: int, size: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+
+    def made() -> Made:
+        torch.manual_seed(0)
+        net = nn.Sequential(Net(0.1), Net(0.1))
+        for part in (*net, net):
+            sw.fully_shard(part, mesh=mesh)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+
+        def step(x: Any) -> Any:
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        own = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(rank))  # each rank has a batch of its own
+        return (net, optimizer), step, lambda call: (own + call,)
+
+    compare(made)
+
+
+def with_gradients(rank: int, size: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    plain, other = (nn.Sequential(net_on(mesh), net_on(mesh)) for _ in range(2))
+    for block in other:
+        sw.compile(block, backend="fx")
+    for call in range(2):
+        x = sw.distribute_tensor(torch.full((4, WIDTH), call + 1.0), mesh)
+        for net in (plain, other):
+            net.zero_grad()
+            net(x).square().mean().backward()
+        for mine, theirs in zip(other.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad.to_local(), theirs.grad.to_local())
+
+
+def compiled_by_inductor(rank: int, size: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    (changed, step, _), (others, again, _) = made_on(mesh), made_on(mesh)
+    compiled = sw.compile(again)
+    for call in range(3):
+        x = sw.distribute_tensor(torch.full((4, WIDTH), call + 1.0), mesh)
+        found = []
+        for run in (step, compiled):
+            torch.manual_seed(call)
+            found.append(run(x)[0].full_tensor())
+        torch.testing.assert_close(*found)
+    for mine, theirs in zip(others[0].parameters(), changed[0].parameters(), strict=True):
+        torch.testing.assert_close(mine.detach().full_tensor(), theirs.detach().full_tensor())
+
+
+def ranks_that_differ(rank: int, size: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    x = sw.distribute_tensor(torch.ones(4, WIDTH), mesh, [sw.Shard(0)])
+
+    def differs(x: Any) -> Any:
+        return x.sum().full_tensor() if rank else x.full_tensor()
+
+    with pytest.raises(CaptureError, match="the ranks' programs differ in what they communicate"):
+        sw.compile(differs, backend="fx")(x)
+
+    def fails(x: Any) -> Any:
+        if rank:
+            raise KeyError("only here")
+        return x.sum()
+
+    with pytest.raises(KeyError if rank else CaptureError, match="only here" if rank else "on another rank"):
+        sw.compile(fails, backend="fx")(x)
+    assert sw.compile(lambda x: x.sum().full_tensor(), backend="fx")(x) == 4 * WIDTH  # nothing is left over
+
+
+CASES = [
+    Case("captured-tp-2", 2, stepped, ((1, 2),)),
+    Case("captured-dp-2", 2, stepped, ((2, 1),)),
+    Case("captured-dp-tp-4", 4, stepped, ((2, 2),)),
+    Case("captured-uneven-4", 4, stepped, ((1, 4),)),
+    Case("captured-fully-sharded", 2, fully_sharded),
+    Case("captured-with-gradients", 2, with_gradients),
+    Case("captured-by-inductor", 2, compiled_by_inductor),
+    Case("captured-ranks-that-differ", 2, ranks_that_differ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_programs_on_ranks(case: Case, on_ranks: Callable[[Case], object]) -> None:
+    on_ranks(case)
