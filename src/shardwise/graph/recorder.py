@@ -194,6 +194,7 @@ class Recorder(TorchDispatchMode):
             host = kept.clone() if kept.numel() == 1 and kept.device.type == "cpu" else None
         made = self.fakes.from_tensor(kept)
         node = self.placeholder(f"constant{len(self.constants)}")
+        node.meta["constant"] = True
         self.constants.append((kept, node))
         copied = self._call(_aten.clone.default, (node,))  # the program may write to it
         copied.meta["host"] = host is not None

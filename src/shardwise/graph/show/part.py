@@ -33,7 +33,7 @@ class ShownPart:
         self.part = program.ranks[0]
         nodes = [node for node in self.part.graph.nodes if node.op == "placeholder"]
         self.inputs = dict(zip(nodes, self.part.sources, strict=True))
-        names = {node: self._name(source) for node, source in self.inputs.items()}
+        names = {node: self._name(node, source) for node, source in self.inputs.items()}
         graph = self.part.graph
         layouts = {} if program.is_joint else layouts_of(graph, self._input_layouts(), 0)
         self._lines = Lines(names, layouts, phases_of(graph, self._kept_by_optimizers()), every=every)
@@ -57,14 +57,15 @@ class ShownPart:
         names = {node: self.guards.names.of(source) for node, source in zip(nodes, host.sources, strict=True)}
         return expressions(host.graph, names)
 
-    def _name(self, source: Source) -> str:
+    def _name(self, node: fx.Node, source: Source) -> str:
         if isinstance(source, FromHost):
             return self._numbers[source.number]
         if name := self.guards.names.of(source):
             return name
-        if isinstance(source, FromObject) and not source.tensor.dim() and source.tensor.device.type == "cpu":
-            return repr(source.tensor.item())
-        return "constant"
+        if not node.meta.get("constant") or not isinstance(source, FromObject):
+            return "a tensor"
+        is_number = not source.tensor.dim() and source.tensor.device.type == "cpu"
+        return repr(source.tensor.item()) if is_number else "a constant"
 
     def _input_layouts(self) -> dict[fx.Node, Layout]:
         found = {}
