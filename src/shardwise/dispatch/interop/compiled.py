@@ -19,6 +19,11 @@ from shardwise.dispatch.call import dispatch
 from shardwise.tensor import DTensor, distribute_tensor
 
 _eval_frame = torch._C._dynamo.eval_frame
+REASON = (
+    "it computes with shardwise's DTensors, which torch.compile cannot trace: shardwise.compile captures such programs"
+)
+"""What torch says where it was told to trace all of a function."""
+
 _SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
 
 
@@ -35,5 +40,6 @@ def run_as_it_is(function: Any) -> Any:
     """Mark a function: it may be used as a decorator."""
     if isinstance(function, FunctionType):
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
         _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
