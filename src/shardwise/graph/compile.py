@@ -17,7 +17,7 @@ from shardwise.graph.call import Call
 from shardwise.graph.capture import capture
 from shardwise.graph.captured import Captured
 from shardwise.graph.function import DifferentiableRun
-from shardwise.graph.guards import Guards
+from shardwise.graph.guards import FIRST, Guards
 from shardwise.graph.inductor import by_inductor
 from shardwise.graph.nodes import Collective
 from shardwise.graph.program import Program
@@ -59,7 +59,10 @@ class Compiled(Captured):
         if self._is_first_step(call.reached):
             return call()
         if len(self.runs) >= MAX_PROGRAMS:
-            why = f"was captured {len(self.runs)} times, and again something differs ({missed}): it runs as it is"
+            why = (
+                f"was captured {len(self.runs)} times, and again something differs ({missed}): from now on it runs as "
+                f"it is. Hand in numbers that change as tensors, and batches in few shapes"
+            )
             return self._give_up(why, call)
         try:
             run = self._add(call, missed)
@@ -91,13 +94,13 @@ class Compiled(Captured):
 
     def _missed(self, call: Call) -> str | None:
         """Why none of the programs serves a call; None if one does."""
-        missed = None
+        missed = None if self.runs else FIRST
         for guards, run in self.runs:
             differs = guards.miss(call.leaves, call.spec)
             if differs is None and run.holds(call.leaves):
                 return None
             missed = missed or differs or _BRANCHES
-        return missed or "the first call"
+        return missed
 
     def _add(self, call: Call, why: str) -> Run:
         """One more program."""
@@ -152,7 +155,7 @@ _NO_DATA = (
     "{} is captured on a mesh that only records, and there are no data to run it on: capture(…) it, and then show() "
     "it, list its comms() or price() it; called without shardwise.compile, its collectives are recorded"
 )
-_BRANCHES = "a number of the host that the program branches on"
+_BRANCHES = "a number that Python branches on, a count of steps say"
 
 
 def _is_new(optimizer: optim.Optimizer) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from shardwise.graph.guards import FIRST
 from shardwise.graph.run import Run
 from shardwise.graph.show.report import Report
 from shardwise.graph.show.text import Page, Text, drawn, labelled, plain
@@ -21,7 +22,8 @@ def show(captured: Captured, *, width: int, every: bool = False, color: bool = F
     page: Page = [plain(f"{captured.name}: {count or 'no'} program{'' if count == 1 else 's'} captured", "head")]
     page += _states(captured, width)
     for number, (guards, run) in enumerate(reversed(captured.runs)):
-        why = f"program {number + 1} of {count}, captured for {guards.why}"
+        why = f"at {guards.why}" if guards.why == FIRST else f"since {guards.why}"
+        why = f"program {number + 1} of {count}, captured {why}"
         how = _how(run)
         page += [plain(""), plain(why, "head"), *Report(run.program, guards, how, width, every).page()]
     return drawn(page, width, color=color)

@@ -10,14 +10,12 @@ from functools import cached_property
 from shardwise.comm.record import Comm
 from shardwise.comm.recording import RecordingPort
 from shardwise.debug.table import size, tables
-from shardwise.dispatch.planning.fallback import short_dtype
 from shardwise.graph.comms import comms_of
-from shardwise.graph.guards import Guards
+from shardwise.graph.guards import Guards, said
 from shardwise.graph.memory import memory_of
 from shardwise.graph.names import place_of
 from shardwise.graph.nodes import Collective, Draw
 from shardwise.graph.program import Program
-from shardwise.graph.reached import PLAIN
 from shardwise.graph.show.part import ShownPart
 from shardwise.graph.show.text import Page, Text, labelled, plain
 from shardwise.layout import Mesh
@@ -39,7 +37,7 @@ class Report:
         return [*self._facts(len(part.ops)), plain(""), *part.page(self.width), *([plain("")] * bool(comms)), *comms]
 
     def _facts(self, num_ops: int) -> Iterator[Text]:
-        for label, said in (
+        for label, what in (
             ("given", ", ".join(self._given()) or "nothing"),
             ("ranks", self._ranks()),
             ("run", self.runs),
@@ -47,17 +45,14 @@ class Report:
             ("sends", self._sends()),
             ("memory", self._memory()),
         ):
-            yield from labelled(label, said, self.width)
+            yield from labelled(label, what, self.width)
 
     def _given(self) -> Iterator[str]:
         """The arguments that it was captured for."""
         for number, kind in enumerate(self.guards.kinds):
             name = self.guards.names.leaf(number)
-            if isinstance(kind, tuple) and len(kind) > 2:
-                _, layout, own, dtype, *_ = kind
-                yield f"{name} {short_dtype(dtype)}{layout or '[' + ','.join(map(str, own[0][0])) + ']'}"
-            elif isinstance(kind, tuple) and kind[0] in PLAIN:
-                yield f"{name}={kind[1]!r}"
+            if isinstance(kind, tuple):
+                yield f"{name}{'=' if len(kind) == 2 else ' '}{said(kind)}"
             else:
                 yield name
 
