@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -17,6 +18,7 @@ from shardwise.graph.guards import Guards
 from shardwise.graph.price import Price, Speed, price
 from shardwise.graph.program import Place, Program
 from shardwise.graph.run import Run
+from shardwise.graph.save.saving import save
 from shardwise.graph.show import show
 from shardwise.layout import Layout
 
@@ -102,6 +104,12 @@ class Captured:
         (True, 8, '0.020')
         """
         return price(*self._program(program), flops=flops, bandwidth=bandwidth, latency=latency)
+
+    def save(self, path: str | Path) -> None:
+        """Save all programs into a folder: a file for each process. `shardwise.graph.load` binds them to the tensors of
+        another one, by the names that these have here. Nothing in them is pickled."""
+        self._program(-1)
+        save(self.name, self.runs[::-1], Path(path))
 
     def _program(self, number: int) -> tuple[Program, Callable[[Place], Layout | None]]:
         """A program, and what knows the layouts of what it is given."""

@@ -185,13 +185,18 @@ def compile(
     """A function that is captured at its first call, and then runs as a program."""
     if dynamic:
         raise ValueError("dynamic=True is not available: layouts, and so programs, are made for sizes")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
-    make: Make = partial(by_inductor, cuda_graph=cuda_graph) if backend == "inductor" else BACKENDS[backend]
+    make = make_of(backend, cuda_graph)
     if isinstance(target, nn.Module):
         target._compiled_call_impl = Compiled(target._call_impl, make, fullgraph=fullgraph)
         return target
     return Compiled(target, make, fullgraph=fullgraph)
+
+
+def make_of(backend: str, cuda_graph: bool | str) -> Make:
+    """What makes parts run."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
+    return partial(by_inductor, cuda_graph=cuda_graph) if backend == "inductor" else BACKENDS[backend]
 
 
 def programs_of(target: Any) -> Compiled:

@@ -87,6 +87,7 @@ class Guards:
         )
         self.found = [x for x in reached.objects if id(x.value) in objects or not isinstance(x.value, Tensor)]
         self.plain = reached.values
+        self.codes = reached.codes
         self.modules = list(reached.modules.values())
         self.module_names = [reached.names[key] for key in reached.modules]
         self.training = [module.training for module in self.modules]

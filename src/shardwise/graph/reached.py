@@ -40,6 +40,8 @@ class Reached:
     """Numbers and other plain values."""
     names: dict[int, str] = field(default_factory=dict)
     """Of modules and optimizers."""
+    codes: list[CodeType] = field(default_factory=list)
+    """Of the functions that are the user's."""
     _seen: set[int] = field(default_factory=set)
 
     @staticmethod
@@ -63,6 +65,7 @@ class Reached:
             self._function(function.__func__)
         elif isinstance(function, FunctionType) and id(function) not in self._seen and not _is_library(function):
             self._seen.add(id(function))
+            self.codes.append(function.__code__)
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 self._slot((_Cell(cell), 0), name)
             for name in _names(function.__code__):
