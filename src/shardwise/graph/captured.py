@@ -44,6 +44,8 @@ class Captured:
         self.function = function
         self.runs: list[tuple[Guards, Run]] = []
         """The last one that was captured comes first."""
+        self.origin = "captured"
+        """Where its programs come from."""
         self.gave_up: str | None = None
         """Why it runs as it is from now on, if it does."""
 

@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import noters
-from shardwise.errors import CaptureError, CaptureWarning, NoDataError
+from shardwise.errors import CaptureError, CaptureWarning, NoDataError, ShardwiseError
 from shardwise.graph.call import Call
 from shardwise.graph.capture import capture
 from shardwise.graph.captured import Captured
@@ -33,6 +33,10 @@ BACKENDS: dict[str, Make] = {"fx": by_nodes, "inductor": by_inductor}
 
 class Compiled(Captured):
     """A function, with the programs that were captured of it."""
+
+    failed_elsewhere: ShardwiseError = CaptureError(
+        "the program could not be captured on another rank, whose error says why"
+    )
 
     def __init__(self, function: Callable[..., Any], backend: Make, *, fullgraph: bool) -> None:
         super().__init__(function)
@@ -126,7 +130,7 @@ class Compiled(Captured):
         """The program, if all ranks of the meshes that it runs on have captured the same."""
         find = partial(self._find, call)
         for mesh in call.meshes():
-            find = partial(agreed, mesh, find, collectives_of, _FAILED_ELSEWHERE, _DIFFERS)
+            find = partial(agreed, mesh, find, collectives_of, self.failed_elsewhere, _DIFFERS)
         return find()
 
     def _find(self, call: Call) -> Program:
@@ -164,8 +168,10 @@ def _is_new(optimizer: optim.Optimizer) -> bool:
     return not optimizer.state or all(param.grad is None for param in params)
 
 
-_FAILED_ELSEWHERE = CaptureError("the program could not be captured on another rank, whose error says why")
-_DIFFERS = CaptureError("the ranks' programs differ in what they communicate, so they cannot run together")
+_DIFFERS = CaptureError(
+    "the ranks' programs differ in what they communicate, so they cannot run together: look for what depends on a "
+    "rank's number, or on data of its own"
+)
 
 
 def collectives_of(program: Program) -> list[tuple[Any, ...]]:

@@ -65,9 +65,12 @@ def load(
 class Loaded(Compiled):
     """A function with programs from a folder."""
 
+    failed_elsewhere = SavedProgramError("no saved program serves this call on another rank, whose error says why")
+
     def __init__(self, folder: Path, function: Callable[..., Any], backend: Make, *, strict: bool) -> None:
         super().__init__(function, backend, fullgraph=True)
         self.folder, self.strict = folder, strict
+        self.origin = f"loaded from {folder}"
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             _ = self.written  # several processes find out together, at the first call
 

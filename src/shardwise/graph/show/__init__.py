@@ -23,7 +23,7 @@ def show(captured: Captured, *, width: int, every: bool = False, color: bool = F
     page += _states(captured, width)
     for number, (guards, run) in enumerate(reversed(captured.runs)):
         why = f"at {guards.why}" if guards.why == FIRST else f"since {guards.why}"
-        why = f"program {number + 1} of {count}, captured {why}"
+        why = f"program {number + 1} of {count}, {captured.origin} {why}"
         how = _how(run)
         page += [plain(""), plain(why, "head"), *Report(run.program, guards, how, width, every).page()]
     return drawn(page, width, color=color)
@@ -31,7 +31,7 @@ def show(captured: Captured, *, width: int, every: bool = False, color: bool = F
 
 def _states(captured: Captured, width: int) -> Iterator[Text]:
     if captured.gave_up:
-        yield from labelled("run", f"as it is: it {captured.gave_up}", width)
+        yield from labelled("run", f"it {captured.gave_up}", width)
     elif not captured.runs:
         yield from labelled("run", "it is captured when it is called", width)
 

@@ -96,7 +96,9 @@ class Report:
 
     def _memory(self) -> str:
         need = memory_of(self.program.ranks[0].graph)
-        return f"{size(need.peak)} at most: {size(need.given)} that it is given, and {size(need.made)} that it makes"
+        whose = " for all ranks together" if self.program.is_joint else ""
+        parts = f"{size(need.given)} that it is given, and {size(need.made)} that it makes"
+        return f"{size(need.peak)} at most{whose}: {parts}"
 
 
 def _some(count: int, noun: str) -> str:
