@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from keyword import iskeyword
 from typing import Any
 
 from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from shardwise.comm import shards_of
 from shardwise.errors import SavedProgramError
 from shardwise.graph.names import Names
-from shardwise.graph.program import FromGroup, FromObject, Part, Program
+from shardwise.graph.program import FromGroup, FromObject, Given, Part, Program, Result
+from shardwise.graph.reached import PLAIN
 from shardwise.graph.save.values import Reader, Writer
 from shardwise.layout import Mesh
 
 META = ("facts", "line", "layout", "comm", "number", "host", "backward", "constant")
 """What of a node's meta is kept."""
+OPS = ("placeholder", "call_function", "output")
+"""What nodes are."""
 
 
 class ProgramWriter:
@@ -32,16 +35,8 @@ class ProgramWriter:
         """What is reached, by its first name."""
 
     def write(self, program: Program) -> dict[str, Any]:
-        found = {x.name: self.values.write(getattr(program, x.name)) for x in fields(program) if x.name != "results"}
-        leaves, spec = tree_flatten(program.results)
-        try:
-            found["results"] = [treespec_dumps(spec), self.values.write(leaves)]
-        except NotImplementedError:
-            raise SavedProgramError(
-                "what the program returns is of a type of its own, which cannot be saved: return tensors in tuples, "
-                "lists and dicts"
-            ) from None
-        return found
+        _check_results(program.results)
+        return {x.name: self.values.write(getattr(program, x.name)) for x in fields(program)}
 
     def _refer(self, x: Any) -> dict[str, Any]:
         match x:
@@ -114,9 +109,10 @@ class ProgramReader:
         self.values = Reader(shared, self._find)
 
     def read(self, written: dict[str, Any]) -> Program:
-        found = {key: self.values.read(value) for key, value in written.items() if key != "results"}
-        spec, leaves = written["results"]
-        return Program(**found, results=tree_unflatten(self.values.read(leaves), treespec_loads(spec)))
+        try:
+            return Program(**{key: self.values.read(value) for key, value in written.items()})
+        except (LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise SavedProgramError(f"the file holds what is no program: {type(error).__name__}: {error}") from error
 
     def _find(self, tag: str, value: Any) -> Any:
         match tag:
@@ -143,7 +139,27 @@ class ProgramReader:
     def _node(self, graph: fx.Graph, op: str, name: str, target: Any, args: Any, options: Any, meta: Any) -> fx.Node:
         read = self.values.read
         kwargs = {key: read(value) for key, value in options}
+        _check_names(op, name, target, kwargs)
         called = read(target) if op == "call_function" else target
         node = graph.create_node(op, called, tuple(read(args)), kwargs, name=name)
         node.meta.update({key: read(value) for key, value in meta.items()})
         return node
+
+
+def _check_results(results: Any) -> None:
+    """What a program returns is made of Python's own containers, so that a file need not name a class."""
+    if type(results) in (tuple, list, dict):
+        for result in results.values() if isinstance(results, dict) else results:
+            _check_results(result)
+    elif isinstance(results, (tuple, list, dict)) or not isinstance(results, (Result, Given, *PLAIN)):
+        raise SavedProgramError(
+            f"the program returns a {type(results).__name__}, which cannot be saved: return tensors in tuples, lists "
+            f"and dicts"
+        )
+
+
+def _check_names(op: Any, name: Any, target: Any, kwargs: Mapping[Any, Any]) -> None:
+    """Graphs run as functions of Python's, in which these stand as they are: they must be names, and nothing else."""
+    names = [name, *kwargs, *([target] if op == "placeholder" else [])]
+    if op not in OPS or not all(isinstance(x, str) and x.isidentifier() and not iskeyword(x) for x in names):
+        raise SavedProgramError(f"the file holds what is no program: a node {name!r} that is a {op!r} of {names[1:]}")

@@ -40,6 +40,7 @@ from shardwise.graph.program import (
     Result,
 )
 from shardwise.layout import Layout, Partial
+
 from shardwise.rules.kit.agreement import Refusal
 from shardwise.rules.kit.indices import Bound
 
@@ -58,6 +59,7 @@ _NAMED_FUNCTIONS["operator.getitem"] = operator.getitem
 _FUNCTION_NAMES = {function: name for name, function in _NAMED_FUNCTIONS.items()}
 _OF_TORCH = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
 _KINDS = {kind.__name__: kind for kind in (bool, int, float)}
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
 class Writer:
@@ -192,10 +194,24 @@ class Reader:
             case "refusal":
                 return self.read(value)._refuse
         if tag in _OF_TORCH:
-            return getattr(torch, value)
+            return _of_torch(tag, value)
         if tag in RECORDS:
-            return RECORDS[tag](*self.read(value))
+            return _checked(RECORDS[tag](*self.read(value)))
         return self.find(tag, value)
+
+
+def _checked(record: Any) -> Any:
+    """A record that may be read. A collective runs that method of a port which is called as its kind, so no other."""
+    if isinstance(record, Collective) and record.kind not in _COLLECTIVES:
+        raise SavedProgramError(f"the file holds what is no program: a collective {record.kind!r}")
+    return record
+
+
+def _of_torch(kind: str, name: str) -> Any:
+    found = getattr(torch, name, None)
+    if not isinstance(found, _OF_TORCH[kind]):
+        raise SavedProgramError(f"torch.{name} is no {kind} in this version of torch")
+    return found
 
 
 def _op(name: str) -> Any:
