@@ -40,7 +40,6 @@ from shardwise.graph.program import (
     Result,
 )
 from shardwise.layout import Layout, Partial
-
 from shardwise.rules.kit.agreement import Refusal
 from shardwise.rules.kit.indices import Bound
 
