@@ -103,7 +103,7 @@ class Compiled(Captured):
             differs = guards.miss(call.leaves, call.spec)
             if differs is None and run.holds(call.leaves):
                 return None
-            missed = missed or differs or _BRANCHES
+            missed = missed or differs or BRANCHES
         return missed
 
     def _add(self, call: Call, why: str) -> Run:
@@ -159,7 +159,7 @@ _NO_DATA = (
     "{} is captured on a mesh that only records, and there are no data to run it on: capture(…) it, and then show() "
     "it, list its comms() or price() it; called without shardwise.compile, its collectives are recorded"
 )
-_BRANCHES = "a number that Python branches on, a count of steps say"
+BRANCHES = "a number that Python branches on, a count of steps say, is another one"
 
 
 def _is_new(optimizer: optim.Optimizer) -> bool:

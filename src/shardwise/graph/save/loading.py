@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from shardwise.errors import CaptureWarning, SavedProgramError
 from shardwise.graph.call import Call
-from shardwise.graph.compile import Compiled, make_of
+from shardwise.graph.compile import BRANCHES, Compiled, make_of
 from shardwise.graph.guards import FIRST, Guards, kind_of
 from shardwise.graph.names import named_tensors
 from shardwise.graph.program import Program
-from shardwise.graph.run import Make
+from shardwise.graph.run import Make, holds
 from shardwise.graph.save.files import read
 from shardwise.graph.save.needs import argument_said, difference, mesh_said, needs_of, tensor_said
 from shardwise.graph.save.programs import ProgramReader
@@ -113,6 +113,8 @@ def bound(entry: Mapping[str, Any], constants: list[Tensor], call: Call) -> Prog
     guards = Guards(call, program, FIRST)
     differs = difference(needs, needs_of(guards, {name: tensors[name] for name in entry["objects"]}))
     differs = differs or guards.miss(call.leaves, call.spec)
+    if differs is None and not holds(program, call.leaves):
+        differs = BRANCHES
     if differs is not None:
         raise SavedProgramError(differs)
     return program
