@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.comm import running_mesh
 from shardwise.comm.record import Comm
 from shardwise.graph.nodes import Collective
 from shardwise.graph.program import Facts, Line, Place, Program
@@ -50,12 +51,18 @@ def _comm(node: fx.Node, collective: Any, *, is_joint: bool) -> Comm:
     num_bytes = bytes_of(brought)
     known: Comm | None = node.meta.get("comm")
     if known is not None:
-        same = (collective.kind, collective.axis_names, collective.ranks)
-        return replace(known, kind=same[0], axes=same[1], ranks=same[2], bytes=num_bytes)
+        kind, axes, ranks = collective.kind, collective.axis_names, collective.ranks
+        source, target = _running(known.source), _running(known.target)
+        return replace(known, kind=kind, axes=axes, ranks=ranks, bytes=num_bytes, source=source, target=target)
     line: Line | None = node.meta.get("line")
     place = ("", 0) if line is None else (line.file, line.number)
     backward = bool(node.meta.get("backward")) or (line is not None and line.backward)
     return Comm(collective.kind, collective.axis_names, collective.ranks, num_bytes, backward, *place)
+
+
+def _running(layout: Layout | None) -> Layout | None:
+    """A layout on the mesh that the program runs on."""
+    return None if layout is None else layout.on(running_mesh(layout.mesh))
 
 
 def bytes_of(value: Any) -> int:

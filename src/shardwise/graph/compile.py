@@ -87,12 +87,12 @@ class Compiled(Captured):
         missed = self._missed(call)
         if missed is None:
             return
+        if self._new(call.reached) and not call.is_recorded():
+            raise CaptureError(
+                f"{self.name} steps an optimizer that has not stepped yet, and so has no state to be captured: call it "
+                f"once, then capture"
+            )
         if self._is_first_step(call.reached):
-            if not call.is_recorded():
-                raise CaptureError(
-                    f"{self.name} steps an optimizer that has not stepped yet, and so has no state to be captured: "
-                    f"call it once, then capture"
-                )
             call()
         self._add(call, missed)
 
@@ -122,9 +122,12 @@ class Compiled(Captured):
 
     def _is_first_step(self, reached: Reached) -> bool:
         """Whether an optimizer has not stepped yet: it makes its state then, so this call runs as it is."""
-        new = {key for key, optimizer in reached.optimizers.items() if _is_new(optimizer)} - self._warmed
+        new = self._new(reached)
         self._warmed |= new
         return bool(new)
+
+    def _new(self, reached: Reached) -> set[int]:
+        return {key for key, optimizer in reached.optimizers.items() if _is_new(optimizer)} - self._warmed
 
     def _agreed(self, call: Call) -> Program:
         """The program, if all ranks of the meshes that it runs on have captured the same."""

@@ -19,7 +19,7 @@ from shardwise.graph.show.layouts import layouts_of
 from shardwise.graph.show.lines import MOST, Lines, OpLine
 from shardwise.graph.show.phases import phases_of
 from shardwise.graph.show.repeats import folded
-from shardwise.graph.show.text import Text, labelled, laid_out, plain
+from shardwise.graph.show.text import Text, broken, labelled, laid_out, plain
 from shardwise.layout import Layout
 
 TYPES = "f32[8,4] S(0)@dp: a whole tensor and how it lies; f32(4,4): this rank's, where that is not known"
@@ -40,7 +40,7 @@ class ShownPart:
         self.ops: list[OpLine] = self._lines.of(graph)
 
     def page(self, width: int) -> Iterator[Text]:
-        yield plain(TYPES, "place")
+        yield from (plain(line, "place") for line in broken(TYPES, width))
         for phase, found in groupby(self.ops, key=lambda line: line.phase):
             lines = list(found)
             yield plain(phase, "head")

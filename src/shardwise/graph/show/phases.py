@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+import torch
 from torch import fx
 
 from shardwise.graph.nodes import Collective, written
 from shardwise.graph.program import Line
 
+_aten = torch.ops.aten
 FORWARD, BACKWARD, GRADIENTS, OPTIMIZER = "forward", "backward", "gradients", "optimizer"
 
 
@@ -33,8 +35,9 @@ def phases_of(graph: fx.Graph, kept_by_optimizers: Set[fx.Node]) -> dict[fx.Node
         else:
             found[node] = FORWARD
     for node in reversed(graph.nodes):
-        if not node.all_input_nodes and node.users:
-            found[node] = found[next(iter(node.users))]  # made for that
+        if node.users and (not node.all_input_nodes or node.target is _aten.ones_like.default):
+            phases = {found[user] for user in node.users}
+            found[node] = phases.pop() if len(phases) == 1 else found[node]  # made for that: gradients begin with ones
     return found
 
 

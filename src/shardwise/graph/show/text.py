@@ -24,14 +24,26 @@ def plain(text: str, style: str = "") -> Text:
 
 
 def labelled(label: str, said: str, width: int) -> Iterator[Text]:
-    """A label, and what is said of it, broken between words."""
-    line, first = "", True
-    for word in [*said.split(" "), ""]:
-        if word and (not line or LABEL + len(line) + 1 + len(word) <= width):
+    """A label, and what is said of it."""
+    for line in broken(said, width - LABEL):
+        yield [(f"{label:<{LABEL}}", "place"), (line, "")]
+        label = ""
+
+
+def broken(said: str, width: int) -> Iterator[str]:
+    """Lines of so many characters, broken between words.
+
+    >>> list(broken("more than one line", 10))
+    ['more than', 'one line']
+    """
+    line = ""
+    for word in said.split(" "):
+        if line and len(line) + 1 + len(word) > width:
+            yield line
+            line = word
+        else:
             line = f"{line} {word}".strip()
-            continue
-        yield [(f"{label if first else '':<{LABEL}}", "place"), (line, "")]
-        line, first = word, False
+    yield line
 
 
 def drawn(page: Sequence[Text | Table], width: int, *, color: bool) -> str:
