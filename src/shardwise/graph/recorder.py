@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):
     def _shown(self, x: Tensor) -> Tensor:
         """A tensor without data, for an argument: itself, or what stands for a real one."""
         if is_faked(x):
-            if NODE not in x.__dict__:
+            if NODE not in x.__dict__ or x.__dict__[NODE].graph is not self.graph:
                 raise CaptureError(
                     f"the program uses a tensor of shape {list(x.size())}{at(_users_place())} that has no data, since "
                     f"it was left behind by a capture, in an attribute or a list say: what is kept from call to call "
