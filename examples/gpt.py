@@ -2,6 +2,7 @@
 
     python examples/gpt.py                                              this process plays all eight ranks
     python examples/gpt.py --dp 1 --shard 4 --tp 2                      another way to use eight ranks
+    python examples/gpt.py --compile fx                                 the whole step as one captured program
     torchrun --nproc-per-node 4 examples/gpt.py --dp 2 --shard 1 --tp 2    processes: NCCL on GPUs, Gloo without
 
 The model and the training loop are those of one device. What is parallel is said in `parallelize`, and nowhere else.
@@ -12,7 +13,10 @@ import argparse
 import copy
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +36,7 @@ from shardwise.parallel import (
 
 WIDTH, HEADS, LAYERS, TOKENS, BATCH, BYTES = 64, 4, 2, 32, 8, 256
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Lay = Callable[[Tensor], Tensor]
 
 
 # --- One device ---
@@ -119,20 +124,29 @@ def make_mesh(shape: tuple[int, int, int]) -> shardwise.Mesh:
 # --- Both ---
 
 
-def train(model: nn.Module, data: list[Tensor], positions: Tensor, lay: object = lambda x: x) -> list[tuple]:
-    """An ordinary training loop. `lay` says where a batch goes."""
+def as_it_is(x: Any) -> Any:
+    return x
+
+
+def train(
+    model: nn.Module, data: list[Tensor], positions: Tensor, lay: Lay = as_it_is, compiled: Any = as_it_is
+) -> list[tuple]:
+    """An ordinary training loop. `lay` says where a batch goes; `compiled` makes a program of a step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    seen = []
-    for batch in data:
+
+    def step(tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         optimizer.zero_grad()
         with loss_parallel():
-            logits = model(lay(batch[:, :-1]), positions)
-            loss = F.cross_entropy(logits.flatten(0, 1), lay(batch[:, 1:]).flatten())
+            logits = model(tokens, positions)
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        seen.append((loss.item(), norm.item()))
-    return seen
+        return loss, norm
+
+    step = compiled(step)
+    found = (step(lay(batch[:, :-1]), lay(batch[:, 1:])) for batch in data)
+    return [(loss.item(), norm.item()) for loss, norm in found]
 
 
 def main() -> None:
@@ -140,6 +154,7 @@ def main() -> None:
     for axis, what in (("dp", "replicas of the model"), ("shard", "shards of its parameters"), ("tp", "tensor")):
         parser.add_argument(f"--{axis}", type=int, default=2, help=f"ranks along the axis of {what} parallelism")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--compile", choices=("fx", "inductor"), help="capture the step, and run the program")
     options = parser.parse_args()
     mesh = make_mesh((options.dp, options.shard, options.tp))
     device = "cpu" if isinstance(mesh, shardwise.Mesh) else DEVICE
@@ -158,6 +173,7 @@ def main() -> None:
             data,
             shardwise.distribute_tensor(positions, mesh, rows),
             lambda x: shardwise.distribute_tensor(x, mesh, rows),
+            partial(shardwise.compile, backend=options.compile) if options.compile else as_it_is,
         )
     if mesh.get_rank() == 0:
         for step in range(0, options.steps, 7):

@@ -1,6 +1,8 @@
 """The layout of shards that the ranks bring themselves, and whether they agree where they must.
 
 With `run_check` every rank first learns what all of them hold; what is wrong with it is then wrong on all ranks alike.
+Where shards come in every step, ranks only `compare` theirs: one small reduction, and they learn more if they differ.
+On accelerators they do not: these would first have to finish all that they were given.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from itertools import product
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise.comm import shards_of
+from shardwise.comm import running_mesh, shards_of
+from shardwise.comm.agreement import compared, digest
 from shardwise.errors import PlacementError, ReplicaError, ShardShapeError
 from shardwise.layout import Layout, Mesh, Placements, Replicate
 
@@ -24,7 +28,13 @@ Shape = tuple[int, ...]
 
 
 def layout_of_shards(
-    local: Tensor, mesh: Mesh, placements: Placements | None, *, run_check: bool, shape: Sequence[int] | None
+    local: Tensor,
+    mesh: Mesh,
+    placements: Placements | None,
+    *,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    compare: bool = False,
 ) -> Layout:
     """The layout in which `local` holds the shards, or an error that says why there is none."""
     placements = [Replicate()] * mesh.ndim if placements is None else placements
@@ -34,15 +44,31 @@ def layout_of_shards(
         shapes: Sequence[Shape] = [tuple(shard.shape) for shard in shards]
         _check_kinds(mesh, coordinates, [(shard.dim(), shard.dtype) for shard in shards])
         look = run_check and mesh.device_type != "meta"
-        if look and len(mesh.held) < mesh.size():
-            coordinates = list(product(*(range(extent) for extent in mesh.shape)))
-            _check_kinds(mesh, coordinates, _gather_kinds(shards[0], mesh))
-            shapes = _gather_shapes(shards[0], mesh)
+        if (look or (compare and _differ(shards[0], mesh, placements, shape))) and len(mesh.held) < mesh.size():
+            coordinates, shapes = _of_all_ranks(shards[0], mesh)
         layout = _infer_layout(Layout.of(mesh, shapes[0], placements), coordinates, shapes, shape)
         _check_shapes(layout, coordinates, shapes)
         if look:
             _check_replicas(shards, layout)
     return layout
+
+
+def check_alike(x: Tensor, mesh: Mesh) -> None:
+    """Raise, on all ranks alike, unless each of them has a tensor of the same shape and dtype. What is one tensor in
+    the simulator is the same for all of its ranks."""
+    if len(shards_of(x)) == len(mesh.held):
+        layout_of_shards(x, mesh, None, run_check=False, shape=None, compare=True)
+
+
+def _differ(shard: Tensor, mesh: Mesh, placements: Placements, shape: Sequence[int] | None) -> bool:
+    """Whether ranks bring shards of other shapes than the others, or, of a given shape, some that do not fit it."""
+    if mesh.device_type != "cpu":
+        return False
+    found = tuple(shard.shape)
+    if shape is not None:
+        wanted = Layout.of(mesh, shape, placements).local_shape(mesh.held[0])
+        found = (*shape, found == wanted)
+    return compared(mesh, digest((found, shard.dtype)))[0]
 
 
 def gradient_layout(layout: Layout, placements: Placements) -> Layout:
@@ -73,6 +99,15 @@ def _fresh(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
+def _of_all_ranks(shard: Tensor, mesh: Mesh) -> tuple[Sequence[Coordinate], Sequence[Shape]]:
+    """Where ranks are, and the shapes of what they bring. They are asked now, also while a program is captured."""
+    mesh = running_mesh(mesh)
+    coordinates = list(product(*(range(extent) for extent in mesh.shape)))
+    with _disable_current_modes():
+        _check_kinds(mesh, coordinates, _gather_kinds(shard, mesh))
+        return coordinates, _gather_shapes(shard, mesh)
+
+
 def _gather_kinds(shard: Tensor, mesh: Mesh) -> list[tuple[int, torch.dtype]]:
     """Every rank's number of dims and dtype: two numbers, whatever the ranks have."""
     mine = torch.tensor([shard.dim(), _DTYPES.index(shard.dtype)], device=mesh.device_type)
@@ -96,7 +131,7 @@ def _check_kinds(mesh: Mesh, coordinates: Sequence[Coordinate], kinds: Sequence[
     for coordinate, kind in zip(coordinates, kinds, strict=True):
         if kind != kinds[0]:
             raise ShardShapeError(
-                f"from_local: shards have one dtype and number of dims on all ranks, but the one at "
+                f"shards have one dtype and number of dims on all ranks, but the one at "
                 f"{_place(mesh, coordinates[0])} is {_kind(*kinds[0])} and the one at {_place(mesh, coordinate)} is "
                 f"{_kind(*kind)}"
             )

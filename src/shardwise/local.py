@@ -116,6 +116,8 @@ def _copies(x: Tensor, num_ranks: int) -> tuple[Tensor, ...]:
 class _OneOfAll(torch.autograd.Function):
     """All ranks' equal tensors → one of them; each rank gets the gradient."""
 
+    joins_ranks = True
+
     @staticmethod
     def forward(ctx: Any, *shards: Tensor) -> Tensor:
         ctx.num_ranks = len(shards)

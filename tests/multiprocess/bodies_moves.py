@@ -271,25 +271,25 @@ UNFIT = [
     (
         (torch.ones(2), torch.ones(2, 2)),
         [S(0)],
-        "from_local: shards have one dtype and number of dims on all ranks, but the one at tp=0 is float32 with 1 dim "
+        "shards have one dtype and number of dims on all ranks, but the one at tp=0 is float32 with 1 dim "
         "and the one at tp=1 is float32 with 2 dims",
     ),
     (
         (torch.ones(2), torch.ones(2, 2)),
         [S(1)],
-        "from_local: shards have one dtype and number of dims on all ranks, but the one at tp=0 is float32 with 1 dim "
+        "shards have one dtype and number of dims on all ranks, but the one at tp=0 is float32 with 1 dim "
         "and the one at tp=1 is float32 with 2 dims",
     ),
     (
         (torch.ones(()), torch.ones(1)),
         [R],
-        "from_local: shards have one dtype and number of dims on all ranks, but the one at tp=0 is float32 with 0 dims "
+        "shards have one dtype and number of dims on all ranks, but the one at tp=0 is float32 with 0 dims "
         "and the one at tp=1 is float32 with 1 dim",
     ),
     (
         (torch.ones(2), torch.ones(2, dtype=torch.float64)),
         [R],
-        "from_local: shards have one dtype and number of dims on all ranks, but the one at tp=0 is float32 with 1 dim "
+        "shards have one dtype and number of dims on all ranks, but the one at tp=0 is float32 with 1 dim "
         "and the one at tp=1 is float64 with 1 dim",
     ),
     (

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shardwise as sw
-from bodies import P, R, S
+from bodies import P, R, S, per_rank
 
 STEPS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda a, b: torch.tanh(a) * b,
@@ -83,6 +83,20 @@ def strided_bias(mesh: Any) -> list[sw.DTensor]:
     out = F.linear(x, weight, pairs.unbind(1)[0]).transpose(0, 1).contiguous()
     (out * out.detach().cos()).sum().backward()
     return [pairs.grad]
+
+
+def bias_on_thin_inputs(mesh: Any) -> list[sw.DTensor]:
+    """Inputs are strided where there is something of them, and contiguous on ranks that hold nothing."""
+
+    def part(*shape: int) -> Tensor:
+        whole = torch.randn(*shape, 4, generator=torch.Generator().manual_seed(3))
+        return per_rank(mesh, lambda at: whole[..., : 4 * (sum(at) == 1)].clone())
+
+    x, weight = (sw.DTensor.from_local(y, mesh, [S(y.dim() - 1)], run_check=True) for y in (part(5, 7), part(6)))
+    bias = leaf(mesh, 2, (6,), R)
+    out = F.linear(x.transpose(0, 1), weight, bias).permute(1, 2, 0).contiguous()
+    (out * out.detach().cos()).sum().backward()
+    return [bias.grad]
 
 
 def replicas(found: sw.DTensor, held: Sequence[Tensor], everywhere: Sequence[tuple[int, ...]]) -> list[list[Tensor]]:

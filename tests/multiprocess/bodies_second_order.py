@@ -118,6 +118,34 @@ def a_penalty_on_the_gradient_of_a_replicated_weight(mesh: Any) -> None:
 
 
 @body(2)
+def second_order_of_what_lies_between(mesh: Any) -> None:
+    """A pass that is asked for intermediate results meets where all of its ranks come to."""
+    for function in LINES.values():
+        whole, found = doubles(3), []
+        for x in (whole.clone().requires_grad_(), leaf(whole, mesh, [S(0)])):
+            y = x.exp()
+            (grad,) = torch.autograd.grad(function(y).sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(grad.sum(), [y, x], allow_unused=True))
+        for expected, actual in zip(*found, strict=True):
+            assert_close(actual, expected)
+
+
+@body(2)
+def what_a_second_pass_does_not_reach(mesh: Any) -> None:
+    """It has no gradient, as on one device, though all ranks go the same way."""
+    whole = doubles(4, 3), doubles(4, 3)
+    x, y = leaf(whole[0], mesh, [S(0)]), leaf(whole[1], mesh, [R])
+    grad, constant = torch.autograd.grad(
+        (x * y).sum() + x.sum(), [x, y.sum() * x], create_graph=True, allow_unused=True
+    )
+    assert constant is None and grad.requires_grad
+    grad.square().sum().backward()
+    assert x.grad is None
+    assert_close(y.grad, 2 * (whole[1] + 1))
+    assert not torch.autograd.grad((x * 2).sum(), x, create_graph=True)[0].requires_grad
+
+
+@body(2)
 def gradients_of_what_is_not_used_where_a_shard_is_empty(mesh: Any) -> None:
     """All ranks say so, or none: whoever holds nothing of it cannot tell by itself."""
     x, y = leaf(doubles(1), mesh, [S(0)]), leaf(doubles(1), mesh, [S(0)])

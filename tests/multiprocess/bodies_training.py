@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from bodies import P, R, S, assert_close, body, doubles, everywhere, held, leaf
 from shardwise.comm.record import off_the_record
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from shardwise.redistribute.backward import buckets
 
 WIDTH, HEADS, TOKENS, BATCH, CLASSES = 8, 2, 3, 4, 6
@@ -138,6 +139,53 @@ def dropout_is_equal_on_replicas_and_distinct_on_shards(mesh: Any) -> None:
         assert not torch.equal(shards[0, 0], shards[0, 1])
     after = set(everywhere({at: torch.rand(()).item() for at in held(x)}).values()) if len(held(x)) == 1 else {0.0}
     assert len(after) == 1, "the generators of the ranks are out of step"
+
+
+class WithDropout(nn.Module):
+    """Dropout of activations that tensor parallelism shards, and of those that it replicates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, dtype=torch.float64), nn.Linear(8, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = F.dropout(F.gelu(self.up(x)), 0.5, self.training)
+        return F.dropout(x + self.down(inside), 0.2, self.training)
+
+
+@body(2, 2)
+def training_goes_on_from_a_saved_state_of_random_numbers(mesh: Any) -> None:
+    """Bit for bit, on all ranks, from what one of them saved."""
+    net = WithDropout()
+    plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(use_local_output=False)}
+    parallelize_module(net, mesh["tp"], plan)
+    sw.distribute_module(net, mesh)
+    x = sw.distribute_tensor(doubles(6, 4), mesh, [S(0), R])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+
+    def train() -> list[float]:
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses.append((net(x) - 1).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+        return [loss.item() for loss in losses]
+
+    train()
+    state = torch.get_rng_state()
+    assert all(torch.equal(other, state) for other in everywhere(dict.fromkeys(held(x), state)).values())
+    saved = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
+    expected = train()
+    torch.rand(7)  # on the way from one process to the next
+    net.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    torch.set_rng_state(state)
+    assert train() == expected
+    net.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert train() != expected, "what was dropped did not depend on the state"
+    assert torch.equal(net.eval()(x).full_tensor(), net(x).full_tensor())
 
 
 @body(2, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -18,8 +19,8 @@ import shardwise as sw
 from bodies import R, S, assert_close, doubles, everywhere, held
 from launch import Case
 from shardwise.comm import as_mesh
-from shardwise.errors import MeshError, PlanError, ReplicaError, ShardwiseError
-from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from shardwise.errors import MeshError, PlanError, ReplicaError, ShardShapeError, ShardwiseError
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from shardwise.redistribute.move_cache import WINDOW
 
 
@@ -48,7 +49,7 @@ def equal_meshes_are_one(rank: int, world_size: int) -> None:
     assert_close(x + sw.distribute_tensor(torch.ones(3), line(world_size), [R]), torch.arange(3.0) + 1)
     other_name = DeviceMesh("cpu", list(range(world_size)), mesh_dim_names=("dp",))
     assert as_mesh(other_name) is not as_mesh(line(world_size))
-    with pytest.raises(MeshError, match="one call mixes tensors on"):
+    with pytest.raises(MeshError, match="mixes tensors on"):
         x + sw.distribute_tensor(torch.ones(3), other_name, [R])
 
 
@@ -94,7 +95,7 @@ def one_rank_keeps_its_loss(rank: int, world_size: int) -> None:
 
 
 def ranks_with_other_seeds(rank: int, world_size: int) -> None:
-    mesh = line(world_size)
+    mesh = DeviceMesh("cpu", list(range(world_size)), mesh_dim_names=("new",))  # seeds are compared once per mesh
     x, w = (sw.zeros(64, device_mesh=mesh, placements=[p]) for p in (R, S(0)))
     draws = {
         "dropout": lambda: F.dropout(x, 0.5),
@@ -112,7 +113,7 @@ def ranks_with_other_seeds(rank: int, world_size: int) -> None:
             with pytest.raises(ReplicaError) as error:
                 draw()
             assert str(error.value) == (
-                f"random numbers on Mesh(tp=2) need its ranks in step, but their generators were seeded differently, "
+                f"random numbers on Mesh(new=2) need its ranks in step, but their generators were seeded differently, "
                 f"from {low} to {high}; call torch.manual_seed with the same seed on every rank"
             ), name
             assert torch.equal(torch.get_rng_state(), state), f"{name} drew numbers before it was refused"
@@ -224,6 +225,35 @@ def ranks_with_different_modules(rank: int, world_size: int) -> None:
         assert type(module.weight) is torch.nn.Parameter
 
 
+def ranks_with_batches_of_unequal_length(rank: int, world_size: int) -> None:
+    """All of them say so, in every call, and go on; parts of a sequence may be uneven."""
+    mesh, layer = line(world_size), torch.nn.Linear(4, 4)
+    net = parallelize_module(torch.nn.Sequential(layer, torch.nn.ReLU()), mesh, {"0": ColwiseParallel()})
+    named = parallelize_module(torch.nn.Sequential(torch.nn.Linear(4, 4)), mesh, {"0": "colwise_rep"})
+    unlike = "the shard at tp=1 has shape [2, 4], but [3,4] R wants [3, 4] there"
+    calls: list[tuple[Callable[[torch.Tensor], Any], str]] = [
+        (net, f"module '0': what the ranks of Mesh(tp=2) bring does not fit together: {unlike}. Batches of a step are"),
+        (named, f"Sequential: plain tensors are the same on all ranks of Mesh(tp=2), but {unlike}. Batches of a step"),
+        (net[0], f"module '0': what the ranks of Mesh(tp=2) bring does not fit together: {unlike}. Batches of a step"),
+        (
+            lambda x: sw.distribute_tensor(x, mesh, [S(0)]),
+            f"distribute_tensor takes the same tensor on every rank of Mesh(tp=2): {unlike}. Where ranks have parts",
+        ),
+    ]
+    for call, words in calls:
+        call(torch.ones(3, 4))
+        for _ in range(2):
+            with pytest.raises(ShardShapeError, match=f"^{re.escape(words)}"):
+                call(torch.ones(3 - rank, 4))
+            call(torch.ones(2, 4))
+    norm = parallelize_module(torch.nn.LayerNorm(4), mesh, SequenceParallel(sequence_dim=0))
+    assert norm(torch.ones(3 - rank, 4)).shape == (5, 4)
+    rows = parallelize_module(torch.nn.Linear(5, 4), mesh, RowwiseParallel())
+    with pytest.raises(ShardShapeError, match="the shard at tp=1 has shape"):
+        rows(torch.ones(3, (3, 1)[rank]))
+    assert rows(torch.ones(3, (3, 2)[rank])).shape == (3, 4)
+
+
 def one_rank_keeps_its_inputs(rank: int, world_size: int) -> None:
     """Layers that are given one tensor share its gradient's reduction, or on no rank."""
     mesh, kept = line(world_size), []
@@ -246,7 +276,7 @@ BODIES: dict[int, list[Callable[[int, int], None]]] = {
         *(results_die_with_their_last_reference, equal_meshes_are_one, a_mesh_without_this_rank),
         *(kernels_make_a_view_on_some_ranks, a_checkpoint_returns_a_copied_view),
         *(fallback_warns_everywhere, one_rank_keeps_its_loss, ranks_with_other_seeds, ranks_with_one_seed),
-        *(ranks_with_different_modules, one_rank_keeps_its_inputs),
+        *(ranks_with_different_modules, ranks_with_batches_of_unequal_length, one_rank_keeps_its_inputs),
     ],
     4: [on_one_submesh, owing_more_than_a_submesh_can_pay],
 }

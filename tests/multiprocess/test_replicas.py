@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from bodies import AXES
-from bodies_replicas import biases, drawn, replicas, strided_bias, wide_bias
+from bodies import AXES, held
+from bodies_replicas import bias_on_thin_inputs, biases, drawn, replicas, strided_bias, wide_bias
 from launch import Case
-from shardwise.comm import shards_of
 
 
-def check(found: sw.DTensor, held: Sequence[torch.Tensor], name: str) -> None:
+def check(found: sw.DTensor, shards: Sequence[torch.Tensor], name: str) -> None:
     everywhere = list(itertools.product(*map(range, found.layout_on_mesh.mesh.shape)))
-    for group in replicas(found, held, everywhere):
+    for group in replicas(found, shards, everywhere):
         for shard in group:
             assert torch.equal(shard, group[0]), f"{name}: replicas of {found.layout_on_mesh} differ"
 
@@ -29,10 +28,11 @@ def test_on_the_simulator(shape: tuple[int, ...]) -> None:
     mesh = sw.simulate(shape, AXES[len(shape)])
     for seed in range(25):
         for found in drawn(seed, mesh):
-            check(found, shards_of(found.to_local()), f"program {seed}")
+            check(found, list(held(found).values()), f"program {seed}")
     if len(shape) == 1:
-        for found in (*biases(mesh), *wide_bias(mesh), *strided_bias(mesh)):
-            check(found, shards_of(found.to_local()), "a bias")
+        for program in (biases, wide_bias, strided_bias, bias_on_thin_inputs):
+            for found in program(mesh):
+                check(found, list(held(found).values()), program.__name__)
 
 
 def run(rank: int, size: int, shape: tuple[int, ...], seeds: range) -> None:
@@ -41,12 +41,12 @@ def run(rank: int, size: int, shape: tuple[int, ...], seeds: range) -> None:
         f"program {seed}": lambda mesh, seed=seed: drawn(seed, mesh) for seed in seeds
     }
     if len(shape) == 1:
-        programs |= {"a bias of two layers": biases, "a wide bias": wide_bias, "a strided bias": strided_bias}
+        programs |= {made.__name__: made for made in (biases, wide_bias, strided_bias, bias_on_thin_inputs)}
     for name, program in programs.items():
         for found in program(mesh):
-            held: list[Any] = [None] * size
-            dist.all_gather_object(held, found.to_local())
-            check(found, held, name)
+            shards: list[Any] = [None] * size
+            dist.all_gather_object(shards, found.to_local())
+            check(found, shards, name)
 
 
 CASES = [Case(f"replicas-{shape}", torch.Size(shape).numel(), run, (shape, range(12))) for shape in ((2,), (2, 2))]

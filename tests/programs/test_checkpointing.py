@@ -9,13 +9,14 @@ import pytest
 import torch
 from compare import beside, full
 from meshes import PAIR
-from sweep import normal, same
+from sweep import mesh_of, normal, same
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.experimental import implicit_replication
+from shardwise.proof.fuzz.leaves import Device
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 MESHES = ((2,), (3,), (4,))
@@ -134,3 +135,20 @@ def test_plain_tensors_are_taken_in_the_backward_pass_as_they_were_in_the_forwar
     assert torch.equal(x.grad.full_tensor(), 2 * torch.arange(4.0) * mask**3)
     with pytest.raises(sw.errors.MixedTensorError):
         x * mask
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_sum_that_is_reduced_inside_and_used_again(use_reentrant: bool) -> None:
+    """Where it is recomputed nobody has reduced it yet, as when it was computed first."""
+
+    def inner(a: Tensor) -> Tensor:
+        return torch.mv(F.gelu(a), F.gelu(a)[0])
+
+    found = []
+    for on in (Device(None), Device(mesh_of((2, 2)))):
+        x = on.leaf((1, 1), torch.float64, [S(0), R], seed=1)
+        w = on.leaf((1, 1), torch.float64, [R, P()], seed=2).requires_grad_()
+        out = checkpoint(inner, F.linear(x, w).mT, use_reentrant=use_reentrant)
+        (out * out).sum().backward()
+        found.append((full(out.detach()), full(w.grad)))
+    torch.testing.assert_close(*found)

@@ -144,6 +144,19 @@ def test_strides_of_what_a_call_returns_besides_its_writes() -> None:
     torch.testing.assert_close(program(dist).full_tensor(), program(whole))
 
 
+@pytest.mark.parametrize("rows", [(0, 2), (2, 0)])
+def test_nothing_attended_to(rows: tuple[int, int]) -> None:
+    """Whether a mask then has a gradient depends on the version of torch."""
+
+    def program(mask: Tensor) -> tuple[Any, ...]:
+        query, key = (beside(mask, normal(1, 1, size, 3)).requires_grad_() for size in rows)
+        F.scaled_dot_product_attention(query, key, key, mask).sum().backward()
+        return query.grad, key.grad
+
+    for placement in (S(0), S(1), R):
+        same(program, normal(*rows), placement)
+
+
 UNSAVED: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "interpolate": ((1, 1, 2), lambda x: F.interpolate(x, scale_factor=2, mode="nearest")),
     "bias": ((2,), lambda x: F.group_norm(beside(x, normal(1, 2, 1, 2)), 2, beside(x, normal(2)), x)),

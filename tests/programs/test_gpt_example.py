@@ -1,16 +1,60 @@
-"""The GPT of examples/gpt.py gives one device's losses and gradient norms however its ranks are used."""
+"""The GPT of examples/gpt.py gives one device's losses and gradient norms however its ranks are used, and communicates
+what a person would have written."""
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
+import torch
 
 import shardwise as sw
-from factorisations import AXES, TOLERANCE, Shape, differences, factorisations, on_mesh
+from factorisations import AXES, TOLERANCE, Shape, differences, factorisations, gpt, on_mesh
+from shardwise.debug import CommDebugMode
 
 STEPS = 6  # benchmarks/factorisations.py makes 50
+SMALL = 4096
+"""Bytes of numbers, such as losses and norms, and of the gradients of layer norms."""
 
 
 @pytest.mark.parametrize("shape", list(factorisations(8)), ids=str)
 def test_eight_ranks(shape: Shape) -> None:
     found, _ = on_mesh(sw.simulate(shape, AXES), STEPS)
     assert max(differences(found, STEPS)) <= TOLERANCE
+
+
+def schedule(shape: Shape) -> Counter[tuple[Any, ...]]:
+    """What is sent in a step, by kind, axes, and whether in the backward pass."""
+    (dp, shard, tp), sent = shape, Counter[tuple[Any, ...]]()
+    groups = gpt.LAYERS + 1  # each block, and what is around them
+    if tp > 1:  # activations go to the sequence after two embeddings and two halves of each block, and come back before
+        halves = 2 * gpt.LAYERS
+        for kind, dual in ("all_gather", "reduce_scatter"), ("reduce_scatter", "all_gather"):
+            count = halves + (1 if kind == "all_gather" else 2)
+            sent[kind, ("tp",), False] += count
+            sent[dual, ("tp",), True] += count
+    if shard > 1:  # what is around the blocks is not gathered again
+        sent["all_gather", ("shard",), False] = groups
+        sent["all_gather", ("shard",), True] = groups - 1
+        sent["reduce_scatter", ("shard",), True] = groups
+    if dp > 1:  # all gradients in one bucket, or those of each group
+        sent["all_reduce", ("dp",), True] = groups if shard > 1 else 1
+    return sent
+
+
+@pytest.mark.parametrize("shape", [shape for shape in factorisations(8) if gpt.HEADS % shape[2] == 0], ids=str)
+def test_its_schedule(shape: Shape) -> None:
+    mesh, rows = sw.simulate(shape, AXES), [sw.Shard(0), sw.Shard(0), sw.Replicate()]
+    torch.manual_seed(0)
+    model = gpt.parallelize(gpt.GPT(), mesh)
+
+    def lay(x: torch.Tensor) -> sw.DTensor:
+        return sw.distribute_tensor(x, mesh, rows, src_data_rank=None)
+
+    positions = lay(torch.arange(gpt.TOKENS).expand(gpt.BATCH, -1))
+    with CommDebugMode() as comm:
+        gpt.train(model, gpt.batches(1), positions, lay)
+    found = Counter((c.kind, c.axes, c.backward) for c in comm.comms if c.bytes > SMALL)
+    assert found == schedule(shape)
+    assert all(c.kind == "all_reduce" for c in comm.comms if c.bytes <= SMALL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +111,102 @@ def test_second_derivatives(name: str) -> None:
     x = make()
     found = second(function, place(x, S(0), mesh=(ranks,)).requires_grad_())
     torch.testing.assert_close(found.full_tensor(), second(function, x.clone().requires_grad_()))
+
+
+def of_what_is_not_reached(x: Tensor) -> tuple[Any, ...]:
+    y = beside(x, normal(4, 4)).requires_grad_()
+    (grad,) = torch.autograd.grad((x * y).sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    return grad, x.grad, y.grad
+
+
+def of_constants(x: Tensor) -> tuple[Any, ...]:
+    (linear,) = torch.autograd.grad((x @ beside(x, normal(4, 4))).sum(), x, create_graph=True)
+    (square,) = torch.autograd.grad((x * x).sum(), x, create_graph=True)
+    assert (linear.requires_grad, square.requires_grad) == (False, True)
+    return linear, square
+
+
+def of_what_has_no_second_derivative(x: Tensor) -> tuple[Any, ...]:
+    y = beside(x, normal(2, 1, 3, 4)).requires_grad_()
+    loss = F.scaled_dot_product_attention(y, y, y).sum() + (x**3).sum()
+    grad, other = torch.autograd.grad(loss, [x, y], create_graph=True)
+    grad.square().sum().backward()
+    return grad, other, x.grad, y.grad
+
+
+def of_a_gradient_itself(x: Tensor) -> tuple[Any, ...]:
+    """Nothing below it is needed: attention has no second derivative."""
+    y = beside(x, normal(2, 1, 3, 4)).requires_grad_()
+    loss = F.scaled_dot_product_attention(y, y, y).sum() * x.sum()
+    (grad,) = torch.autograd.grad(loss, y, create_graph=True)
+    return torch.autograd.grad(grad.sin().sum(), [grad, beside(x, normal(2)).requires_grad_()], allow_unused=True)
+
+
+def of_what_lies_between(x: Tensor) -> tuple[Any, ...]:
+    y = x.exp()
+    (grad,) = torch.autograd.grad((y.cumsum(0) ** 3).sum() + (y[len(y) // 2 :] ** 2).sum(), x, create_graph=True)
+    return torch.autograd.grad((grad**2).sum(), [y, x], retain_graph=True)
+
+
+def of_what_was_written_to(x: Tensor) -> tuple[Any, ...]:
+    y = (x * 2).flatten()
+    (grad,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+    with torch.no_grad():
+        y.zero_()
+    grad.sum().backward()
+    return y, grad, x.grad
+
+
+def of_hooked(x: Tensor) -> tuple[Any, ...]:
+    y, z = x.sin(), x * 1
+    z.register_hook(lambda grad: grad + 0.5)
+    grad, _ = torch.autograd.grad((y * y).sum() + z.sum(), [x, z], create_graph=True)
+    grad.sum().backward()
+    return grad, x.grad
+
+
+def of_watched(x: Tensor) -> tuple[Any, ...]:
+    y = x.exp()
+    first, second = torch.autograd.grad((y**3).sum(), [x, y], create_graph=True)
+    second.retain_grad()
+    first.sum().backward()
+    return first, second, second.grad, x.grad
+
+
+def of_what_is_passed_twice(x: Tensor) -> tuple[Any, ...]:
+    y = x.sin()
+    (grad,) = torch.autograd.grad((y * x).sum(), y, create_graph=True)
+    grad.sum().backward()
+    (y * 2).sum().backward()
+    return grad, x.grad
+
+
+def of_accumulated(x: Tensor) -> tuple[Any, ...]:
+    y = beside(x, normal(4, 4)).requires_grad_()
+    with warnings.catch_warnings(action="ignore"):  # the cycle is cut below
+        (x * x * y.detach() + y).sum().backward(create_graph=True)
+    once, x.grad, constant = x.grad, None, y.grad
+    assert isinstance(once, Tensor) and isinstance(constant, Tensor) and not constant.requires_grad
+    once.sum().backward()
+    return once, constant, x.grad
+
+
+SECOND_PASSES = (
+    *(of_what_is_not_reached, of_constants, of_what_has_no_second_derivative, of_what_was_written_to),
+    *(of_a_gradient_itself, of_what_lies_between),
+    *(of_hooked, of_watched, of_what_is_passed_twice, of_accumulated),
+)
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
+@pytest.mark.parametrize("mesh", [(2,), (4,)])
+@pytest.mark.parametrize("program", SECOND_PASSES)
+def test_a_second_pass_goes_where_it_goes_on_one_device(program: Any, mesh: tuple[int, ...]) -> None:
+    """Through no more of the graph than it needs, and from the gradients themselves."""
+    for placement in (S(0), S(1), P(), R):
+        for rows in (4, 1):
+            same(program, normal(rows, 4), placement, mesh=mesh)
 
 
 def test_the_second_derivative_of_looking_nothing_up() -> None:

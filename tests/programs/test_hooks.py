@@ -15,6 +15,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.proof.fuzz.leaves import Device
+from shardwise.proof.kit.compare import check_shards
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 MESHES = ((2,), (3,), (4,))
@@ -139,6 +140,28 @@ def test_a_hook_on_an_average_of_terms_that_differ(hook: Any, mesh: tuple[int, .
         y.square().sum().backward()
         grads.append(full(x.grad))
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("asked", [(0,), (0, 1), (0, 2), (1,), (1, 2)])
+@pytest.mark.parametrize("placements", [(S(0), R), (R, S(0)), (P(), R), (P(), S(1)), (S(0), S(1))], ids=str)
+def test_gradients_asked_for_of_moved_tensors_with_hooks(placements: Any, asked: tuple[int, ...]) -> None:
+    """Torch hands out what the hooks of a tensor were given if it goes on to what the tensor was computed from, else
+    what they returned: on all ranks alike."""
+    source, target = placements
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = x * 2
+        y.register_hook(lambda grad: grad.tanh())
+        z = Device().redistribute(y, [target])
+        z.register_hook(lambda grad: grad.sin())
+        tensors = (z, y, x)
+        found = torch.autograd.grad((z * z).sum(), [tensors[i] for i in asked])
+        for grad in found:
+            if isinstance(grad, sw.DTensor):
+                check_shards("gradient", grad)
+        return found
+
+    same(program, normal(4, 4), source, mesh=(3,))
 
 
 PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {

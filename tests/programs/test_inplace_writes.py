@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise import DTensor
+from shardwise.proof.kit.together import ranks_compared
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 MESHES = ((2,), (3,), (4,))
@@ -279,3 +280,28 @@ def test_parts_of_a_result_whose_gradient_is_retained_may_be_written_to() -> Non
 
     expected, found = (program(x.requires_grad_()) for x in (normal(4, 4), place(normal(4, 4), S(1))))
     torch.testing.assert_close(found.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("mesh", [(2,), (3,), (4,)])
+@pytest.mark.parametrize("placement", [S(0), S(1), R], ids=str)
+def test_strided_parameters_of_a_group_norm_may_be_written_to(placement: sw.Placement, mesh: tuple[int, ...]) -> None:
+    """Torch keeps copies of them, also where a rank has one of the numbers, or none."""
+
+    def program(film: Tensor) -> tuple[Any, ...]:
+        x = beside(film, normal(2, 4, 3)).requires_grad_()
+        y = F.group_norm(x, 2, *film.unbind(1))
+        with torch.no_grad():
+            film.add_(1)
+        y.sin().sum().backward()
+        return y, x.grad
+
+    same(program, normal(4, 2), placement, mesh=mesh)
+
+
+def test_writes_to_contiguous_parameters_of_a_group_norm_are_noticed_by_all_ranks() -> None:
+    weight = place(normal(4), S(0), mesh=(3,)).requires_grad_()
+    y = F.group_norm(beside(weight, normal(2, 4, 3)), 2, weight)
+    with torch.no_grad():
+        weight.add_(1)
+    with ranks_compared(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sin().sum().backward()

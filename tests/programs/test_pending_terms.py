@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.proof.fuzz.leaves import Device
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 MESHES = ((2,), (3,), (4,))
@@ -189,6 +190,20 @@ def test_terms_of_products_and_norms_are_reduced_when_they_require_gradients(pla
         torch.testing.assert_close(view.full_tensor(), value[:1])
     kept = sw.DTensor.from_local(torch.ones(3), mesh_of((2,)), [placement]).requires_grad_(False)
     assert kept.placements == (placement,)
+
+
+@pytest.mark.parametrize("kind", ["min", "max", "avg", "sum"])
+@pytest.mark.parametrize("view", [lambda v: v.flatten(), lambda v: v.view(-1), lambda v: v.contiguous(), lambda v: v])
+def test_writes_through_a_view_that_is_the_tensor_itself(view: Callable[[Tensor], Tensor], kind: str) -> None:
+    """An extremum that is pending beside a sum is not reduced by what returns its argument: that is the tensor."""
+    found = []
+    for on in (Device(None), Device(mesh_of((2, 2)))):
+        x = on.leaf((4, 1), torch.float64, [P(kind), S(0)], seed=313).requires_grad_()
+        row = x[3]
+        with torch.no_grad():
+            view(row).fill_(-0.5)
+        found.append(full(x.detach()))
+    torch.testing.assert_close(*found)
 
 
 def test_a_scalar_added_to_a_pending_sum_counts_once() -> None:

@@ -382,6 +382,31 @@ def test_a_view_has_a_new_history_once_it_is_looked_at_after_a_write(
         assert x.grad is not None
 
 
+VIEWS: list[Callable[[Tensor], Tensor]] = [lambda y: y[0], lambda y: y[:, 1], lambda y: y.flatten(), lambda y: y[1:]]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("watch", ["kept", "hooked"])
+@pytest.mark.parametrize("view", range(len(VIEWS)))
+def test_a_view_of_a_watched_view_is_no_part_of_it_once_written_to(view: int, watch: str, recorded: bool) -> None:
+    """Torch takes both for views of the base: the gradient of what was written to goes there straight."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        first = VIEWS[view](x * 2)
+        if watch == "kept":
+            first.retain_grad()
+        else:
+            first.register_hook(lambda grad: grad.tanh())
+        second = first[::2]
+        with torch.set_grad_enabled(recorded):
+            second.mul_(3)
+        (first.sum() + second.sin().sum()).backward()
+        return first, second, first.grad if watch == "kept" else None
+
+    for placement in (S(0), S(1), P(), R):
+        same(program, normal(4, 4), placement)
+
+
 @pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
 def test_steps_along_dims_of_one_index_do_not_matter() -> None:
     x = normal(2, 6)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, errors
@@ -63,8 +64,16 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: ones(S0, R) + sw.ones(4, 4, device_mesh=LINE, placements=[R]),
         errors.MeshError,
-        "one call mixes tensors on Mesh(dp=2, tp=2) and on Mesh(tp=4); bring them to one mesh first "
-        "(full_tensor() and distribute_tensor)",
+        "torch.Tensor.add(self: f32[4,4] S(0)@dp, other: f32[4,4] R) mixes tensors on Mesh(dp=2, tp=2) and on "
+        "Mesh(tp=4); bring them to one mesh first (full_tensor() and distribute_tensor)",
+    ),
+    (
+        lambda: F.linear(ones(S0, R), sw.ones(2, 4, device_mesh=MESH["tp"], placements=[S0])),
+        errors.MeshError,
+        "torch.nn.functional.linear(input: f32[4,4] S(0)@dp, weight: f32[2,4] S(0)@tp) mixes tensors on "
+        "Mesh(dp=2, tp=2) and on Mesh(tp=2), which are parts of one mesh. Put the whole module on Mesh(dp=2, tp=2): "
+        "distribute_module(model, mesh), also after parallelize_module, replicates parameters along the axes that they "
+        "are not on yet. (A single tensor gets there by full_tensor() and distribute_tensor)",
     ),
     (
         lambda: ones(S0, R).redistribute(LINE, [R]),

@@ -128,16 +128,13 @@ def _number(mesh: Mesh, axes: Axes, coordinate: Sequence[int]) -> int:
     return number
 
 
-_captured: dict[Mesh, Mesh] = {}
-
-
 def captured_mesh(mesh: Mesh) -> Mesh:
     """The mesh that stands for another one in programs that are captured."""
     if isinstance(mesh.port, CapturedPort):
         return mesh
     root = mesh.root
-    if root not in _captured:
-        _captured[root] = Mesh(
+    if root.captured is None:
+        root.captured = Mesh(
             CapturedPort(root),
             names=root.names,
             shape=root.shape,
@@ -146,7 +143,7 @@ def captured_mesh(mesh: Mesh) -> Mesh:
             device_type=root.device_type,
             origin=root.origin,
         )
-    return _captured[root].add_submesh(mesh.names, mesh.origin)
+    return root.captured.add_submesh(mesh.names, mesh.origin)
 
 
 def running_mesh(mesh: Mesh) -> Mesh:

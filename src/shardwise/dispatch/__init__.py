@@ -6,7 +6,14 @@
 
 from shardwise.dispatch import fast_entry  # noqa: F401  # this and the next say how functions are treated
 from shardwise.dispatch.call import CacheInfo, cache_info, clear_cache, dispatch, make_plan
-from shardwise.dispatch.functions import assignment, exports, inplace, norm_stacking, ragged  # noqa: F401
+from shardwise.dispatch.functions import (  # noqa: F401
+    assignment,
+    contiguous_inputs,
+    exports,
+    inplace,
+    norm_stacking,
+    ragged,
+)
 from shardwise.dispatch.interop import autograd, autograd_function, compiled, transforms  # noqa: F401
 from shardwise.dispatch.modes import implicit_replication, strict
 from shardwise.dispatch.planning import autocast  # noqa: F401

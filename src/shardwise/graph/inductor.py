@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardwise.comm.functional import functional_mesh
 from shardwise.errors import CaptureError
 from shardwise.graph.cuda_graphs import Replayed, obstacle
+from shardwise.graph.fused_steps import FUSED_STEPS
 from shardwise.graph.nodes import Check, Collective, Seeded
 from shardwise.graph.numbers_as_tensors import on_tensors
 from shardwise.graph.program import Part
@@ -119,6 +120,8 @@ class _Interpreter:
                 env[node] = _communicated(node.target, args[0])
             elif isinstance(node.target, Seeded):
                 env[node] = seeded_op(node.target)(*args, **kwargs)
+            elif (step := FUSED_STEPS.get(getattr(node.target, "overloadpacket", None))) is not None:
+                env[node] = step(*args, **kwargs)
             elif not numbers.isdisjoint(node.all_input_nodes):
                 env[node] = on_tensors(node, numbers, args, kwargs)
             else:

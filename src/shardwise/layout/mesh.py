@@ -28,7 +28,8 @@ class Mesh:
     """
 
     __slots__ = (
-        *("__weakref__", "_submeshes", "device_type", "held", "names", "ndim", "origin", "port", "root_axes", "shape"),
+        *("__weakref__", "_submeshes", "captured", "device_type", "held", "names", "ndim", "origin", "port"),
+        *("root_axes", "shape"),
     )
 
     def __init__(
@@ -52,6 +53,7 @@ class Mesh:
         self.device_type = device_type
         self.origin = self if origin is None else origin
         self._submeshes: dict[tuple[str, ...], Mesh] = {names: self}
+        self.captured: Mesh | None = None  # what stands for it while a program is captured
 
     @property
     def root(self) -> Mesh:

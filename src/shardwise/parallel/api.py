@@ -17,6 +17,7 @@ from shardwise.layout import Mesh, Placement, Replicate
 from shardwise.parallel.agreement import agreed
 from shardwise.parallel.modules import tied
 from shardwise.parallel.named_styles import NamedStyle, replicate_inside
+from shardwise.parallel.parts import compare_calls
 from shardwise.parallel.style import Distributing, ParallelStyle
 
 Entry = tuple[str, nn.Module, ParallelStyle]
@@ -63,6 +64,8 @@ def parallelize_module(
                 module = made
     if named:
         replicate_inside(module, mesh.origin, src_data_rank)
+    else:
+        compare_calls(module, mesh)
     return module
 
 

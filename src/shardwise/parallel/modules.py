@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from shardwise.comm import AnyMesh, as_mesh
+from shardwise.errors import PlanError
 from shardwise.layout import Mesh, Placement, Replicate
 from shardwise.parallel.fully_sharded.layouts import is_at_rest, split_outside
 from shardwise.tensor import DTensor, distribute_tensor, localise, wrap
@@ -115,6 +117,18 @@ def tied(module: nn.Module) -> Iterator[None]:
         made = [x for place in present if (x := _kept(*place)) is not tensor]
         if made:
             keep(next((x for x in made if isinstance(x, DTensor)), made[0]), present)
+
+
+def check_no_parametrizations(path: str, style: str, module: nn.Module, names: Iterable[str] | None) -> None:
+    """A style that shards parameters by their names, or all there are, misses those that are computed from others."""
+    if not parametrize.is_parametrized(module):
+        return
+    found: Any = module.parametrizations
+    for name in found if names is None else set(names).intersection(found):
+        raise PlanError(
+            f"{path}: its {name} is parametrized, so {style} would leave it unsharded; parallelize the module first, "
+            f"and parametrize it then"
+        )
 
 
 def place_rest(

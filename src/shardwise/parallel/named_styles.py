@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from shardwise.comm import AnyMesh, as_mesh
 from shardwise.dispatch import implicit_replication
+from shardwise.dispatch.modes import replicates_implicitly
 from shardwise.errors import MeshError, PlanError
 from shardwise.layout import Placement, Replicate, Shard
 from shardwise.parallel.fully_sharded.layouts import is_at_rest
-from shardwise.parallel.modules import place, place_rest
+from shardwise.parallel.modules import check_no_parametrizations, place, place_rest
+from shardwise.parallel.parts import check_replicated
 from shardwise.parallel.style import ParallelStyle, to_local
 from shardwise.tensor import DTensor
 
@@ -74,6 +76,9 @@ class NamedStyle(ParallelStyle):
             raise MeshError(
                 f"{path}: {self.name!r} takes a mesh of one axis, such as mesh[{mesh.names[-1]!r}], not {mesh}"
             )
+        check_no_parametrizations(
+            path or "the model", repr(self.name), module, () if self.meaning.dim is None else None
+        )
         for name, tensor in self._parameters(module).items():
             if isinstance(tensor, DTensor) and not is_at_rest(module, tensor, mesh):
                 raise PlanError(
@@ -116,6 +121,7 @@ def replicate_inside(module: nn.Module, device_mesh: AnyMesh, src_data_rank: int
     place_rest(module, device_mesh, src_data_rank=src_data_rank)
     cls: Any = type(module)
     module.__class__ = _replicating(cls)
+    module._replicated_on = as_mesh(device_mesh)  # type: ignore[assignment]
 
 
 @functools.cache
@@ -127,7 +133,9 @@ def _replicating(cls: Any) -> Any:
 
 def _inside(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def inside(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not replicates_implicitly():  # else a model around it has compared its own
+            check_replicated(type(self).__name__, self._replicated_on, args, kwargs)
         with implicit_replication():
             output = method(self, *args, **kwargs)
         asked = any(isinstance(x, DTensor) for x in (*args, *kwargs.values()))

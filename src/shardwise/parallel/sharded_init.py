@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm import AnyMesh, as_mesh, ranked
+from shardwise.dispatch.planning.fallback import speaks_of_meta
 from shardwise.dispatch.planning.randomness import drawn_shards
-from shardwise.errors import PlanError
+from shardwise.errors import NoDataError, PlanError
 from shardwise.layout import Layout, Mesh, Placement, Replicate
 from shardwise.parallel.api import parallelize_module, placements_of_plan
 from shardwise.parallel.modules import homes_of, keep
@@ -42,7 +43,9 @@ def init_on(mesh: AnyMesh, plan: Plan | ParallelStyle | None = None) -> Iterator
 
     A plan gives placements by names of parameters, in which each part may have wildcards; what it does not name is
     replicated. Or it is a plan of `parallelize_module`, which is then applied; what it does not name stays plain.
-    The whole of a parameter is never in memory where it is made by its size and filled in place, on a CPU.
+    The whole of a parameter is never in memory where it is made by its size and filled in place, on a CPU. Constructors
+    run without data: one that reads numbers of a tensor (`item()`, `if x.any()`) raises `NoDataError`, unless it makes
+    that tensor with `device="cpu"`.
 
     >>> import torch, shardwise as sw
     >>> mesh = sw.simulate((2,), ("tp",))
@@ -102,8 +105,15 @@ class _Noted(TorchFunctionMode):
         if func == _IS_META:
             return False  # who asks would do nothing
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if any(x.is_meta for x in _tensors((args, kwargs, out))):
+        given = [x.is_meta for x in _tensors((args, kwargs))]
+        try:
+            out = func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            raise (_needs_numbers(func) if speaks_of_meta(error) else error) from None
+        found = [x.is_meta for x in _tensors(out)]
+        if any(given) and not all(found):
+            raise _needs_numbers(func)  # which torch made up
+        if any(given) or any(found):
             self.calls.append(_Call(func, tuple(args), dict(kwargs), _tensors(out)))
         return out
 
@@ -118,6 +128,14 @@ class _Noted(TorchFunctionMode):
     @property
     def roots(self) -> list[nn.Module]:
         return [module for module in self.owners if module not in self.children]
+
+
+def _needs_numbers(func: Callable) -> NoDataError:
+    return NoDataError(
+        f"{resolve_name(func) or func} needs numbers of a tensor, and inside init_on there are none yet: constructors "
+        f"run on the meta device, and what they did is done again once it is known where each parameter goes. Make "
+        f"tensors whose numbers a constructor needs, and what they are computed from, with device='cpu', or do without"
+    )
 
 
 def _materialise(noted: _Noted, mesh: Mesh, plan: Any) -> None:

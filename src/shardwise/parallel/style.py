@@ -18,7 +18,8 @@ from shardwise.errors import MeshError, PlanError
 from shardwise.layout import Placement, Replicate, Shard, unknown_placement
 from shardwise.local import single
 from shardwise.parallel.fully_sharded.layouts import MANAGED, is_at_rest
-from shardwise.parallel.modules import place_rest
+from shardwise.parallel.modules import check_no_parametrizations, place_rest
+from shardwise.parallel.parts import brought_in
 from shardwise.redistribute import recall, remember, windows
 from shardwise.tensor import DTensor
 
@@ -68,6 +69,7 @@ class Distributing(ParallelStyle):
                 f"{_named(path)}: {name} knows nn.Linear and nn.Embedding, not {type(module).__name__}; name its "
                 f"layers in the plan, or subclass ParallelStyle"
             )
+        check_no_parametrizations(_named(path), name, module, where)
         if getattr(module, "_distribute_module_applied", False):
             raise PlanError(f"{_named(path)} is parallelized already; {name} would run its hooks twice")
         for parameter, tensor in module.named_parameters():
@@ -293,13 +295,13 @@ def _enter(way: _Way, mesh: Any, path: str, module: nn.Module, inputs: tuple) ->
     shape = None
     if type(x) is Tensor and isinstance(module, nn.Linear) and _normal(taken, x.dim()) == (Shard(x.dim() - 1),):
         shape = (*x.shape[:-1], module.in_features)  # the ranks' pieces may be uneven
-    return _shared(x, mesh, taken, wanted, shape), *inputs[1:]
+    return _shared(x, mesh, path, taken, wanted, shape), *inputs[1:]
 
 
 def _leave(way: _Way, local: bool, mesh: Any, path: str, module: nn.Module, inputs: Any, output: Any) -> Any:
     if not isinstance(output, Tensor):
         raise PlanError(f"{_named(path)}: its style moves one tensor; the module returned a {type(output).__name__}")
-    found = _brought(output, mesh, *way)
+    found = _brought(output, mesh, path, *way)
     return to_local(found, module) if local else found
 
 
@@ -339,24 +341,24 @@ def _prepare(
         raise PlanError(
             f"{_named(path)}: {taken!r} is a layout of a tensor; found a {type(x).__name__} (say None for it)"
         )
-    found = _brought(x, mesh, (taken,), None if wanted is None else (wanted,))
+    found = _brought(x, mesh, path, (taken,), None if wanted is None else (wanted,))
     return found if local is None else to_local(found, local)
 
 
 _latest: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
 
 
-def _shared(x: Tensor, mesh: Any, *way: Any) -> DTensor:
+def _shared(x: Tensor, mesh: Any, path: str, *way: Any) -> DTensor:
     """What was last brought in on a mesh, if that is the same tensor: queries, keys and values are computed from one,
     which is gathered once, and whose gradient is reduced once."""
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return _brought(x, mesh, *way)
+        return _brought(x, mesh, path, *way)
     known, facts = _latest.get(mesh), (x._version, *way)
     if known is not None:
         if known[0]() is x and known[1] == facts and (found := recall(known[2], mesh)) is not None:
             return cast(DTensor, found)
         windows.get(mesh, {}).pop(known[2], None)  # it may have a whole graph
-    made = _brought(x, mesh, *way)
+    made = _brought(x, mesh, path, *way)
     _latest[mesh] = weakref.ref(x), facts, remember(made, mesh)
     return made
 
@@ -364,13 +366,14 @@ def _shared(x: Tensor, mesh: Any, *way: Any) -> DTensor:
 def _brought(
     x: Tensor,
     mesh: Any,
+    path: str,
     taken: tuple[Placement, ...],
     wanted: tuple[Placement, ...] | None,
     shape: Sequence[int] | None = None,
 ) -> DTensor:
     """A tensor in the layout that is wanted; a plain one is a part of a tensor in the layout `taken`."""
+    found = x if isinstance(x, DTensor) else brought_in(_named(path), x, mesh, taken, shape)
     mesh = as_mesh(mesh)
-    found = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, taken, shape=shape)
     if wanted is None or found.placements == _normal(wanted, found.ndim):
         return found
     around = found._layout.mesh
@@ -379,6 +382,8 @@ def _brought(
     placements = list(found.placements)  # along other axes, those of data parallelism say, it stays as it is
     for name, placement in zip(mesh.names, _normal(wanted, found.ndim), strict=True):
         placements[around.axis(name)] = placement
+    if tuple(placements) == found.placements:
+        return found  # which may remember where it was gathered from
     return found.redistribute(placements=placements)
 
 

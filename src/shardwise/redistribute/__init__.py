@@ -13,6 +13,7 @@ from shardwise.redistribute.backward.deferred_gradients import (
 from shardwise.redistribute.backward.double_backward import anchors, let_go, tied, trail
 from shardwise.redistribute.backward.graph_boundary import CastBackward, MoveGradient
 from shardwise.redistribute.backward.ownership import own_node
+from shardwise.redistribute.backward.reach import below, handed_out, is_ours
 from shardwise.redistribute.collectives import Group
 from shardwise.redistribute.cost import LATENCY, LOCAL, group_size, transition_cost, wire_bytes
 from shardwise.redistribute.execute import (
@@ -45,6 +46,7 @@ __all__ = [
     "Typed",
     "alone",
     "anchors",
+    "below",
     "can_join",
     "check_reduced",
     "differentiable",
@@ -52,7 +54,9 @@ __all__ = [
     "flush",
     "forget",
     "group_size",
+    "handed_out",
     "in_place",
+    "is_ours",
     "joined",
     "let_go",
     "no_sync",

@@ -126,6 +126,8 @@ class _Softmax(torch.autograd.Function):
     """The shards of a tensor and of its softmax, or of the logarithm of that, along a sharded dim → the latter. Only
     that is kept; the backward pass sums one number for each row."""
 
+    joins_ranks = True
+
     @staticmethod
     def forward(ctx: Any, summed: Move, dim: int, log: bool, *tensors: Tensor) -> Any:
         ctx.summed, ctx.dim, ctx.log, ctx.dtype = summed, dim, log, tensors[0].dtype

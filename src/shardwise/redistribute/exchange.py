@@ -100,6 +100,8 @@ def run_exchange(exchange: Exchange, shards: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Exchanged(torch.autograd.Function):
+    joins_ranks = True
+
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *shards: Tensor) -> Any:
         ctx.exchange = exchange

@@ -21,6 +21,7 @@ from shardwise.redistribute.backward.buckets import FIRST
 from shardwise.redistribute.backward.deferred_gradients import SECOND_ORDER, deferred, is_parameter, leaf_of
 from shardwise.redistribute.backward.double_backward import anchored, left_behind
 from shardwise.redistribute.backward.ownership import bare_function, is_ours
+from shardwise.redistribute.backward.reach import PREPARED
 from shardwise.redistribute.cost import group_size
 from shardwise.redistribute.kernels import KERNELS, run_move
 from shardwise.redistribute.masks import masking
@@ -82,9 +83,16 @@ def _linear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _with_own_node(x: Tensor) -> Tensor:
-    """A shard of the simulator's that is not the first result of its node. After a write to a view of such a result,
-    torch looks for the gradient that it retains in the place of the first one, and dies."""
-    return _unsafe_view(x, _size(x)) if x.output_nr else x
+    """A shard of the simulator's that is one of several results of its node. After a write to a view of such a result,
+    torch looks for the gradient that it retains in the place of the first one, and dies. Of the first, too, or
+    `torch.autograd.grad` would hand out what its hooks returned where that of other ranks is what they were given."""
+    return _unsafe_view(x, _size(x))
+
+
+def node_of_move(x: Tensor, num_ranks: int) -> Any:
+    """The node of the move that a tensor is the result of."""
+    node: Any = x.grad_fn
+    return node if num_ranks == 1 else node.next_functions[0][0]
 
 
 def differentiable(move: Move) -> Callable[..., Any]:
@@ -175,6 +183,7 @@ def second_order(nodes: Sequence[Any]) -> list[Tensor]:
         seen.add(node)
         dual = node.metadata.pop(SECOND_ORDER, None)
         if dual is not None:
+            node.metadata[PREPARED] = True
             node.register_prehook(_marking(dual))
         if node.__class__ is _Leaf:
             leaves.append(node.variable)
@@ -201,6 +210,8 @@ def recorded(move: Move, grads: Sequence[Tensor]) -> Sequence[Tensor]:
 
 class Moved(torch.autograd.Function):
     """Forward is the move, backward its dual, run through here again when it must itself be differentiable."""
+
+    joins_ranks = True
 
     @staticmethod
     def forward(ctx: Any, move: Move, *shards: Tensor) -> Any:
@@ -269,8 +280,8 @@ def _alias(move: Move) -> Callable[[Tensor], Tensor]:
         reduce(out)
         return out
 
-    of_result = bare_function(forward, backward, "Varying")
-    of_leaf = bare_function(forward_of_leaf, backward_to_leaf, "Varying")
+    of_result = bare_function(forward, backward, "Varying", joins_ranks=True)
+    of_leaf = bare_function(forward_of_leaf, backward_to_leaf, "Varying", joins_ranks=True)
     return lambda x: of_leaf(x) if x.is_leaf or leaf_of(x.grad_fn) is not None else of_result(x)
 
 
@@ -292,6 +303,8 @@ def _nonlinear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
 
 class _Extremum(torch.autograd.Function):
     """The gradient goes to the ranks that hold the extremum, in equal shares where several do."""
+
+    joins_ranks = True
 
     @staticmethod
     def forward(ctx: Any, move: Move, *shards: Tensor) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.redistribute.execute import Moved, recorded
+from shardwise.redistribute.execute import Moved, node_of_move, recorded
 from shardwise.redistribute.kernels import run_move
 from shardwise.redistribute.masks import placeholder
 from shardwise.redistribute.move_cache import forget
@@ -34,7 +34,7 @@ class Gathered:
         self.move, self.way = Move(move.source, varying, move.axes), _Way(Move(move.target, varying, move.axes))
         self.version = whole._version
         self.places = [placeholder(x) for x in shards]
-        whole.grad_fn.materialize_grads = False  # type: ignore[union-attr]  # most often nothing comes back there
+        node_of_move(whole, len(shards)).materialize_grads = False  # most often nothing comes back there
 
     def serves(self, move: Move, version: int) -> bool:
         return move.kind == "nothing" and move.axes == self.axes and version == self.version

@@ -21,6 +21,7 @@ from shardwise.layout import Box, Layout, Mesh
 from shardwise.redistribute.transitions import Move
 
 _autocasting = torch._C._is_any_autocast_enabled
+_size = torch._C.TensorBase.size
 
 Slices = tuple[slice, ...]
 Kernel = Callable[[Move, Sequence[Tensor]], list[Tensor]]
@@ -142,9 +143,10 @@ def _slice(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _mask(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
+    """Alike on all ranks: torch sums the gradient of a bias that is not contiguous in another order."""
     held = move.source.layout.mesh.held
     return [
-        torch.zeros_like(x) if any(at[axis] for axis in move.axes) else x.detach()
+        x.new_zeros(_size(x)) if any(at[axis] for axis in move.axes) else x.detach().contiguous()
         for x, at in zip(shards, held, strict=True)
     ]
 

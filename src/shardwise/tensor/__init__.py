@@ -1,6 +1,6 @@
 """DTensor: a tensor that is its own shard, and what leads to it and away from it."""
 
-from shardwise.tensor.distribute import distribute_tensor
+from shardwise.tensor.distribute import distribute_tensor, from_parts
 from shardwise.tensor.dtensor import (
     OURS,
     DTensor,
@@ -21,6 +21,7 @@ __all__ = [
     "_rebuild",
     "as_layout",
     "distribute_tensor",
+    "from_parts",
     "gradient_shards",
     "gradient_tensor",
     "kernels_see",

@@ -1,16 +1,19 @@
-"""Plain tensors laid on a mesh."""
+"""Plain tensors laid on a mesh: one that all ranks have, or the parts that they bring in every call."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from shardwise.comm import AnyMesh, as_mesh
-from shardwise.errors import MeshError
-from shardwise.layout import Layout, Placements, Replicate
+from shardwise.comm import AnyMesh, Ranked, as_mesh
+from shardwise.errors import MeshError, ShardShapeError
+from shardwise.from_local import check_alike, layout_of_shards
+from shardwise.layout import Layout, Mesh, Placements, Replicate
 from shardwise.local import check_strided, spread
 from shardwise.redistribute import plan_moves, run_path
-from shardwise.tensor.dtensor import DTensor, wrap
+from shardwise.tensor.dtensor import DTensor, plain_shards, wrap
 
 
 def distribute_tensor(
@@ -46,6 +49,8 @@ def distribute_tensor(
     layout = Layout.of(mesh, tensor.shape, placements)
     if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
         raise MeshError(f"src_data_rank={src_data_rank} is not on every axis of {mesh}")
+    if src_data_rank is not None:
+        _check_equally_long(tensor, mesh)
     with torch.no_grad():
         plain = tensor.detach() if tensor.is_meta else tensor.detach().to(mesh.device_type)
         plain = plain.contiguous()  # what is sent between ranks arrives so
@@ -58,3 +63,25 @@ def distribute_tensor(
             moved = moved.clone()
         made = wrap(moved, layout)
     return made.requires_grad_(tensor.requires_grad)
+
+
+def _check_equally_long(tensor: Tensor, mesh: Mesh) -> None:
+    """Ranks whose batches are not equally long would wait for each other."""
+    try:
+        check_alike(tensor, mesh)
+    except ShardShapeError as error:
+        raise ShardShapeError(
+            f"distribute_tensor takes the same tensor on every rank of {mesh}: {error}. Where ranks have parts of "
+            f"their own, DTensor.from_local(part, mesh, placements, run_check=True) takes uneven ones"
+        ) from None
+
+
+def from_parts(
+    part: Tensor, mesh: Mesh, placements: Placements, shape: Sequence[int] | None, *, compare: bool
+) -> DTensor:
+    """`from_local` of what ranks bring in every call. Where they `compare` it, parts of a dim may be uneven, and other
+    shapes or dtypes that differ raise on all ranks."""
+    check_strided(part)
+    local = part if isinstance(part, Ranked) else spread(part, mesh)
+    layout = layout_of_shards(local, mesh, placements, run_check=False, shape=shape, compare=compare)
+    return wrap(plain_shards(local, layout), layout)

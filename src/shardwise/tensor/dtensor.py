@@ -269,9 +269,7 @@ class DTensor(Tensor):
         check_strided(local_tensor)
         local = local_tensor if isinstance(local_tensor, Ranked) else spread(local_tensor, mesh)
         layout = layout_of_shards(local, mesh, placements, run_check=run_check, shape=shape)
-        with _disabled():
-            aliases = [plain_alias(shard, mesh) for shard in laid_out(shards_of(local), layout)]
-        local = aliases[0] if len(aliases) == 1 else ranked(aliases)
+        local = plain_shards(local, layout)
         if grad_placements is not None:
             back = plan_moves(layout.gradient, gradient_layout(layout, grad_placements))
             local = on_shards(local, lambda shards: MoveGradient.apply(back, *shards), back)
@@ -384,6 +382,13 @@ def wrap(local: Tensor, layout: Layout) -> DTensor:
     made.__class__ = DTensor
     made.__dict__["_layout"] = layout
     return made
+
+
+def plain_shards(local: Tensor, layout: Layout) -> Tensor:
+    """Aliases of the shards that ranks bring, which may become a DTensor."""
+    with _disabled():
+        aliases = [plain_alias(shard, layout.mesh) for shard in laid_out(shards_of(local), layout)]
+    return aliases[0] if len(aliases) == 1 else ranked(aliases)
 
 
 def kernels_see(x: DTensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.dispatch.planning import randomness
-from shardwise.errors import PlanError
+from shardwise.errors import NoDataError, PlanError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel
 
 R, S = sw.Replicate(), sw.Shard
@@ -113,6 +114,45 @@ def test_a_plan_that_names_nobody() -> None:
     words = "the plan names 'wieght', but no parameter of Linear is called so"
     with pytest.raises(PlanError, match=words), sw.init_on(sw.simulate((2,)), {"wieght": [S(0)]}):
         nn.Linear(4, 4)
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "__float__": lambda x: float(x[0]),
+    "__bool__": lambda x: 1 if (x > 0).any() else 0,
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "__getitem__": lambda x: x[x > 0],
+    "cpu": lambda x: x.cpu(),
+    "add": lambda x: torch.ones(4, device="cpu") + x,
+    "matmul": lambda x: torch.ones(4, 4, device="cpu") @ x,  # of which torch makes up a result
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_constructors_that_need_numbers(name: str) -> None:
+    """Where there are none, they are told so, and by whom."""
+    with pytest.raises(NoDataError) as raised, sw.init_on(sw.simulate((2,))):
+        READS[name](torch.randn(4))
+    assert str(raised.value) == (
+        f"torch.Tensor.{name} needs numbers of a tensor, and inside init_on there are none yet: constructors run on "
+        f"the meta device, and what they did is done again once it is known where each parameter goes. Make tensors "
+        f"whose numbers a constructor needs, and what they are computed from, with device='cpu', or do without"
+    )
+
+
+def test_constructors_that_read_numbers_of_their_own() -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            rates = [x.item() for x in torch.linspace(0, 0.5, 3, device="cpu")]
+            self.drops = nn.ModuleList(nn.Dropout(rate) for rate in rates)
+            self.weight = nn.Parameter(torch.zeros(4))
+
+    with sw.init_on(sw.simulate((2,)), {"weight": [S(0)]}):
+        made = Drops()
+    assert [drop.p for drop in made.drops] == [0, 0.25, 0.5]
+    assert made.weight.placements == (S(0),)
 
 
 def test_hooks_and_modes_are_gone_afterwards() -> None:

@@ -137,6 +137,16 @@ _taken: Register = {}  # copies and views of them, by the storage of their sourc
 # Watching
 
 
+def watched_copy(made: Any, taking: Taking) -> DTensor:
+    """A copy that is shown as a view of what nobody else sees: so torch takes it for a view, as on one device, and
+    views of it for others of the same base, which have no part in its history once they are written to."""
+    with _disabled():
+        shards = [shard.view_as(shard) for shard in shards_of(made)]
+    shown = wrap(shards[0] if len(shards) == 1 else ranked(shards), made._layout)
+    watch_copy(shown, taking)
+    return shown
+
+
 def watch_copy(copy: Any, taking: Taking) -> None:
     """A copy keeps what it was taken from, which lives at least as long, and how."""
     copy.__class__ = CopiedView

@@ -25,8 +25,8 @@ from shardwise.dispatch.aliasing.copied_views import (
     roots_of,
     storage_of,
     take_anew,
-    watch_copy,
     watch_view,
+    watched_copy,
 )
 from shardwise.dispatch.aliasing.global_strides import copied, on_one_device, shards_contiguous
 from shardwise.dispatch.guarded import Guard, retain_anew
@@ -63,15 +63,17 @@ class Copies(Guard):
             own: Any = copied  # what was moved is not the result's to write to
             return map_tensors(out, own) if "_moved" in source.__dict__ else out
         are_views = _share_memory(results[self.positions[0]], source)
+        shown: dict[int, DTensor] = {}
         for at in self.positions:
             result, strides = results[at], all_strides[at]
             assert strides is not None
             if not are_views and result.__class__ is not DTensor:
                 continue
             if not are_views:
-                watch_copy(result, Taking(source, self.function, args, kwargs, at))
+                taking = Taking(source, self.function, args, kwargs, at)
+                result = shown[id(results[at])] = watched_copy(result, taking)
             remember_strides(result, strides)
-        return out
+        return map_tensors(out, lambda x: shown.get(id(x), x)) if shown else out
 
     def _strides(self, args: tuple, kwargs: dict[str, Any]) -> list[Strides]:
         """Those of the results that are views on one device."""

@@ -413,6 +413,8 @@ def _of_one_node(results: list[Any]) -> list[Any]:
 class _OneNode(torch.autograd.Function):
     """Results as torch's one node would give them: what is there of their gradients is passed on."""
 
+    joins_ranks = True
+
     @staticmethod
     def forward(ctx: Any, *shards: Tensor) -> Any:
         ctx.set_materialize_grads(False)

@@ -14,6 +14,7 @@ from torch.autograd.graph import Node, _engine_run_backward
 from shardwise.comm import noters
 from shardwise.dispatch.interop.nodes import nodes_of
 from shardwise.layout import Mesh
+from shardwise.redistribute import below
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -28,7 +29,7 @@ def run_backward(meshes: Sequence[Mesh], roots: Sequence[Tensor], *args: Any, **
     if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
         return _engine_run_backward(roots, *args, **options)
     found: list[tuple[Node, int]] = []
-    hooks = [node.register_hook(_looking(node, found)) for node in _below(nodes_of(roots))]
+    hooks = [node.register_hook(_looking(node, found)) for node in below(nodes_of(roots))]
     try:
         with torch.autograd.set_detect_anomaly(True, check_nan=False):
             out = _engine_run_backward(roots, *args, **options)
@@ -54,17 +55,6 @@ def anywhere(mesh: Mesh, held: Sequence[bool]) -> bool:
     flags = [torch.tensor(int(flag), device=mesh.device_type) for flag in held]
     found = mesh.port.all_reduce(flags, mesh, tuple(range(mesh.ndim)), "max")[0]
     return any(held) if found.is_meta else bool(found)
-
-
-def _below(nodes: Sequence[Node]) -> list[Node]:
-    todo = list(nodes)
-    seen = dict.fromkeys(todo)
-    while todo:
-        for node, _ in todo.pop().next_functions:
-            if node is not None and node not in seen:
-                seen[node] = None
-                todo.append(node)
-    return list(seen)
 
 
 def _looking(node: Node, found: list[tuple[Node, int]]) -> Callable[[Any, Any], None]:

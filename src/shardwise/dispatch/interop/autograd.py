@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from shardwise.dispatch.functions.handlers import handles
 from shardwise.dispatch.interop.anomalies import anywhere, dispatch_modes, run_backward
 from shardwise.dispatch.interop.autograd_function import joined_gradients
 from shardwise.dispatch.interop.nodes import Handles, nodes_of
-from shardwise.layout import Layout
-from shardwise.redistribute import alone, anchors, flush, forget, let_go, second_order, tied, trail, unreduced
+from shardwise.layout import Layout, Mesh
+from shardwise.redistribute import alone, anchors, flush, forget, handed_out, let_go, second_order, trail, unreduced
 from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, kernels_see, localise, observe
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -88,23 +89,23 @@ def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: 
     inputs = given.get("inputs")
     if inputs is not None and not isinstance(inputs, Tensor) and not len(inputs):
         raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
-    create, retain = bool(given.get("create_graph", False)), given.get("retain_graph")
-    to_reach = () if inputs is None else (*_flat(_as_list(inputs)), *anchors())
+    wanted, retain = () if inputs is None else _flat(_as_list(inputs)), given.get("retain_graph")
+    to_reach = (*wanted, *anchors(wanted)) if wanted else ()
     options = {"allow_unreachable": True, "accumulate_grad": True}
-    if not create:
+    if not given.get("create_graph"):
         run_backward(meshes, roots, seeds, bool(retain), False, to_reach, **options)
     else:
         below = second_order(nodes_of(roots))
         let_go()
-        leaves = below if inputs is None else _flat(_as_list(inputs))
-        before = [_raw_grad(leaf) for leaf in leaves]
-        with trail() as recorded:
+        before = [(x, _raw_grad(x)) for x in wanted or below]
+        with trail() as own:
             run_backward(meshes, roots, seeds, retain is not False, True, to_reach, **options)
         let_go()
-        recorded += _next_reached(roots, below, retain)
-        for leaf, old in zip(leaves, before, strict=True):
-            if (grad := _raw_grad(leaf)) is not old and grad is not None:
-                _set_raw_grad(leaf, tied([grad], recorded)[0])
+        reached = _by_tensor([x for x, old in before if _raw_grad(x) is not old])
+        grads = [[grad for x in shards if (grad := _raw_grad(x)) is not None] for shards in reached]
+        made = handed_out(grads, roots, own, _next_reached(roots, below, retain), _one_of(meshes))
+        for x, grad in zip(chain(*reached), chain(*made), strict=True):
+            _set_raw_grad(x, grad)
     if unreduced:
         flush(meshes)
 
@@ -117,6 +118,19 @@ def _next_reached(roots: Sequence[Tensor], leaves: Sequence[Tensor], retain: boo
     """What a pass that comes next must reach, whatever the gradients of each rank depend on: all of the graph, or, if
     that is not to be kept, its leaves."""
     return [x for x in (leaves if retain is False else roots) if x.requires_grad]
+
+
+def _one_of(meshes: Sequence[Mesh]) -> Mesh | None:
+    """The mesh whose ranks all make a pass, if there is one."""
+    return meshes[0] if len(meshes) == 1 else None
+
+
+def _by_tensor(leaves: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Shards, those of one tensor together."""
+    known = {id(x) for x in leaves}
+    peers = {id(peer) for x in leaves for peer in x.__dict__.get("_peers", ())}
+    tensors = [(x, *x.__dict__.get("_peers", ())) for x in leaves if id(x) not in peers]
+    return [[shard for shard in shards if id(shard) in known] for shards in tensors]
 
 
 def _raw_grad(leaf: Tensor) -> Tensor | None:
@@ -144,57 +158,58 @@ def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
     below = second_order(nodes_of(roots)) if create else []
     materialize = bool(given.get("materialize_grads", False))
     flat = _flat(inputs)
-    with alone(), trail() as recorded:
+    with alone(), trail() as own:
         found: Sequence[Tensor | None] = run_backward(
             _meshes(outputs),
             roots,
             seeds,
             bool(create) if retain is None else retain,
             bool(create),
-            (*flat, *anchors()),
+            (*flat, *anchors(flat)),
             True,  # anchors may be
             accumulate_grad=False,
         )[: len(flat)]
-    found = _of_empty_shards(inputs, found)
-    if not (materialize if unused is None else unused) and any(grad is None for grad in found):
+    per_input = _by_input(inputs, found)
+    if not (materialize if unused is None else unused) and any(grads is None for grads in per_input):
         raise RuntimeError(
             "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
             "if this is the desired behavior."
         )
     if create:
-        recorded += _next_reached(roots, below, retain)
-    in_order = iter(found)
-    results: list[Tensor | None] = []
-    for x in inputs:
-        shards = shards_of(x) if isinstance(x, DTensor) else (x,)
-        grads = [grad for _, grad in zip(shards, in_order) if grad is not None]
-        if len(grads) < len(shards):
-            results.append(torch.zeros_like(x) if materialize else None)
-        else:
-            kept = tied(grads, recorded) if create else grads
-            if isinstance(x, DTensor):
-                own = kept if create else [grad.detach() for grad in kept]
-                with torch.set_grad_enabled(bool(create)):
-                    results.append(with_strides_of(x, gradient_tensor(own, x._layout, ours=True)))
-            else:
-                results.append(kept[0])
-    return tuple(results)
+        kept = [grads for grads in per_input if grads is not None]
+        made = iter(handed_out(kept, roots, own, _next_reached(roots, below, retain), _one_of(_meshes(outputs))))
+        per_input = [None if grads is None else next(made) for grads in per_input]
+    with torch.set_grad_enabled(bool(create)):
+        return tuple(
+            (torch.zeros_like(x) if materialize else None) if grads is None else _gradient(x, grads, bool(create))
+            for x, grads in zip(inputs, per_input, strict=True)
+        )
 
 
-def _of_empty_shards(inputs: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients, with those that can only be empty: an empty shard has one, even if torch has none, if others do."""
+def _gradient(x: Tensor, grads: Sequence[Tensor], create: bool) -> Tensor:
+    if not isinstance(x, DTensor):
+        return grads[0]
+    own = grads if create else [grad.detach() for grad in grads]
+    return with_strides_of(x, gradient_tensor(own, x._layout, ours=True))
+
+
+def _by_input(inputs: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Sequence[Tensor] | None]:
+    """For each input the gradients of its shards, or None if it has none."""
     in_order = iter(grads)
-    found: list[Tensor | None] = []
-    for x in inputs:
-        shards = shards_of(x) if isinstance(x, DTensor) else (x,)
-        own = [grad for _, grad in zip(shards, in_order)]
-        if isinstance(x, DTensor) and x._layout.has_empty:
-            with _disabled(), torch.no_grad():
-                lacking = [grad is None and bool(_numel(shard)) for shard, grad in zip(shards, own, strict=True)]
-                if not anywhere(x._layout.mesh, lacking):
-                    own = [torch.zeros_like(y) if grad is None else grad for y, grad in zip(shards, own, strict=True)]
-        found += own
-    return found
+    held = [shards_of(x) if isinstance(x, DTensor) else (x,) for x in inputs]
+    return [_of_all(x, y, [grad for _, grad in zip(y, in_order)]) for x, y in zip(inputs, held, strict=True)]
+
+
+def _of_all(x: Tensor, shards: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Sequence[Tensor] | None:
+    """An empty shard has a gradient, even if torch has none, if others do; and in the simulator any has if one does."""
+    if not isinstance(x, DTensor) or not x._layout.numel:
+        return None if any(grad is None for grad in grads) else [grad for grad in grads if grad is not None]
+    with _disabled(), torch.no_grad():
+        lacking = [grad is None and bool(_numel(y)) for y, grad in zip(shards, grads, strict=True)]
+        found = any(grad is not None and _numel(y) for y, grad in zip(shards, grads, strict=True))
+        if x._layout.has_empty:
+            found = not anywhere(x._layout.mesh, lacking) or found
+        return [torch.zeros_like(y) if g is None else g for y, g in zip(shards, grads, strict=True)] if found else None
 
 
 def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[tuple, tuple]:

@@ -112,11 +112,20 @@ def joined(flat: Iterable[Any], layouts: Sequence[Layout | None], strides: Seque
             if len(parts) > 1:
                 first._peers = tuple(parts[1:])  # torch may have put views in their place
             found.append(first)
+        elif len(parts) > 1:  # one to which nothing has been done, though what has the first shard was reduced since
+            found.append(wrap(ranked([_shard(first), *parts[1:]]), layout))
         else:
-            found.append(wrap(ranked(parts) if len(parts) > 1 else first, layout))
+            found.append(wrap(first, layout))
         if remembered is not None:
             found[-1].__class__, found[-1]._strides = Part, remembered
     return found
+
+
+def _shard(x: Tensor) -> Tensor:
+    if not isinstance(x, DTensor):
+        return x
+    with _disabled():
+        return x._layout.mesh.port.alias(x, Tensor)
 
 
 def joined_gradients(flat: Iterable[Tensor | None], layouts: Sequence[Layout | None]) -> list[Tensor | None]:
@@ -346,6 +355,7 @@ def joining_shards(get: Callable) -> Callable:
     @functools.wraps(get)
     def get_inputs(self: Any) -> list[Any]:
         kept = get(self)
-        return joined(kept, *self.kept) if hasattr(self, "kept") else kept
+        with torch.enable_grad():  # what was no leaf is none: only then is it remembered what its sums have come to
+            return joined(kept, *self.kept) if hasattr(self, "kept") else kept
 
     return get_inputs

@@ -1,11 +1,11 @@
-"""Plain tensors among DTensors, and DTensors where only plain tensors belong: what is said about them, the call and the
-argument by their names."""
+"""Plain tensors among DTensors, DTensors of several meshes, and DTensors where only plain tensors belong: what is said
+about them, the call and the argument by their names."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from shardwise.dispatch.modes import replicates_implicitly
 from shardwise.dispatch.planning.fallback import shown
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.dispatch.positional import argument_names
-from shardwise.errors import MixedTensorError, ShardwiseError
+from shardwise.errors import MeshError, MixedTensorError, ShardwiseError
+from shardwise.layout import Mesh
 from shardwise.rules.kit.treatments import treat, treatment_of
 from shardwise.tensor import DTensor
 
@@ -41,14 +42,33 @@ def mixed(func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> Shardwi
     for x in flat_tensors((args, kwargs)):
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
             return refusal("vmap" if torch._C._functorch.is_batchedtensor(x) else "grad")
-    named = [*zip(argument_names(func, args), args, strict=True), *_given(func, kwargs or {})]
-    call = f"{_name(func)}({', '.join(f'{name}: {shown(value, kinds=True)}' for name, value in named)})"
+    named = _named(func, args, kwargs)
     plain = next((path for name, value in named for path in _plain(name, value)), "?")
     return MixedTensorError(
-        f"{call}: argument '{plain}' is a plain torch.Tensor, and its layout on the mesh is unknown. Make it a "
-        f"DTensor with shardwise.distribute_tensor(tensor, mesh, placements), or, if every rank holds the same values, "
-        f"run the call inside shardwise.experimental.implicit_replication()"
+        f"{_call(func, named, kinds=True)}: argument '{plain}' is a plain torch.Tensor, and its layout on the mesh is "
+        f"unknown. Make it a DTensor with shardwise.distribute_tensor(tensor, mesh, placements), or, if every rank "
+        f"holds the same values, run the call inside shardwise.experimental.implicit_replication()"
     )
+
+
+def apart(func: Callable, args: tuple, kwargs: dict[str, Any] | None, one: Mesh, other: Mesh) -> MeshError:
+    """Names a call of tensors on two meshes, and what brings them to one."""
+    call = f"{_call(func, _named(func, args, kwargs))} mixes tensors on {one} and on {other}"
+    if one.root is not other.root:
+        return MeshError(f"{call}; bring them to one mesh first (full_tensor() and distribute_tensor)")
+    return MeshError(
+        f"{call}, which are parts of one mesh. Put the whole module on {one.root}: distribute_module(model, mesh), "
+        f"also after parallelize_module, replicates parameters along the axes that they are not on yet. (A single "
+        f"tensor gets there by full_tensor() and distribute_tensor)"
+    )
+
+
+def _named(func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> list[tuple[str, Any]]:
+    return [*zip(argument_names(func, args), args, strict=True), *_given(func, kwargs or {})]
+
+
+def _call(func: Callable, named: Sequence[tuple[str, Any]], *, kinds: bool = False) -> str:
+    return f"{_name(func)}({', '.join(f'{name}: {shown(value, kinds=kinds)}' for name, value in named)})"
 
 
 def _given(func: Callable, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

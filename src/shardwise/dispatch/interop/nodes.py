@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.functions.handlers import handles
-from shardwise.redistribute import WATCHED, tied
+from shardwise.redistribute import WATCHED, is_ours, tied
 from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -41,8 +41,11 @@ def _as_one(nodes: Iterable[Node | None]) -> Node | Nodes | None:
 
 
 def _behind_aliases(node: Node) -> Node:
-    """The simulator hands on some shards by an alias, which is nothing to users."""
-    while node.name() == "AliasBackward0" and (following := node.next_functions[0][0]) is not None:
+    """The simulator hands on shards by aliases, and gives what was moved nodes of its own: nothing to users."""
+    while (following := next((found for found, _ in node.next_functions), None)) is not None:
+        name = node.name()
+        if not (name == "AliasBackward0" or (name == "UnsafeViewBackward0" and is_ours(following))):
+            break
         node = following
     return node
 
@@ -112,14 +115,9 @@ def pass_none_on(tensors: Iterable[DTensor]) -> None:
         node = todo.pop()
         if PASSES_NONE not in node.metadata:
             node.metadata[PASSES_NONE] = True
-            if _is_ours(node):
+            if is_ours(node) and node._forward_cls.__module__ != tied.__module__:  # which is there to give zeros
                 node.register_hook(_none_of_none)
             todo += [following for following, _ in node.next_functions if following is not None]
-
-
-def _is_ours(node: Any) -> bool:
-    module = getattr(getattr(node, "_forward_cls", None), "__module__", "")
-    return module.startswith("shardwise.") and module != tied.__module__  # which is there to give zeros
 
 
 def _none_of_none(gave: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.comm.cause import users_line, watchers
 from shardwise.comm.record import note_fallback
-from shardwise.dispatch.aliasing.copied_views import Taking, storage_of, watch_copy
+from shardwise.dispatch.aliasing.copied_views import Taking, storage_of, watched_copy
 from shardwise.dispatch.modes import is_strict
 from shardwise.dispatch.plan import Plan, mover_for, wrap_fresh
 from shardwise.dispatch.planning.ask_torch import is_number
@@ -135,10 +135,12 @@ class Gathered:
             out = map_tensors(out, lambda x: spread(x, self.mesh).clone())  # they may be written to
         with _disabled():
             out = map_tensors(out, lambda x: wrap_fresh(x, Layout(self.mesh, tuple(x.shape))))
-        for at, (result, source) in enumerate(zip(flat_tensors(out), copies)):
-            if source is not None:
-                watch_copy(result, Taking(source, self.function, args, kwargs, at))
-        return out
+        shown = {
+            id(result): watched_copy(result, Taking(source, self.function, args, kwargs, at))
+            for at, (result, source) in enumerate(zip(flat_tensors(out), copies))
+            if source is not None
+        }
+        return map_tensors(out, lambda x: shown.get(id(x), x)) if shown else out
 
     def _copies(self, out: Any, gathered: Any, given: Any) -> list[DTensor | None]:
         """For each result the argument that it would be a view of, were that not gathered."""

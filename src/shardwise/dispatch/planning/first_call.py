@@ -26,7 +26,7 @@ from shardwise.dispatch.aliasing.views import (
 )
 from shardwise.dispatch.functions.foreach import plan_list_call
 from shardwise.dispatch.guarded import Changes, Guard, Guarded, Retains, Settles, Unrecorded
-from shardwise.dispatch.interop.mixing import COLLECTIVES, refuse_collective
+from shardwise.dispatch.interop.mixing import COLLECTIVES, apart, refuse_collective
 from shardwise.dispatch.key import variant_key
 from shardwise.dispatch.modes import unseen
 from shardwise.dispatch.plan import Plan, has_terms, reduced_first, runs_in_cpp
@@ -38,7 +38,7 @@ from shardwise.dispatch.planning.lower import LostWriteError, Lowered, lower
 from shardwise.dispatch.planning.trace import Trace, flat_tensors, trace_call
 from shardwise.dispatch.steps import Steps, Whole
 from shardwise.dispatch.watch import labelled
-from shardwise.errors import InPlaceError, MeshError, ShardwiseError, StrideError
+from shardwise.errors import InPlaceError, ShardwiseError, StrideError
 from shardwise.layout import Layout
 from shardwise.local import is_leaf, is_parameter
 from shardwise.rules import Value, rule_for
@@ -78,7 +78,9 @@ def _plan_for(func: Callable, args: tuple, kwargs: dict[str, Any], tensors: list
         return into
     if any(isinstance(kwargs.get(name), Tensor) for name in NUMBERS):
         return _with_numbers(func)
-    mesh = _common_mesh(tensors)
+    mesh, *others = dict.fromkeys(x._layout.mesh for x in tensors if isinstance(x, DTensor))
+    if others:
+        raise apart(func, args, kwargs, mesh, others[0])
     layouts = [x._layout if isinstance(x, DTensor) else Layout(mesh, tuple(x.shape)) for x in tensors]
     try:
         plan, invariant = _plan(Asked(func, args, kwargs, tensors, layouts))
@@ -138,16 +140,6 @@ class Variants:
         call = Asked(self.func, args, kwargs or {}, flat_tensors((args, kwargs)), self.layouts)
         plan = self.plans[key] = unseen(_plan, call)[0]
         return plan
-
-
-def _common_mesh(tensors: Sequence[Tensor]) -> Any:
-    meshes = list(dict.fromkeys(x._layout.mesh for x in tensors if isinstance(x, DTensor)))
-    if len(meshes) > 1:
-        raise MeshError(
-            f"one call mixes tensors on {meshes[0]} and on {meshes[1]}; bring them to one mesh first "
-            f"(full_tensor() and distribute_tensor)"
-        )
-    return meshes[0]
 
 
 class Asked:
@@ -296,7 +288,7 @@ def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -
     layouts = [lowered.layouts[value.index] for value in results]
     if copies := [at for at, value in enumerate(results) if value.index in lowered.copies]:
         guards.append(Copies(call.func, copies))
-    is_view = copies or any(made.call.is_view for made in lowered.calls[-1:])
+    is_view = copies or all(made.call.is_view for made in lowered.calls[-1:])  # or the argument itself
     allowed = without_terms if is_view else within_graph  # what writes pass through stays as it is
     if any(layout.has_pending and allowed(layout) is not layout.unreduced for layout in layouts):
         guards.append(Settles())

@@ -187,7 +187,10 @@ class FSDPModule:
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise NotImplementedError("a fully sharded module is not copied; load its state_dict() into another one")
+        raise NotImplementedError(
+            "a fully sharded module is not copied; make another one in the same way, and load its state_dict(). So is "
+            "a moving average kept: torch.optim.swa_utils.get_ema_multi_avg_fn() takes the parameters of both"
+        )
 
     @property
     def _group(self) -> Group:

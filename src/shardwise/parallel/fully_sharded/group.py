@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm import Handle, noters
-from shardwise.errors import NoDataError
+from shardwise.errors import NoDataError, PlanError
 from shardwise.parallel.fully_sharded.collectives import Joint
 from shardwise.parallel.fully_sharded.layouts import DataParallel, Layouts, layouts_at_rest
 from shardwise.parallel.fully_sharded.policies import MixedPrecisionPolicy
@@ -45,6 +45,11 @@ class Entry:
     def look_up(self) -> None:
         """Modules may have been given other shards, by `to_empty` or `load_state_dict(assign=True)`."""
         module, name = self.places[0]
+        if name not in module._parameters:
+            raise PlanError(
+                f"fully_shard knows a parameter {self.name!r} that its module no longer has; parametrize modules, or "
+                f"take parameters out of them, before fully_shard"
+            )
         self.param = module._parameters[name]
         if self.param._layout is not self.layouts.resting:  # styles came after fully_shard
             self.layouts = layouts_at_rest(self.param._layout, self.layouts.data, self.name)

@@ -251,7 +251,7 @@ class Draw:
             raise Refused("too many results")
         if "autograd.grad(" in text:
             self._check_apart(values)
-            self._check_strides(text, values)
+            self._check_wanted(text, values)
         names = [self.name() for _ in values]
         left = ", ".join(names) + ("," if several and len(names) == 1 else "")
         self.parts.append(Line(f"{left} = {text}", tuple(names)))
@@ -276,40 +276,34 @@ class Draw:
         if len(set(new)) < len(new) or set(new) & set(old):
             raise Refused("gradients that share memory")
 
-    def _check_strides(self, text: str, gradients: Sequence[Tensor | None]) -> None:
+    def _check_wanted(self, text: str, gradients: Sequence[Tensor | None]) -> None:
         """Raise where a gradient is not strided as a tensor made like its own: torch promises nothing, and where shards
-        do not show the strides of a gradient it is given those. What `contiguous` makes of it depends on them."""
+        do not show the strides of a gradient it is given those. What `contiguous` makes of it depends on them. And
+        where a result of the same node (`unbind`) retains its gradient: it is kept then, though nobody asked for it."""
         wanted = eval(text[text.index("[") : text.index("]") + 1], self.run.names)
         for x, grad in zip(wanted, gradients, strict=True):
             steps = () if grad is None else zip(grad.stride(), torch.empty_like(x).stride(), x.shape, strict=True)
             if any(a != b and size > 1 for a, b, size in steps):
                 raise Refused("a gradient of other strides")
+        nodes = {x.grad_fn for x in wanted if x.grad_fn is not None}
+        asked = set(map(id, wanted))
+        if any(x.retains_grad and x.grad_fn in nodes and id(x) not in asked for x in self.tensors.values()):
+            raise Refused("a gradient that is kept for another's sake")
 
     def _check_hidden_views(self) -> None:
         """Raise where torch's own way of computing something decides which gradients there are. `F.linear` of several
         rows is a view of what it computed. Written to in another view, that has a history in which the result, and
-        whoever watches its gradient, has no part; a result that is no view has. A view of a watched view has none in it
-        either, once written to without being recorded; here it has, if what is watched is a copy. A second pass goes
-        through some results only because torch's formula for their gradient is written with them."""
+        whoever watches its gradient, has no part; a result that is no view has. A second pass goes through some results
+        only because torch's formula for their gradient is written with them."""
         twice = any("create_graph" in part.text for part in self.parts)
         named = {id(x) for x in self.tensors.values()}
         watched = [name for part in self.parts if WATCHES.search(part.text) for name in part.takes]
-        for name, x in self.run.tensors(watched):
+        for _, x in self.run.tensors(watched):
             base = x._base
-            later = (y for _, y in self.run.tensors(self._made_of(name)) if base is not None and y._base is base)
-            if any("AsStrided" in type(y.grad_fn).__name__ for y in later):
-                raise Refused("a view of a view, with a history of its own since it was written to")
             if base is not None and id(base) not in named and type(base.grad_fn).__name__ == "CopySlices":
                 raise Refused("a hidden view")
             if twice and OWN_FORMULA.search(type(x.grad_fn).__name__):
                 raise Refused("a result in the formula for its gradient")
-
-    def _made_of(self, name: str) -> list[str]:
-        """What has been computed from a tensor."""
-        found: list[str] = []
-        for part in self.parts:
-            found += part.gives if part.takes & {name, *found} else ()
-        return found
 
     def _again(self) -> None:
         """Run what is left, as if what was removed had never been run."""

@@ -145,7 +145,8 @@ def _gone(key: int, found: ref[Tensor]) -> None:
 
 def leaf_of(node: Any) -> Tensor | None:
     """The leaf that a node's gradient is for, as it is. Moves whose backward does nothing may lie between: some ranks
-    do without them, and all must find the same leaf. So may an alias: rank 0's shard in the simulator is one."""
+    do without them, and all must find the same leaf. So may what the simulator puts there: an alias, as rank 0's shard
+    is one, and the own nodes of what was moved."""
     while node is not None and _passes_on(node):
         node = node.next_functions[0][0]
     return getattr(node, "variable", None)
@@ -156,6 +157,8 @@ def _passes_on(node: Any) -> bool:
     if isinstance(move, Move):
         return move.dual.kind == "nothing"
     name = node.name()
+    if name == "UnsafeViewBackward0" and isinstance(getattr(node.next_functions[0][0], "move", None), Move):
+        return True
     return name == "AliasBackward0" or (name in _COPIES and SECOND_ORDER in node.metadata)
 
 

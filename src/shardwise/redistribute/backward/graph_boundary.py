@@ -20,6 +20,8 @@ class MoveGradient(torch.autograd.Function):
     itself be differentiated.
     """
 
+    joins_ranks = True
+
     @staticmethod
     def forward(ctx: Any, moves: Sequence[Move], *shards: Tensor) -> Any:
         ctx.moves = moves
@@ -39,6 +41,8 @@ class MoveGradient(torch.autograd.Function):
 
 class CastBackward(torch.autograd.Function):
     """Moves whose backward communicates in another dtype. Where they are `begun`, the result has no data yet."""
+
+    joins_ranks = True
 
     @staticmethod
     def forward(ctx: Any, moves: Sequence[Move], dtype: torch.dtype, begun: bool, *shards: Tensor) -> Any:

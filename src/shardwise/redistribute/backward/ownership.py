@@ -22,13 +22,14 @@ _storage = torch._C.TensorBase.untyped_storage
 _storages = torch._C._storage_Use_Count
 
 
-def bare_function(forward: Callable[..., Any], backward: Callable[..., Any], name: str) -> Callable[..., Any]:
+def bare_function(
+    forward: Callable[..., Any], backward: Callable[..., Any], name: str, **attributes: Any
+) -> Callable[..., Any]:
     """`apply` of an autograd function, without detours: functorch's transforms have no business with shards, and
     torch's own backward would only look for ours, which, called by the engine itself, sees the references that
     `is_ours` knows."""
-    function: Any = type(
-        name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    )
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function: Any = type(name, (torch.autograd.Function,), {**methods, **attributes})
     function._backward_cls.apply = backward
     return super(_SingleLevelFunction, function).apply
 

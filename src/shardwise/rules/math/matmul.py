@@ -89,7 +89,20 @@ def _linear(call: Call) -> Factors:
     return Factors(ins, [out], linear=[frozenset({0}), frozenset({1})])
 
 
-register("linear", rule=factor_rule(_linear))
+def _linear_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
+    """How torch adds up the gradient of a bias depends on whether the input is contiguous, as a thin shard may be on
+    some ranks only: replicas of it would differ."""
+    has_bias = len(call.inputs) == 3
+    if not has_bias or call.inputs[0].ndim < 3 or not ins[0].thinness:
+        return None
+    return Local(_of_contiguous, [call.op, *call.args], call.kwargs)
+
+
+def _of_contiguous(op: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return op(x.contiguous(), *args, **kwargs)
+
+
+register("linear", rule=factor_rule(_linear, _linear_local))
 
 
 def _matmul(call: Call) -> Factors:

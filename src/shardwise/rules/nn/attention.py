@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,6 +67,9 @@ def _grouped_heads(call: Call) -> list[Strategy]:
 def _attention_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
     query, key = call["query"], call["key"]
     rows, heads = query.ndim - 2, query.ndim - 3
+    if not all(x.numel for x in (query, key, call["value"])):
+        mask = call["attn_mask"] if _masks_of_nothing_count() else None
+        return Local(_of_nothing, [HeldValues(outs[0].held_shapes), query, key, call["value"], mask])
     causal = bool(call["is_causal"]) and bool(ins[0].splits[rows])
     grouped = bool(call.bound.get("enable_gqa")) and heads >= 0 and query.shape[heads] != key.shape[heads]
     alone = grouped and bool(ins[0].splits[heads]) and not ins[1].splits[heads]
@@ -77,6 +81,19 @@ def _attention_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) 
         local = Local(_local_attention, [first_rows, first_heads, shared, *call.bound.values()])
     local = unless_empty(call, outs, local)
     return local if local is None or not call["dropout_p"] else _rank_by_rank(local)
+
+
+def _of_nothing(shape: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Where there is nothing to attend to, or nobody who attends."""
+    return connected_zeros(query, shape, key, value, mask, saves=False)
+
+
+@cache
+def _masks_of_nothing_count() -> bool:
+    """Whether torch makes a mask part of the graph though there is nothing to attend to: up to 2.12 it did."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.enable_grad():
+        nothing, mask = torch.zeros(0, 1, 1, 1, device="cpu"), torch.zeros(1, 1, device="cpu", requires_grad=True)
+        return F.scaled_dot_product_attention(nothing, nothing, nothing, mask).requires_grad
 
 
 def _rank_by_rank(local: Local) -> Local:

@@ -7,7 +7,7 @@ from threading import Event
 
 import torch
 
-from shardwise.redistribute.backward.double_backward import left_behind, trail
+from shardwise.redistribute.backward.double_backward import anchored, anchors, left_behind, trail
 
 PATIENCE = 30.0
 """Seconds until a test that waits for another thread gives up."""
@@ -21,7 +21,7 @@ def test_a_trail_notes_what_is_part_of_a_graph() -> None:
             left_behind([x, torch.ones(2)])
         left_behind([x])
     left_behind([x])
-    assert [len(inner), len(outer)] == [1, 2] and all(y is x for y in (*inner, *outer))
+    assert inner.recorded == [[x]] and [len(noted) for noted in outer.recorded] == [1, 1]
 
 
 def test_each_thread_has_trails_of_its_own() -> None:
@@ -29,12 +29,12 @@ def test_each_thread_has_trails_of_its_own() -> None:
     x, y = (torch.ones(2, requires_grad=True) * number for number in (2, 3))
     begun, done = Event(), Event()
 
-    def other() -> list[torch.Tensor]:
+    def other() -> list[list[torch.Tensor]]:
         with trail() as noted:
             begun.set()
             assert done.wait(PATIENCE)
             left_behind([y])
-        return noted
+        return noted.recorded
 
     with ThreadPoolExecutor(1) as pool:
         with trail() as mine:
@@ -42,12 +42,37 @@ def test_each_thread_has_trails_of_its_own() -> None:
             assert begun.wait(PATIENCE)
             left_behind([x])
         done.set()
-        (theirs,) = found.result(PATIENCE)
-    assert len(mine) == 1 and mine[0] is x and theirs is y
+        ((theirs,),) = found.result(PATIENCE)
+    assert len(mine.recorded) == 1 and mine.recorded[0][0] is x and theirs is y
 
 
 def test_a_devices_own_thread_works_for_whoever_came_last() -> None:
     x = torch.ones(2, requires_grad=True) * 2
     with trail() as mine, ThreadPoolExecutor(1) as pool:
         pool.submit(left_behind, [x]).result(PATIENCE)
-    assert len(mine) == 1 and mine[0] is x
+    assert len(mine.recorded) == 1 and mine.recorded[0][0] is x
+
+
+def test_anchors_live_as_long_as_what_leads_to_them() -> None:
+    before = len(anchors())
+    with trail() as mine:
+        (grad,) = anchored([torch.ones(2)])
+        (same,) = anchored([torch.ones(2)])
+    assert grad.requires_grad and same.requires_grad and len(anchors()) == before + 1
+    del mine, same
+    assert len(anchors()) == before + 1
+    del grad
+    assert len(anchors()) == before
+
+
+def test_anchors_that_no_pass_needs_are_reached_by_those_that_ask_for_what_was_there_before() -> None:
+    before = len(anchors())
+    x = torch.ones(2, requires_grad=True)
+    old = x * 2
+    with trail() as mine:
+        (grad,) = anchored([old * 3])
+    late = grad * 2
+    assert len(anchors([late])) == len(anchors([x])) == len(anchors([])) == before + 1
+    mine.needs_no_anchors()
+    assert [len(anchors(asked)) - before for asked in ([late], [x], [late, old])] == [0, 0, 1]
+    assert len(anchors()) == before + 1

@@ -19,13 +19,6 @@ INSIDE: tuple[Maker, ...] = (
 )
 """Calls that may stand inside others, where nothing but their result is seen."""
 
-SHIFT, SECOND = "g + 0.5", "create_graph=True"
-"""Not in one program: a pass through gradients of gradients gives zeros to hooks that torch would not come to."""
-
-
-def _is_in(d: Draw, text: str) -> bool:
-    return any(text in part.text for part in d.parts)
-
 
 def _loss(d: Draw, x: Var) -> str:
     return d.way(LOSSES).format(x=x)
@@ -40,11 +33,8 @@ def _recorded(d: Draw, *dims: int) -> Var:
 
 
 def hook(d: Draw) -> Line:
-    """On a tensor that is not used yet: in the simulator a hook must come first."""
-    used = {name for part in d.parts for name in part.takes}
-    x = d.tensor(0, 1, 2, 3, fits=lambda v: v.value.requires_grad and str(v) not in used)
-    keep_zeros = ("g * 2", "None", "g.tanh()")
-    return Line(f"{x}.register_hook(lambda g: {d.pick(*keep_zeros, *([] if _is_in(d, SECOND) else [SHIFT]))})")
+    x = d.tensor(0, 1, 2, 3, fits=lambda v: v.value.requires_grad)
+    return Line(f"{x}.register_hook(lambda g: {d.pick('g * 2', 'None', 'g + 0.5', 'g.tanh()')})")
 
 
 def retain(d: Draw) -> Line:
@@ -62,13 +52,10 @@ def two_backwards(d: Draw) -> Line:
 
 
 def gradient(d: Draw) -> str:
-    """Of what has no hooks: torch hands out what a hook was given, or what it returned, as other tensors are asked for
-    or not (`grad(loss, [v])`, `grad(loss, [v, x])`)."""
     x = _recorded(d)
-    hooked = {name for part in d.parts if ".register_hook(" in part.text for name in part.takes}
-    sources = [v for v in d.pool if v.value.requires_grad and v.dtype.is_floating_point and v != x and v not in hooked]
+    sources = [v for v in d.pool if v.value.requires_grad and v.dtype.is_floating_point]
     wanted = d.chance.sample(sources, min(len(sources), d.pick(1, 1, 2)))
-    create = d.pick(SECOND, "retain_graph=True") if not _is_in(d, SHIFT) else "retain_graph=True"
+    create = d.pick("create_graph=True", "retain_graph=True")
     return f"torch.autograd.grad({_loss(d, x)}, [{', '.join(wanted)}], {create}, allow_unused=True)"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from shardwise.proof.fuzz.draw import Draw, Refused, Var
+from shardwise.proof.fuzz.draw import Draw, Var
 from shardwise.proof.fuzz.program import show
 
 ANY = """
@@ -35,7 +35,7 @@ def _shape(d: Draw, x: Var) -> tuple[int, ...]:
     left = math.prod(x.shape)
     sizes: list[int] = []
     if not left:
-        raise Refused("nothing to reshape")
+        return d.pick((0,), (0, d.size()), (d.size(), 0, d.size()))
     while left > 1 and len(sizes) < 3:
         sizes.append(d.pick(*(n for n in range(1, left + 1) if left % n == 0)))
         left //= sizes[-1]

@@ -1,0 +1,88 @@
+"""Plain tensors that ranks bring to parallelized modules. Ranks whose batches are not equally long would wait for each
+other in the next collective, or take each other's numbers for their own: so they compare shapes first.
+
+What is brought in while a parallelized module runs follows from what it was called with. So that is compared, by one
+small reduction; only if it differs, everything that comes in is. On the CPU only: an accelerator would first have to
+finish all that it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardwise.comm import as_mesh
+from shardwise.comm.agreement import compared, digest
+from shardwise.errors import ShardShapeError
+from shardwise.from_local import check_alike
+from shardwise.layout import Mesh, Placements
+from shardwise.tensor import DTensor, from_parts
+
+_running: WeakKeyDictionary[Mesh, tuple[nn.Module, bool]] = WeakKeyDictionary()
+"""On which meshes a parallelized module is running, which, and whether the ranks called it with different shapes."""
+
+_in_backward = torch._C._current_graph_task_id
+_EQUALLY_LONG = "Batches of a step are equally long on all of them"
+
+
+def compare_calls(module: nn.Module, mesh: Mesh) -> None:
+    """Have the ranks of a mesh compare what they call a module with."""
+    if mesh.device_type == "cpu" and len(mesh.held) < mesh.size() and "_compares_calls" not in module.__dict__:
+        module._compares_calls = True  # type: ignore[assignment]
+        module.register_forward_pre_hook(partial(_begin, mesh), prepend=True, with_kwargs=True)
+        module.register_forward_hook(partial(_end, mesh), always_call=True)
+
+
+def _begin(mesh: Mesh, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    outer, _ = _running.get(mesh, (module, False))
+    if outer is module and not _recomputes():
+        _running[mesh] = module, _differ(mesh, args, kwargs)
+
+
+def _end(mesh: Mesh, module: nn.Module, args: Any, output: Any) -> None:
+    if mesh in _running and _running[mesh][0] is module:
+        del _running[mesh]
+
+
+def _recomputes() -> bool:
+    """In a backward pass a checkpoint runs modules again, as they ran before."""
+    return _in_backward() != -1
+
+
+def _differ(mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> bool:
+    facts = [(tuple(x.shape), x.dtype) for x in plain_tensors((args, kwargs))]
+    return bool(facts) and compared(mesh, digest(facts))[0]
+
+
+def plain_tensors(tree: Any) -> Iterator[Tensor]:
+    return (x for x in tree_leaves(tree) if isinstance(x, Tensor) and not isinstance(x, DTensor))
+
+
+def brought_in(who: str, part: Tensor, mesh: Mesh, placements: Placements, shape: Sequence[int] | None) -> DTensor:
+    """The DTensor of the parts that ranks bring to a module. Those of a dim may be uneven."""
+    _, differ = _running.get(mesh, (None, not _recomputes()))
+    try:
+        return from_parts(part, as_mesh(mesh), placements, shape, compare=differ)
+    except ShardShapeError as error:
+        raise ShardShapeError(
+            f"{who}: what the ranks of {mesh} bring does not fit together: {error}. {_EQUALLY_LONG}"
+        ) from None
+
+
+def check_replicated(who: str, mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise, on all ranks alike, unless plain tensors that are the same on all of them have the same shapes."""
+    if len(mesh.held) < mesh.size() and not _differ(mesh, args, kwargs):
+        return
+    for x in plain_tensors((args, kwargs)):
+        try:
+            check_alike(x, mesh)
+        except ShardShapeError as error:
+            raise ShardShapeError(
+                f"{who}: plain tensors are the same on all ranks of {mesh}, but {error}. {_EQUALLY_LONG}"
+            ) from None
