@@ -42,6 +42,9 @@ def load(
     was: layouts, shapes, plain values, the code of the function. If anything is not, every rank raises
     `SavedProgramError`, which says what; with `strict=False` the call is captured instead.
 
+    Reading a file runs nothing. But a program is code, which may call any op that torch has: load those of people
+    whom you trust.
+
     >>> import tempfile, torch, shardwise as sw
     >>> mesh = sw.simulate((2,), ("tp",))
     >>> model = sw.distribute_module(torch.nn.Linear(4, 4), mesh)
