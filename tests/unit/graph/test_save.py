@@ -393,7 +393,11 @@ def not_json(file: Path) -> None:
     file.write_bytes(b"\x80\x04\x95pickle\xff")
 
 
-@pytest.mark.parametrize("damage", [cut, changed_inside, of_another_kind, not_json])
+def nested(file: Path) -> None:
+    file.write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize("damage", [cut, changed_inside, of_another_kind, not_json, nested])
 @pytest.mark.parametrize("suffix", ["json", "safetensors"])
 def test_damaged_files(damage: Callable[[Path], None], suffix: str, folder: Path) -> None:
     file = folder / f"rank-00000.{suffix}"
@@ -419,6 +423,18 @@ def test_missing_files(kept: tuple[str, ...], said: str, folder: Path) -> None:
             path.unlink()
     with pytest.raises(SavedProgramError, match=said):
         sw.graph.load(folder, total, backend="fx")
+
+
+def test_what_is_no_folder(folder: Path) -> None:
+    with pytest.raises(SavedProgramError, match=r"rank-00000.json cannot be read: Not a directory"):
+        sw.graph.load(folder / "rank-00000.json", total, backend="fx")
+
+
+def test_a_loaded_program_is_saved_as_it_was(tmp_path: Path) -> None:
+    loaded = saved_and_loaded(stepped, tmp_path / "first")
+    loaded.save(tmp_path / "second")
+    for file in (tmp_path / "first").iterdir():
+        assert file.read_bytes() == (tmp_path / "second" / file.name).read_bytes(), file.name
 
 
 def rewritten(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -56,18 +56,11 @@ def read(folder: Path) -> tuple[list[dict[str, Any]], list[Tensor]]:
     stem = _stem(folder)
     file = stem.with_suffix(".json")
     try:
-        whole = json.loads(file.read_bytes())
-        tensors = stem.with_suffix(".safetensors").read_bytes()
-        content = whole["content"]
-        is_whole = whole["digest"] == _digest(_text(content)) and content["format"] == FORMAT
-        is_whole = is_whole and content["tensors"] == hashlib.sha256(tensors).hexdigest()
-    except FileNotFoundError as error:
-        there = sorted(path.name for path in folder.glob("rank-*.json")) if folder.is_dir() else []
-        found = f"{folder} has {', '.join(there)}" if there else f"there are no saved programs in {folder}"
-        raise SavedProgramError(f"{error.filename} is missing: {found}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        is_whole = False
-    if not is_whole:
+        data, tensors = file.read_bytes(), stem.with_suffix(".safetensors").read_bytes()
+    except OSError as error:
+        raise _not_there(folder, error) from None
+    content = _content(data, tensors)
+    if content is None:
         raise SavedProgramError(
             f"{file} is not as it was written: it, or the file beside it, has changed or is damaged"
         )
@@ -77,6 +70,25 @@ def read(folder: Path) -> tuple[list[dict[str, Any]], list[Tensor]]:
         if (saved := content["versions"].get(name)) != here:
             raise SavedProgramError(f"{file} was saved with {name} {saved}; this is {name} {here}: capture it again")
     return content["programs"], _unpacked(tensors)
+
+
+def _not_there(folder: Path, error: OSError) -> SavedProgramError:
+    if not isinstance(error, FileNotFoundError):
+        return SavedProgramError(f"{error.filename} cannot be read: {error.strerror}")
+    there = sorted(path.name for path in folder.glob("rank-*.json")) if folder.is_dir() else []
+    found = f"{folder} has {', '.join(there)}" if there else f"there are no saved programs in {folder}"
+    return SavedProgramError(f"{error.filename} is missing: {found}")
+
+
+def _content(data: bytes, tensors: bytes) -> dict[str, Any] | None:
+    """What a file says; None if that is not what was written, with these tensors."""
+    try:
+        whole = json.loads(data)
+        content: dict[str, Any] = whole["content"]
+        is_whole = whole["digest"] == _digest(_text(content)) and content["format"] == FORMAT
+        return content if is_whole and content["tensors"] == hashlib.sha256(tensors).hexdigest() else None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def _text(content: Any) -> str:
