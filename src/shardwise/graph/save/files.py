@@ -86,7 +86,9 @@ def _content(data: bytes, tensors: bytes) -> dict[str, Any] | None:
         whole = json.loads(data)
         content: dict[str, Any] = whole["content"]
         is_whole = whole["digest"] == _digest(_text(content)) and content["format"] == FORMAT
-        return content if is_whole and content["tensors"] == hashlib.sha256(tensors).hexdigest() else None
+        is_whole = is_whole and content["tensors"] == hashlib.sha256(tensors).hexdigest()
+        kinds = [type(content[name]) for name in ("version", "versions", "programs")]
+        return content if is_whole and kinds == [int, dict, list] else None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from shardwise.graph.run import Make, holds
 from shardwise.graph.save.files import read
 from shardwise.graph.save.needs import argument_said, difference, mesh_said, needs_of, tensor_said
 from shardwise.graph.save.programs import ProgramReader
+from shardwise.graph.save.values import NO_PROGRAM
 from shardwise.layout import Mesh
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -85,9 +87,9 @@ class Loaded(Compiled):
         programs, constants = self.written
         why = []
         for number, entry in enumerate(programs):
-            first, last = entry["constants"]
             try:
-                return bound(entry, constants[first:last], call)
+                with _reading():
+                    return bound(entry, constants, call)
             except SavedProgramError as error:
                 why.append(str(error) if len(programs) == 1 else f"program {number + 1}: {error}")
         words = f"no program in {self.folder} serves this call of {self.name}: {'; '.join(why)}"
@@ -97,8 +99,19 @@ class Loaded(Compiled):
         return super()._find(call)
 
 
+@contextmanager
+def _reading() -> Iterator[None]:
+    """A file whose digest is right may still be one that somebody made otherwise than by saving a program."""
+    try:
+        yield
+    except SavedProgramError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, AssertionError) as error:
+        raise SavedProgramError(f"{NO_PROGRAM}: {type(error).__name__}: {error}") from error
+
+
 def bound(entry: Mapping[str, Any], constants: list[Tensor], call: Call) -> Program:
-    """A saved program on what a call reaches, if all is as it was."""
+    """A saved program on what a call reaches, if all is as it was. `constants` are those of all programs."""
     tensors = named_tensors(call.reached)
     needs = entry["needs"]
     for name in entry["objects"]:
@@ -111,7 +124,9 @@ def bound(entry: Mapping[str, Any], constants: list[Tensor], call: Call) -> Prog
         name: call.reached.optimizers[key] for key, name in call.reached.names.items() if key in call.reached.optimizers
     }
     meshes = _Meshes(entry, tensors, call)
-    reader = ProgramReader(entry["shared"], dict(enumerate(constants)), tensors, optimizers, meshes.root)
+    first, last = entry["constants"]
+    own = dict(enumerate(constants[first:last]))
+    reader = ProgramReader(entry["shared"], own, tensors, optimizers, meshes.root)
     program = reader.read(entry["program"])
     guards = Guards(call, program, FIRST)
     differs = difference(needs, needs_of(guards, {name: tensors[name] for name in entry["objects"]}))

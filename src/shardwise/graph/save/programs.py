@@ -14,7 +14,7 @@ from shardwise.errors import SavedProgramError
 from shardwise.graph.names import Names
 from shardwise.graph.program import FromGroup, FromObject, Given, Part, Program, Result
 from shardwise.graph.reached import PLAIN
-from shardwise.graph.save.values import Reader, Writer
+from shardwise.graph.save.values import NO_PROGRAM, Reader, Writer
 from shardwise.layout import Mesh
 
 META = ("facts", "line", "layout", "comm", "number", "host", "backward", "constant")
@@ -109,10 +109,7 @@ class ProgramReader:
         self.values = Reader(shared, self._find)
 
     def read(self, written: dict[str, Any]) -> Program:
-        try:
-            return Program(**{key: self.values.read(value) for key, value in written.items()})
-        except (LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise SavedProgramError(f"the file holds what is no program: {type(error).__name__}: {error}") from error
+        return Program(**{key: self.values.read(value) for key, value in written.items()})
 
     def _find(self, tag: str, value: Any) -> Any:
         match tag:
@@ -162,4 +159,4 @@ def _check_names(op: Any, name: Any, target: Any, kwargs: Mapping[Any, Any]) -> 
     """Graphs run as functions of Python's, in which these stand as they are: they must be names, and nothing else."""
     names = [name, *kwargs, *([target] if op == "placeholder" else [])]
     if op not in OPS or not all(isinstance(x, str) and x.isidentifier() and not iskeyword(x) for x in names):
-        raise SavedProgramError(f"the file holds what is no program: a node {name!r} that is a {op!r} of {names[1:]}")
+        raise SavedProgramError(f"{NO_PROGRAM}: a node {name!r} that is a {op!r} of {names[1:]}")

@@ -52,6 +52,9 @@ RECORDS: dict[str, type] = {
 }
 """Values that are written as their fields, in order."""
 
+NO_PROGRAM = "the file holds what is no program"
+"""Said of files that somebody else made."""
+
 _SHARED = (Collective, Comm, Facts, Layout, Line)
 _NAMED_FUNCTIONS = {f"{function.__module__}.{function.__name__}": function for function in FUNCTIONS}
 _NAMED_FUNCTIONS["operator.getitem"] = operator.getitem
@@ -202,7 +205,7 @@ class Reader:
 def _checked(record: Any) -> Any:
     """A record that may be read. A collective runs that method of a port which is called as its kind, so no other."""
     if isinstance(record, Collective) and record.kind not in _COLLECTIVES:
-        raise SavedProgramError(f"the file holds what is no program: a collective {record.kind!r}")
+        raise SavedProgramError(f"{NO_PROGRAM}: a collective {record.kind!r}")
     return record
 
 
