@@ -305,6 +305,11 @@ def _node_of(x: Any) -> Any:
                 "torch.compile and torch.export"
             )
         return x.node.node
+    if isinstance(x, torch.Generator):
+        raise CaptureError(
+            f"the program draws from a torch.Generator of its own{at(_users_place())}, which it cannot be given: draw "
+            f"from torch's default generator (torch.manual_seed), or hand in what was drawn"
+        )
     return x
 
 

@@ -91,6 +91,20 @@ def test_gradients_that_could_not_flow_back() -> None:
     )
 
 
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_generators_of_ones_own(is_distributed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draws(x: Any) -> Any:
+        return x * torch.empty_like(x).uniform_(generator=generator)
+
+    x = batch(sw.simulate((2, 2), ("dp", "tp")), 0) if is_distributed else torch.ones(3)
+    assert refusal(draws, x) == (
+        "the program draws from a torch.Generator of its own (LINE), which it cannot be given: draw from torch's "
+        "default generator (torch.manual_seed), or hand in what was drawn"
+    )
+
+
 def test_what_compiles_nowhere() -> None:
     x = batch(sw.simulate((2, 2), ("dp", "tp")), 0)
     said = 'on a simulated mesh programs run node by node: use backend="fx"'

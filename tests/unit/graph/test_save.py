@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.errors import CaptureError, CaptureWarning, SavedProgramError
+from shardwise.errors import CaptureError, CaptureWarning, IndexRangeError, SavedProgramError
 from shardwise.graph.save.values import Reader, Writer
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
 def mesh_2x2() -> Any:
@@ -116,10 +117,50 @@ def fully_sharded() -> Made:
     return (net, optimizer), step, lambda call: (batch(mesh, call),)
 
 
+def looked_up() -> Made:
+    """Rows of a table by numbers, which are checked."""
+    mesh = mesh_2x2()
+    torch.manual_seed(0)
+    table = nn.Parameter(sw.distribute_tensor(torch.randn(20, WIDTH), mesh, [sw.Replicate(), sw.Shard(0)]))
+    optimizer = torch.optim.AdamW([table], lr=0.1)
+
+    def step(numbers: Any) -> Tensor:
+        optimizer.zero_grad()
+        rows = nn.functional.embedding(numbers, table)
+        loss = nn.functional.cross_entropy(nn.functional.linear(rows, table), numbers)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def numbers(first: int) -> Any:
+        return sw.distribute_tensor(torch.arange(first, first + 8), mesh, [sw.Shard(0), sw.Replicate()])
+
+    return (table, optimizer), step, lambda call: (numbers(call),)
+
+
+def by_a_plan() -> Made:
+    """On one axis of a larger mesh; plain tensors in, plain tensors out."""
+    mesh = mesh_2x2()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return (net, optimizer), step, lambda call: (torch.full((4, WIDTH), call + 1.0),)
+
+
 MADE: dict[str, Callable[[], Made]] = {
     "step": stepped,
     "arguments": given_all,
     "fully sharded": fully_sharded,
+    "by a plan": by_a_plan,
     "of all ranks together": partial(stepped, fused=True),
     "recomputed": partial(stepped, loss=recomputed),
     "autocast": partial(stepped, loss=under_autocast, foreach=True),
@@ -129,6 +170,13 @@ MADE: dict[str, Callable[[], Made]] = {
 @pytest.mark.parametrize("name", MADE)
 def test_a_loaded_program_does_what_the_saved_one_does(name: str, tmp_path: Path) -> None:
     saved_and_loaded(MADE[name], tmp_path)
+
+
+def test_a_loaded_program_checks_what_the_saved_one_does(tmp_path: Path) -> None:
+    loaded = saved_and_loaded(looked_up, tmp_path)
+    numbers = sw.distribute_tensor(torch.arange(30, 38), mesh_2x2(), [sw.Shard(0), sw.Replicate()])
+    with pytest.raises(IndexRangeError, match="index 30 is out of bounds: it must be from 0 to 19"):
+        loaded(numbers)
 
 
 def test_of_several_programs_the_one_that_serves_the_call_is_bound(tmp_path: Path) -> None:
