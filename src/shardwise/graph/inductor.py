@@ -39,7 +39,7 @@ def by_inductor(
         raise CaptureError('on a simulated mesh programs run node by node: use backend="fx"')
     why_not = obstacle(parts[0]) if cuda_graph else "cuda_graph=False"
     if cuda_graph is True and why_not is not None:
-        raise CaptureError(f"the program cannot be a CUDA graph: {why_not}")
+        raise CaptureError(f'the program cannot be a CUDA graph: {why_not}; cuda_graph="auto" runs it without one')
     return _Compiled(parts[0], why_not)
 
 

@@ -42,6 +42,11 @@ class Line:
     backward: bool
 
 
+def at(line: Line | None) -> str:
+    """A line, as errors say it behind what is there."""
+    return f" ({line.file}, line {line.number})" if line is not None and line.file else ""
+
+
 # Where inputs come from
 
 

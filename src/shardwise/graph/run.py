@@ -89,6 +89,11 @@ class _Host:
             return self._run(*[read(leaves, ()) for read in self._inputs])
 
 
+def holds(program: Program, leaves: Leaves) -> bool:
+    """Whether the numbers that a program depends on, which is not made to run yet, are what they were."""
+    return not program.expected or _Host(program.conditions)(leaves) == program.expected
+
+
 def compiled(graph: fx.Graph) -> Callable[..., Any]:
     """A graph as a function of Python's, which lets go of values when they are not needed any more."""
     return fx.GraphModule(nn.Module(), graph).forward
