@@ -11,7 +11,7 @@ from torch import fx
 
 from shardwise.comm import running_mesh
 from shardwise.comm.record import Comm
-from shardwise.graph.nodes import Collective
+from shardwise.graph.nodes import collective_of
 from shardwise.graph.program import Facts, Line, Place, Program
 from shardwise.layout import Layout
 from shardwise.layout.placement import SUM
@@ -23,8 +23,8 @@ def comms_of(program: Program, layout_at: Callable[[Place], Layout | None]) -> l
     """The collectives that the first rank held here takes part in, in their order; behind them those of gradients that
     the program leaves to whatever it is a part of, to be reduced in buckets. `layout_at` knows the layouts of tensors
     that the program is given."""
-    nodes = [node for node in program.ranks[0].graph.nodes if isinstance(node.target, Collective)]
-    return [*(_comm(node, node.target, is_joint=program.is_joint) for node in nodes), *_left(program, layout_at)]
+    nodes = [(node, x) for node in program.ranks[0].graph.nodes if (x := collective_of(node)) is not None]
+    return [*(_comm(node, x, is_joint=program.is_joint) for node, x in nodes), *_left(program, layout_at)]
 
 
 def _left(program: Program, layout_at: Callable[[Place], Layout | None]) -> Iterator[Comm]:

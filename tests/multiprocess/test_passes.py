@@ -1,0 +1,85 @@
+"""Passes on real ranks: programs give the functions' bits, and a pass after which ranks would differ is left out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from launch import Case
+from shardwise.errors import CaptureError
+from shardwise.graph.passes import PASSES
+from shardwise.graph.passes.share import share
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # the ranks import this file without pytest's settings
+from optimised import SMALL, case_of, kinds, only
+
+
+def each_pass(rank: int, size: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "tp"))
+    for case in SMALL:
+        assert kinds(case.program(mesh, only(case.acts))) == list(case.after), case
+
+
+def all_passes(rank: int, size: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for case in SMALL:
+        program = case.program(mesh, "default")
+        assert not any(report.left_out for report in program.reports), case
+
+
+def ranks_that_differ(rank: int, size: int) -> None:
+    mesh, case = sw.init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "tp")), case_of("gathered twice")
+    original = PASSES["share"]
+    try:
+        PASSES["share"] = lambda draft: share(draft) if rank else []
+        program = case.program(mesh, ("share", "merge"))
+        assert {report.name for report in program.reports if report.left_out} == {"share"}
+        assert kinds(program) == ["all_gather"]  # what merge makes of two
+
+        def fails(draft: Any) -> list[str]:
+            if rank:
+                raise KeyError("only here")
+            return []
+
+        PASSES["share"] = fails
+        with pytest.raises(KeyError if rank else CaptureError, match="only here" if rank else "on another rank"):
+            case.program(mesh, "default")
+    finally:
+        PASSES["share"] = original
+    assert kinds(case.program(mesh, "default")) == ["all_gather"]  # nothing is left over
+
+
+def written_while_it_is_gathered(rank: int, size: int) -> None:
+    """Rows enough that a gather takes its time."""
+    mesh = sw.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+
+    def function(x: Any, y: Any) -> Any:
+        whole = x.redistribute(placements=[sw.Replicate()])
+        x.add_(1)
+        return whole + y
+
+    compiled = sw.compile(function, backend="fx")
+    with torch.no_grad():
+        for call in range(3):
+            x = sw.distribute_tensor(torch.full((2**18, 8), float(call)), mesh, [sw.Shard(0)])
+            y = sw.distribute_tensor(torch.zeros(2**18, 8), mesh)
+            assert torch.equal(compiled(x, y).to_local(), torch.full((2**18, 8), float(call)))
+
+
+CASES = [
+    Case("passes-each", 2, each_pass),
+    Case("passes-all-4", 4, all_passes),
+    Case("passes-ranks-that-differ", 2, ranks_that_differ),
+    Case("passes-written-while-gathered", 2, written_while_it_is_gathered),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_passes_on_ranks(case: Case, on_ranks: Callable[[Case], object]) -> None:
+    on_ranks(case)
