@@ -92,9 +92,11 @@ class Writer:
         return self._tagged(x)
 
     def _share(self, x: Any) -> int:
-        key = x.on(running_mesh(x.mesh)) if isinstance(x, Layout) else x
+        x = x.on(running_mesh(x.mesh)) if isinstance(x, Layout) else x
+        uncompared = [getattr(x, field.name) for field in fields(x) if not field.compare] if is_dataclass(x) else []
+        key = x, *uncompared  # equal values need not be written alike
         if key not in self._numbers:
-            self.shared.append(self._tagged(key))
+            self.shared.append(self._tagged(x))
             self._numbers[key] = len(self.shared) - 1
         return self._numbers[key]
 

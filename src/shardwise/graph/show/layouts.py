@@ -113,8 +113,10 @@ def _before_reduction(node: fx.Node, comm: Comm, found: dict[fx.Node, Layout], r
 
 
 def _addends(node: fx.Node, found: dict[fx.Node, Layout], rank: int) -> None:
-    """What is added to a pending sum counts once: it is pending, too, whole on one rank and zero on the others."""
+    """What is added to a pending sum counts once: it is pending, too, whole on one rank and zero on the others. On this
+    rank it may be the value itself, which is also used as it is."""
     layout = found[node]
     for x in node.all_input_nodes:
-        if layout.has_pending and x in found and not found[x].has_pending and _fits(layout, x, rank):
+        is_made_for_it = len(x.users) == 1 and is_op(x.target)
+        if is_made_for_it and layout.has_pending and x in found and not found[x].has_pending and _fits(layout, x, rank):
             found[x] = layout
