@@ -23,6 +23,8 @@ from shardwise.rules.kit import registry
 SEED = 0
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anybody imports Triton, which then runs programs on the CPU
 
 # `ci` gives the same examples in every run. For a search: pytest --hypothesis-profile=thorough
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)

@@ -67,6 +67,10 @@ class StrictModeError(ShardwiseError, RuntimeError):
     """Strict mode: a call would have to gather the shards it is given, or to move what it may not."""
 
 
+class KernelWarning(UserWarning):
+    """A kernel for a device is missing; what it does is done in more steps."""
+
+
 class FallbackWarning(UserWarning):
     """A call cannot run on the shards it is given; they were gathered and it ran replicated."""
 

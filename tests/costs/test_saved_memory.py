@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
 from shardwise import DTensor, Placement, Replicate, Shard
+from shardwise.rules.nn import row_passes
 
 NUM_RANKS = 4
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -162,28 +163,63 @@ def test_embedding_of_a_sharded_vocabulary(mesh: DeviceMesh) -> None:
     assert ours.kept == theirs.kept + tokens.numel() * (8 + 1)
 
 
+PLACE = Counter({4: 1})
+"""The place of the logits in the graph, for gradients of gradients: a number that stands for all of them."""
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_cross_entropy_over_sharded_classes(smoothing: float, mesh: DeviceMesh) -> None:
-    """As on one device one tensor as large as the logits is saved, and a few numbers for each row: which logit the
-    target names here, whether it is here, whether it counts, how much, and the reduced sums that make the loss."""
-    rows, num_sums = BATCH * TIME, 3 if smoothing else 2
+    """As on one device one tensor as large as the logits is saved, and a few numbers for each row: the target, what the
+    exponentials are divided by, the gradient at the target and, with smoothing, what probabilities are multiplied by,
+    and the logarithm of the sum. In the backward pass the gradient takes the exponentials' place."""
+    rows, numbers = BATCH * TIME, 4 if smoothing else 2
     target = torch.randint(CLASSES // NUM_RANKS, (rows,))
     (logits,), (plain,) = inputs(mesh, [((rows, CLASSES), S1)])
     whole = sw.distribute_tensor(target, mesh, [R])
     ours = measure(lambda: F.cross_entropy(logits, whole, label_smoothing=smoothing))
     theirs = measure(lambda: F.cross_entropy(plain, target, label_smoothing=smoothing))
     for_rows = Counter({size: count for size, count in ours.saved.items() if size >= rows})
-    assert for_rows == Counter([plain.nbytes, rows * 8, rows, rows, rows * 4, rows * 4 * num_sums])
+    assert for_rows == Counter([plain.nbytes, rows * 8, rows * 4 * numbers])
     assert ours.kept <= ours.saved_bytes + 32, "not the logits: they are the caller's"
     assert ours.peak <= theirs.peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", [F.cross_entropy, F.softmax, F.log_softmax], ids=lambda f: f.__name__)
+def test_nothing_as_large_as_the_logits_but_results(
+    function: Callable, dtype: torch.dtype, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a softmax, and beside the gradient, there are never more than two blocks of the logits."""
+    monkeypatch.setattr(row_passes, "CACHED", 1 << 16)
+    rows, classes = 1024, 1024
+    logits = sw.distribute_tensor(torch.randn(rows, classes * NUM_RANKS, dtype=dtype), mesh, [S1]).requires_grad_()
+    target = sw.distribute_tensor(torch.randint(classes, (rows,)), mesh, [R])
+    results = 1 if function is F.cross_entropy else 3  # it, its gradient, and that of the logits
+    found = measure(lambda: function(logits, target if function is F.cross_entropy else 1))
+    assert found.peak <= results * rows * classes * dtype.itemsize + 2 * 4 * row_passes.CACHED + 32 * rows * 4
+    assert found.peak < (results + 1) * rows * classes * dtype.itemsize
+
+
+@pytest.mark.parametrize("where", [R, S0], ids=["rows replicated", "rows sharded"])
+def test_a_head_and_its_loss_take_the_memory_of_gradients_and_of_a_chunk(where: Placement, mesh: DeviceMesh) -> None:
+    """However many rows there are: beside gradients a few numbers for each."""
+    classes, chunk = 1024, 64
+    for rows in (256, 2048):
+        (x, layer), _ = inputs(mesh, [((rows, WIDTH), where), ((classes * NUM_RANKS, WIDTH), S0)])
+        target = sw.distribute_tensor(torch.randint(classes, (rows,)), mesh, [where])
+        found = measure(partial(sw.parallel.linear_cross_entropy, x, layer, target, chunk_size=chunk))
+        gradients = x.to_local().nbytes + layer.to_local().nbytes
+        of_chunk = chunk * (classes + WIDTH) * 4
+        assert found.kept <= gradients + 64 * rows
+        assert found.peak <= gradients + 3 * of_chunk + 64 * rows
 
 
 @pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
 def test_softmax_over_a_sharded_dim_keeps_its_result(function: Callable, mesh: DeviceMesh) -> None:
     rows = BATCH * TIME
     ours, plain = both(mesh, lambda x: function(x, 1), [((rows, CLASSES), S1)])
-    assert ours.saved == plain.saved
-    assert ours.kept == plain.kept
+    assert ours.saved == plain.saved + PLACE
+    assert ours.kept == plain.kept + PLACE.total() * 4
     assert ours.peak <= plain.peak + plain.kept + 2 * rows * 4, "in the backward pass: one factor, and the rows' sums"
 
 
@@ -216,7 +252,7 @@ def test_a_whole_model_saves_no_more_than_its_parts(norm: Callable, mesh: Device
     mine = measure(lambda: language_model(norm, *whole, *ours))
     theirs = measure(lambda: language_model(norm, tokens, target, *plain))
     rows = tokens.numel()
-    for_embedding, for_loss = Counter([rows, rows * 8]), Counter([rows * 8, rows, rows, rows * 4, rows * 4 * 2])
+    for_embedding, for_loss = Counter([rows, rows * 8]), Counter([rows * 8, rows * 4 * 2])
     named = Counter([tokens.untyped_storage().nbytes()])  # tokens and targets, which are here named by other numbers
     large = Counter({size: count for size, count in mine.saved.items() if size >= rows})
     assert large == Counter({s: n for s, n in theirs.saved.items() if s >= rows}) - named + for_embedding + for_loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import shardwise as sw
 from bodies import P, R, S, assert_close, body, doubles, leaf
+from shardwise.parallel import linear_cross_entropy
 
 Case = tuple[Callable[..., Any], list[Tensor]]
 
@@ -184,6 +186,21 @@ def cross_entropy(mesh: Any) -> None:
             assert_close(loss, expected, f"{placements} {list(options)}")
             loss.backward()
             assert_close(x.grad, plain.grad, f"gradient {placements} {list(options)}")
+
+
+@body(2, 2)
+def heads_and_their_losses(mesh: Any) -> None:
+    """Rows on an axis of their own, on that of the classes, or on both."""
+    hidden, layer, target = doubles(2, 7, 3), doubles(5, 3), torch.arange(14).view(2, 7) % 5
+
+    def loss(x: Tensor, layer: Tensor, target: Tensor, reduction: str) -> Tensor:
+        if isinstance(x, sw.DTensor):
+            return linear_cross_entropy(x, layer, target, reduction=reduction, ignore_index=1, chunk_size=3)
+        return F.cross_entropy(F.linear(x, layer).movedim(-1, 1), target, reduction=reduction, ignore_index=1)
+
+    for rows, classes in (([S(0), R], [R, S(0)]), ([S(0), S(1)], [R, S(0)]), ([S(1), S(1)], [S(0), S(0)])):
+        for reduction in ("mean", "none"):
+            compare(partial(loss, reduction=reduction), [hidden, layer, target], mesh, [rows, classes, rows])
 
 
 @body(2, 2)

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from compare import beside
 from torch import Tensor
 from torch.nn import functional as F
 
 import shardwise as sw
 from bodies import R, S, assert_close, body, doubles, leaf
+from shardwise.parallel import cross_entropy, linear_cross_entropy
 
 Function = Callable[[Tensor], Tensor]
 
@@ -93,6 +95,28 @@ def second_order_of_norms_where_a_shard_is_zero(mesh: Any) -> None:
     whole = torch.cat([torch.zeros(2, 3, dtype=torch.float64), doubles(2, 3)])
     for function in (lambda x: x.norm(), lambda x: x.norm(3), lambda x: x.norm(dim=0)):
         check_twice(function, whole, mesh, [S(0)], "zeros")
+
+
+@body(2)
+def second_order_of_losses_over_sharded_classes(mesh: Any) -> None:
+    """Also where a rank has no classes; and of a head whose rows are sharded along the same axis."""
+    options = {"label_smoothing": 0.1, "z_loss": 0.2, "ignore_index": 2}
+    layer = doubles(5, 3)
+
+    def of_logits(x: Tensor) -> Tensor:
+        target = torch.arange(len(x)) % x.shape[1]
+        return cross_entropy(x, beside(x, target), **options)
+
+    def of_head(x: Tensor) -> Tensor:
+        target, reduction = torch.arange(len(x)) % 5, "none" if len(x) > 3 else "mean"
+        given = beside(x, layer, S(0)), beside(x, target)
+        return linear_cross_entropy(x, *given, chunk_size=2, reduction=reduction, **options)
+
+    for whole in (doubles(3, 5), doubles(3, 1)):
+        check_twice(of_logits, whole, mesh, [S(1)], "cross_entropy")
+    for whole in (doubles(3, 3), doubles(5, 3)):
+        for placement in (S(0), R):
+            check_twice(of_head, whole, mesh, [placement], "linear_cross_entropy")
 
 
 @body(2)

@@ -17,9 +17,12 @@ from torch import nn
 import shardwise as sw
 from launch import Case
 from shardwise.errors import CaptureError, SavedProgramError
+from shardwise.parallel import cross_entropy, linear_cross_entropy
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the ranks import this file without pytest's settings
 from captured import WIDTH, Made, Net, assert_same, batch, compare, net_on, state_of
+
+R, S = sw.Replicate(), sw.Shard
 
 
 def made_on(mesh: Any) -> Made:
@@ -123,6 +126,35 @@ def saved_and_loaded(rank: int, size: int, shape: tuple[int, int]) -> None:
         dist.barrier()
 
 
+def losses_of_a_head(rank: int, size: int) -> None:
+    """Whose rows are sharded along the axis of the classes."""
+    mesh = sw.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    x, head, target = torch.randn(6, WIDTH), torch.randn(13, WIDTH), torch.arange(6) * 2
+    options = {"label_smoothing": 0.1, "z_loss": 0.1, "ignore_index": 4}
+
+    def of_logits(x: Any, head: Any, target: Any) -> Any:
+        logits = nn.functional.linear(x.redistribute(placements=[R]), head)
+        loss = cross_entropy(logits, target.redistribute(placements=[R]), **options)
+        return loss, *torch.autograd.grad(loss, (x, head), retain_graph=True)
+
+    def of_head(x: Any, head: Any, target: Any) -> Any:
+        loss = linear_cross_entropy(x, head, target, chunk_size=4, **options)
+        return loss, *torch.autograd.grad(loss, (x, head), retain_graph=True)
+
+    given = [sw.distribute_tensor(y, mesh, [S(0)]) for y in (x, head, target)]
+    plain = [y.clone().requires_grad_() for y in (x, head)]
+    expected = cross_entropy(plain[0] @ plain[1].T, target, **options)
+    wanted = expected, *torch.autograd.grad(expected, plain)
+    for leaf in given[:2]:
+        leaf.requires_grad_()
+    for function in (of_logits, of_head):
+        compiled = sw.compile(function, backend="fx")
+        for _ in range(2):
+            for found, other in zip(compiled(*given), wanted, strict=True):
+                torch.testing.assert_close(found.full_tensor(), other)
+
+
 def ranks_that_differ(rank: int, size: int) -> None:
     mesh = sw.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     x = sw.distribute_tensor(torch.ones(4, WIDTH), mesh, [sw.Shard(0)])
@@ -151,6 +183,7 @@ CASES = [
     Case("captured-fully-sharded", 2, fully_sharded),
     Case("captured-with-gradients", 2, with_gradients),
     Case("captured-by-inductor", 2, compiled_by_inductor),
+    Case("captured-losses-of-a-head", 2, losses_of_a_head),
     Case("captured-ranks-that-differ", 2, ranks_that_differ),
     Case("captured-saved-dp-tp-4", 4, saved_and_loaded, ((2, 2),)),
 ]

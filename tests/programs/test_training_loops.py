@@ -302,4 +302,6 @@ def following(model: nn.Module, to: To) -> list[Tensor]:
 
 @pytest.mark.parametrize("step", [learning_to_learn, a_laplacian, following], ids=lambda f: f.__name__)
 def test_gradients_of_gradients_and_copies_that_follow(step: Callable[[Any, To], list[Tensor]]) -> None:
-    check_program(small, step, mesh=(2, 3))
+    # Of 5 rows some ranks hold none: what those reach in a second pass, and so whether all go through the first once
+    # more, is not known on one rank without data.
+    check_program(small, step, mesh=(2, 3), meta="other ranks decide" if step is learning_to_learn else "the same")

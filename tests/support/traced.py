@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 import shardwise as sw
 from shardwise.comm.functional import traceable
+from shardwise.parallel import linear_cross_entropy
 
 R, S = sw.Replicate(), sw.Shard
 WIDTH, HEADS, TOKENS = 8, 4, 5
@@ -111,6 +112,21 @@ def stepped(mesh: Any) -> Program:
     return run
 
 
+def losses(mesh: Any) -> Program:
+    """Losses over a sharded vocabulary: of logits, and of a head in two chunks."""
+
+    def run(x: Tensor, head: Tensor, target: Tensor) -> Sequence[Tensor]:
+        x, head = leaf(x, mesh, R), leaf(head, mesh, S(0))
+        target = sw.DTensor.from_local(target, mesh, [R])
+        options = {"label_smoothing": 0.1, "ignore_index": 1}
+        of_logits = F.cross_entropy(F.linear(x, head), target, **options)
+        of_head = linear_cross_entropy(x, head, target, z_loss=0.1, chunk_size=TOKENS - 1, **options)
+        grads = [*torch.autograd.grad(of_logits, (x, head)), *torch.autograd.grad(of_head, (x, head))]
+        return of_logits.full_tensor(), of_head.full_tensor(), *(grad.to_local() for grad in grads)
+
+    return run
+
+
 PROGRAMS: dict[str, tuple[Callable[[Any], Program], dict[str, int]]] = {
     "block": (block, {"all_reduce": 4}),
     "sequence_parallel": (
@@ -119,6 +135,7 @@ PROGRAMS: dict[str, tuple[Callable[[Any], Program], dict[str, int]]] = {
     ),
     "exchanged": (exchanged, {"all_to_all_single": 2, "all_gather_into_tensor": 1, "all_reduce": 1}),
     "stepped": (stepped, {}),
+    "losses": (losses, {"all_reduce": 4, "all_gather_into_tensor": 2}),
 }
 """With what each communicates."""
 
@@ -137,6 +154,8 @@ def shards(name: str, rank: int, ranks: int) -> list[Tensor]:
             torch.randn(WIDTH, WIDTH).chunk(ranks, 1)[rank].clone(),
         )
         return [torch.randn(2, TOKENS, WIDTH), torch.randn(WIDTH), packed, out, up, down]
+    if name == "losses":
+        return [torch.randn(TOKENS, WIDTH), up, torch.tensor([0, 7, 1, 31, 16])]
     if name == "stepped":
         return [torch.randn(TOKENS, WIDTH), up, torch.randn(4 * WIDTH // ranks, WIDTH)]
     return [rows, up, down] if name == "sequence_parallel" else [rows]

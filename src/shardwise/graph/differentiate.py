@@ -54,7 +54,8 @@ def differentiate(recorder: Recorder, returned: Any) -> Backward | None:
         recorder.is_backward = True
         tangents = [recorder.tangent(x) for x in results]
         options = {"allow_unreachable": True, "accumulate_grad": False}
-        grads = _engine_run_backward(tuple(results), tuple(tangents), False, False, tuple(leaves), **options)
+        keep_graph = True  # runs of the program may be, so what is saved is not written over
+        grads = _engine_run_backward(tuple(results), tuple(tangents), keep_graph, False, tuple(leaves), **options)
     found = [(x, None if grad is None else recorder.node_of(grad)) for x, grad in zip(leaves, grads, strict=True)]
     return Backward([recorder.node_of(x) for x in results], ranks, found)
 

@@ -26,6 +26,7 @@ from shardwise.graph.numbers_as_tensors import on_tensors
 from shardwise.graph.program import Part
 from shardwise.graph.run import taken
 from shardwise.graph.seeded_ops import seeded_op
+from shardwise.rules.kit.kernels import passes
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -126,7 +127,7 @@ class _Interpreter:
             elif not numbers.isdisjoint(node.all_input_nodes):
                 env[node] = on_tensors(node, numbers, args, kwargs)
             else:
-                env[node] = node.target(*args, **kwargs)
+                env[node] = passes.get(node.target, node.target)(*args, **kwargs)
         raise AssertionError("a graph ends with its output")
 
     def _inputs(self, given: Sequence[Tensor]) -> tuple[dict[fx.Node, Any], set[fx.Node]]:

@@ -11,7 +11,9 @@ from shardwise.parallel.fully_sharded import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from shardwise.parallel.loss import loss_parallel
+from shardwise.parallel.fused_loss import fuse_loss
+from shardwise.parallel.linear_loss import LinearCrossEntropy, linear_cross_entropy
+from shardwise.parallel.loss import cross_entropy, loss_parallel
 from shardwise.parallel.modules import distribute_module
 from shardwise.parallel.sharded_init import init_on
 from shardwise.parallel.style import (
@@ -29,6 +31,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "ColwiseParallel",
     "FSDPModule",
+    "LinearCrossEntropy",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParallelStyle",
@@ -38,9 +41,12 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "UnshardHandle",
+    "cross_entropy",
     "distribute_module",
     "fully_shard",
+    "fuse_loss",
     "init_on",
+    "linear_cross_entropy",
     "loss_parallel",
     "no_sync",
     "optimizers",

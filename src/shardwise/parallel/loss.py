@@ -15,10 +15,17 @@ from shardwise.dispatch.planning.fallback import describe
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.dispatch.watch import Label, SeenCall
 from shardwise.errors import PlacementError
+from shardwise.rules.nn.class_losses import cross_entropy
+from shardwise.rules.nn.linear_cross_entropy import linear_cross_entropy
 from shardwise.tensor import DTensor
 
-LOSSES = frozenset({F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, Tensor.log_softmax})
-"""The functions that torch's own `loss_parallel` is about."""
+LOSSES = frozenset(
+    {
+        *(F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, Tensor.log_softmax),
+        *(cross_entropy, linear_cross_entropy),
+    }
+)
+"""The functions that torch's own `loss_parallel` is about, and ours."""
 
 _WATCHED = frozenset({"cross_entropy", "_log_softmax", "nll_loss_forward", "nll_loss2d_forward"})
 """The ops that these are made of whose first operand has the classes."""

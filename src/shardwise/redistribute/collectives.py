@@ -10,23 +10,28 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.captured import noters
+from shardwise.comm.faked import plain_alias
 from shardwise.comm.ranked import PerRank, Ranked, join, per_rank, pick, shards_of
 from shardwise.layout import SUM, Layout, Mesh
 from shardwise.redistribute import exchange
+from shardwise.redistribute.backward.double_backward import anchored, left_behind
+from shardwise.redistribute.cost import transition_cost
 from shardwise.redistribute.exchange import Interval
-from shardwise.redistribute.execute import recorded, run_path
-from shardwise.redistribute.kernels import members, run_move
+from shardwise.redistribute.execute import applied, recorded, run_path
+from shardwise.redistribute.kernels import members
+from shardwise.redistribute.masks import placeholder
 from shardwise.redistribute.move_cache import forget
 from shardwise.redistribute.transitions import Move, Typed
-from shardwise.rules.math.reductions import wide
+from shardwise.rules.kit.types import Gradient, Saved
 
 _disabled = torch._C.DisableTorchFunctionSubclass
+_enabled = torch._C._EnableTorchFunction  # which a pass may have disabled
 
 
 class Group:
     """The ranks along some axes of a mesh; implements the `Collectives` that rules are written against."""
 
-    __slots__ = ("_psum", "_summed", "_vary", "axes", "ins", "mesh")
+    __slots__ = ("_psum", "_vary", "axes", "ins", "mesh")
 
     def __init__(self, mesh: Mesh, axes: tuple[int, ...], ins: Sequence[Layout]) -> None:
         self.mesh = mesh
@@ -36,13 +41,18 @@ class Group:
         pending = whole.with_(pending=[SUM if axis in axes else None for axis in range(mesh.ndim)])
         self._psum = (Move(Typed(pending), Typed(whole), axes),) if axes else ()
         self._vary = (Move(Typed(whole), Typed(whole, frozenset(axes)), axes),) if axes else ()
-        self._summed = Move(Typed(pending), Typed(whole, frozenset(axes)), axes)
+
+    def along(self, axes: tuple[int, ...]) -> Group:
+        return type(self)(self.mesh, axes, self.ins)
 
     def psum(self, x: Tensor) -> Tensor:
-        return run_path(x, self._psum)
+        return self._run(x, self._psum)
 
     def vary(self, x: Tensor) -> Tensor:
-        return run_path(x, self._vary)
+        return self._run(x, self._vary)
+
+    def _run(self, x: Tensor, moves: Sequence[Move]) -> Tensor:
+        return run_path(x, moves)
 
     def reduce(self, x: Tensor, op: str) -> Tensor:
         if not self.axes:
@@ -57,6 +67,10 @@ class Group:
             shapes = [[tuple(shard.shape)] * self.size for shard in shards]
             rows = self.mesh.port.all_gather(shards, self.mesh, self.axes, shapes)
             return self._local([torch.stack(row) for row in rows], x)
+
+    def tells_all(self, numel: int) -> bool:
+        gathered = transition_cost("all_gather", numel * self.size, self.size)
+        return gathered < 2 * transition_cost("all_reduce", numel, self.size)
 
     def verify(self, number: Any, check: Callable[[Any], None]) -> None:
         if noters:
@@ -95,7 +109,7 @@ class Group:
         return per_rank([start[dim] for start in self.ins[position].held_starts])
 
     def map(self, function: Callable[..., Any], *args: Any) -> Any:
-        if not any(isinstance(arg, (Ranked, PerRank)) for arg in args):
+        if len(self.mesh.held) == 1 or not any(isinstance(arg, (Ranked, PerRank)) for arg in args):
             return function(*args)
         with _disabled():
             return join([function(*pick(args, rank)) for rank in range(len(self.mesh.held))])
@@ -103,13 +117,16 @@ class Group:
     def attach(self, value: Tensor, gradient_of: Tensor) -> Tensor:
         return self.map(_Attach.apply, value, gradient_of)
 
-    def softmax(self, x: Tensor, known: Tensor, dim: int, *, log: bool) -> Tensor:
-        shards = shards_of(x)
-        if not (torch.is_grad_enabled() and any(shard.requires_grad for shard in shards)):
-            return known
+    def place(self, x: Tensor) -> Tensor:
+        return self.map(_place, x)
+
+    def with_gradient(self, value: Tensor, gradient: Gradient, inputs: Sequence[Tensor], saved: Saved) -> Tensor:
+        if not (torch.is_grad_enabled() and any(shard.requires_grad for x in inputs for shard in shards_of(x))):
+            return value
+        given = [shards_of(x) for x in (*inputs, *saved.values(), value)]
         with _disabled():
-            out = _Softmax.apply(self._summed, dim, log, *shards, *shards_of(known))
-            return self._local([out] if isinstance(out, Tensor) else out, x)
+            out = _known(self, gradient, tuple(saved), *(shard for shards in given for shard in shards))
+            return self._local([out] if isinstance(out, Tensor) else out, value)
 
     @staticmethod
     def _local(shards: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -122,31 +139,77 @@ def _narrowed(x: Tensor, dim: int, have: Sequence[Interval], want: Sequence[Inte
     return x.narrow(dim, start - first, stop - start) if start < stop else x.narrow(dim, 0, 0)
 
 
-class _Softmax(torch.autograd.Function):
-    """The shards of a tensor and of its softmax, or of the logarithm of that, along a sharded dim → the latter. Only
-    that is kept; the backward pass sums one number for each row."""
+class _InRecordedPass(Group):
+    """The same ranks, in a backward pass that will be differentiated: what they communicate there is part of the graph
+    on all of them, whatever each has."""
+
+    __slots__ = ()
+
+    def _run(self, x: Tensor, moves: Sequence[Move]) -> Tensor:
+        with _disabled():
+            shards: Sequence[Tensor] = shards_of(x)
+            for move in moves:
+                shards = recorded(move, shards)
+            return self._local(shards, x)
+
+    def _exchange(self, what: exchange.Exchange, x: Tensor) -> Tensor:
+        if not self.axes:
+            return x
+        with _disabled():
+            return self._local(left_behind(exchange.run_exchange(what, anchored(shards_of(x)))), x)
+
+    def with_gradient(self, value: Tensor, gradient: Gradient, inputs: Sequence[Tensor], saved: Saved) -> Tensor:
+        with _disabled():
+            tied = [self._local(anchored(shards_of(x)), x) for x in inputs]
+        out = super().with_gradient(value, gradient, tied, saved)
+        left_behind(shards_of(out))
+        return out
+
+
+class _Known(torch.autograd.Function):
+    """The shards of some inputs, of what is saved, and of a known value → the latter, with its gradient."""
 
     joins_ranks = True
 
     @staticmethod
-    def forward(ctx: Any, summed: Move, dim: int, log: bool, *tensors: Tensor) -> Any:
-        ctx.summed, ctx.dim, ctx.log, ctx.dtype = summed, dim, log, tensors[0].dtype
-        out = [known.detach() for known in tensors[len(tensors) // 2 :]]
-        ctx.save_for_backward(*out)
-        return out[0] if len(out) == 1 else tuple(out)
+    def forward(ctx: Any, group: Group, gradient: Gradient, names: tuple[str, ...], *shards: Tensor) -> Any:
+        count = len(group.mesh.held)
+        ctx.group, ctx.gradient, ctx.names = group, gradient, names
+        ctx.save_for_backward(*shards[:-count])
+        out = [shard.detach() for shard in shards[-count:]]
+        return out[0] if count == 1 else tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        forget(ctx.summed.source.layout.mesh)
-        known = ctx.saved_tensors  # here a checkpoint recomputes, and with DTensors
+        forget(ctx.group.mesh)
+        shards, count = ctx.saved_tensors, len(grads)  # here a checkpoint recomputes, and with DTensors
         with _disabled():
-            grads, known = tuple(map(wide, grads)), tuple(map(wide, known))
-            pairs = zip(grads, known, strict=True)
-            terms = [(g if ctx.log else g * y).sum(ctx.dim, keepdim=True) for g, y in pairs]
-            sums = (recorded if torch.is_grad_enabled() else run_move)(ctx.summed, terms)
-            each = zip(grads, known, sums, strict=True)
-            found = [g.addcmul(y.exp(), total, value=-1) if ctx.log else (g - total).mul_(y) for g, y, total in each]
-            return None, None, None, *(x.to(ctx.dtype) for x in found), *(None for _ in known)
+            known = [_joined(shards[at : at + count]) for at in range(0, len(shards), count)]
+            inputs, saved = known[: len(known) - len(ctx.names)], known[len(known) - len(ctx.names) :]
+            group, grad = _in_this_pass(ctx.group), _joined(grads)
+        with _disabled() if count == 1 else _enabled():  # `Ranked` tensors are functions' to map
+            found = ctx.gradient(group, grad, inputs, dict(zip(ctx.names, saved, strict=True)))
+        each = [shards_of(x) if x is not None else (None,) * count for x in found]
+        return None, None, None, *(x for shards in each for x in shards), *(None,) * (count * (len(saved) + 1))
+
+
+_known = applied(_Known)
+
+
+def _in_this_pass(group: Group) -> Group:
+    kind = _InRecordedPass if torch.is_grad_enabled() else Group
+    return group if type(group) is kind else kind(group.mesh, group.axes, group.ins)
+
+
+def _joined(shards: Sequence[Tensor]) -> Tensor:
+    """The ranks' tensors as one, without making their objects part of it."""
+    if len(shards) > 1:
+        return join([shard.view_as(shard) for shard in shards])
+    return shards[0] if type(shards[0]) is Tensor else plain_alias(shards[0])
+
+
+def _place(x: Tensor) -> Tensor:
+    return placeholder(x) if x.requires_grad and torch.is_grad_enabled() else x.detach()
 
 
 class _Attach(torch.autograd.Function):

@@ -104,7 +104,7 @@ def differentiable(move: Move) -> Callable[..., Any]:
 def _make_function(move: Move) -> Callable[..., Any]:
     function = _in_cpp(move) if hasattr(move.source.layout.mesh.port, "reducer") else None
     if function is None:
-        function = partial(_applied(_NAMED[move.kind]), move)
+        function = partial(applied(_NAMED[move.kind]), move)
     move.__dict__["_function"] = function
     return function
 
@@ -285,7 +285,7 @@ def _alias(move: Move) -> Callable[[Tensor], Tensor]:
     return lambda x: of_leaf(x) if x.is_leaf or leaf_of(x.grad_fn) is not None else of_result(x)
 
 
-def _applied(function: Any) -> Callable[..., Any]:
+def applied(function: Any) -> Callable[..., Any]:
     """`apply` itself, without the detour for functorch's transforms, which have no business with shards."""
     return super(_SingleLevelFunction, function).apply
 

@@ -43,7 +43,8 @@ class Gathered:
         self.way.observed = True
 
     def as_varying(self, whole: Sequence[Tensor], move: Move) -> Sequence[Tensor]:
-        out = _Regathered.apply(self.move, self.way, *self.places, *whole)
+        with _disabled():
+            out = _Regathered.apply(self.move, self.way, *self.places, *whole)
         return (out,) if isinstance(out, Tensor) else out
 
 

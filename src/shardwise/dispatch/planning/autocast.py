@@ -28,10 +28,11 @@ AS_THEY_ARE = frozenset(
         *("tensordot", "acos", "asin", "cosh", "sinh", "tan", "erfinv", "exp", "expm1", "log", "log10", "log1p"),
         *("log2", "pow", "sum", "reciprocal", "rsqrt", "softplus", "addcdiv", "addcmul", "atan2", "bilinear", "cross"),
         *("cat", "stack", "grid_sampler", "index_put", "index_copy", "scatter_add", "view_as_complex", "polar"),
-        *("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell", "mkldnn_rnn_layer"),
+        *("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell", "mkldnn_rnn_layer", "cross_entropy"),
     }
 )
-"""What autocast knows and runs as one call, or takes to the widest dtype of its arguments, which a trace sees."""
+"""What autocast knows and runs as one call, or takes to the widest dtype of its arguments, which a trace sees; or what
+computes in single precision anyway, with no copy of its arguments there."""
 
 NAMES = {"cross_entropy_loss": "cross_entropy", "grid_sampler_2d": "grid_sample"}
 """Ops whose function in Python has another name."""

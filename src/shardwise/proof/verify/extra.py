@@ -14,6 +14,8 @@ from torch import Tensor
 
 from shardwise.proof.verify.calls import record
 from shardwise.proof.verify.case import Case
+from shardwise.rules.nn.class_losses import cross_entropy
+from shardwise.rules.nn.linear_cross_entropy import linear_cross_entropy
 
 
 def x(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -121,6 +123,11 @@ aten.unsafe_split_with_sizes(x(5, 4), [1, 3, 1], 0)
 aten.view_as_complex_copy(x(5, 4, 2))
 aten.view_as_real_copy(z(5, 4))
 aten.zero(x(5, 4))
+shardwise.cross_entropy: cross_entropy(x(5, 4), at(1, 3, 0, 2, 1), z_loss=0.2)
+shardwise.cross_entropy: cross_entropy(x(5, 3), at(1, 2, 0, 2, 1), x(3).abs(), ignore_index=1, z_loss=0.2)
+shardwise.linear_cross_entropy: head_loss(x(5, 3), x(7, 3), at(0, 6, 3, 1, 3), chunk_size=2)
+shardwise.linear_cross_entropy: head_loss(x(5, 3), x(4, 3), at(0, 3, 3, 1, 3), ignore_index=1, reduction="sum")
+shardwise.linear_cross_entropy: head_loss(x(3, 2), x(4, 2), at(0, 3, 1), **options)
 shardwise.lstm: torch.lstm(x(4, 5, 2), *layer(4), False)
 shardwise.lstm: torch.lstm(x(5, 4, 2), *layer(4), True)
 shardwise.gru: torch.gru(x(4, 5, 2), *layer(3), False)
@@ -132,7 +139,11 @@ shardwise.rnn_relu: torch.rnn_relu(x(5, 4, 2), *layer(1), True)
 """
 """Calls of ops; in front, if it is not called by its name, the op that is to be judged."""
 
-NAMES = {"torch": torch, "aten": torch.ops.aten, "F": F, "x": x, "f": f, "z": z, "at": at, "ends": ends, "layer": layer}
+OPTIONS = {"linear_bias": x(4), "weight": x(4).abs(), "label_smoothing": 0.1, "z_loss": 0.2, "chunk_size": 2}
+NAMES = {
+    **{"torch": torch, "aten": torch.ops.aten, "F": F, "x": x, "f": f, "z": z, "at": at, "ends": ends, "layer": layer},
+    **{"cross_entropy": cross_entropy, "head_loss": linear_cross_entropy, "options": OPTIONS},
+}
 
 
 def exists(name: str) -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.errors import IndexRangeError
 from shardwise.layout import Layout
 from shardwise.rules.kit.agreement import unknown
+from shardwise.rules.kit.kernels import is_traced
 from shardwise.rules.kit.types import Call, Collectives, HeldValues, Local, Value
 
 IN_RANGE = torch.iinfo(torch.int64).max
@@ -36,8 +39,9 @@ class Bound:
 
     def check(self, group: Collectives, index: Tensor) -> None:
         if index.device.type == "cpu":
-            worst = group.map(_least_outside if group.is_captured else _first_outside, index, self.allowed)
-            group.verify(group.reduce(worst, "min") if self.split else worst, self._refuse)
+            with looking():
+                worst = group.map(_least_outside if group.is_captured else _first_outside, index, self.allowed)
+                group.verify(group.reduce(worst, "min") if self.split else worst, self._refuse)
         elif index.is_meta:
             if self.split:
                 unknown(group, index)
@@ -48,6 +52,11 @@ class Bound:
         if int(found) != IN_RANGE:
             first, last = self.allowed.start, self.allowed.stop - 1
             raise IndexRangeError(f"{self.noun} {int(found)} is out of bounds: it must be from {first} to {last}")
+
+
+def looking() -> AbstractContextManager[object]:
+    """For a look at the data. A tracer is not shown it: a graph is of any data."""
+    return _disable_current_modes() if is_traced() else nullcontext()
 
 
 def _first_outside(index: Tensor, allowed: range) -> Tensor:

@@ -106,6 +106,9 @@ class Collectives(Protocol):
     ins: Sequence[Layout]
     size: int
 
+    def along(self, axes: tuple[int, ...]) -> Collectives:
+        """The same of other axes."""
+
     def psum(self, x: Tensor) -> Tensor:
         """P -> R: the sum over the group."""
 
@@ -129,6 +132,9 @@ class Collectives(Protocol):
     def stack(self, x: Tensor) -> Tensor:
         """Every member's tensor along a new first dim, without gradient."""
 
+    def tells_all(self, numel: int) -> bool:
+        """Whether to `stack` so many numbers costs less than to `reduce` them twice."""
+
     def verify(self, number: Tensor, check: Callable[[Any], None]) -> None:
         """Call `check`, which may raise, with the value of a tensor that all members have alike; in a program that is
         captured, in every run of it."""
@@ -149,8 +155,20 @@ class Collectives(Protocol):
     def attach(self, value: Tensor, gradient_of: Tensor) -> Tensor:
         """`value`, with the gradient of `gradient_of`."""
 
-    def softmax(self, x: Tensor, known: Tensor, dim: int, *, log: bool) -> Tensor:
-        """`known`, which is the softmax of `x`, or its logarithm, along a dim, with its gradient, of any order."""
+    def place(self, x: Tensor) -> Tensor:
+        """The place of `x` in the graph: a tensor that takes no memory, and has no meaning but as an input of
+        `with_gradient` that is not looked at."""
+
+    def with_gradient(self, value: Tensor, gradient: Gradient, inputs: Sequence[Tensor], saved: Saved) -> Tensor:
+        """`value`, with the gradient that a function gives. Until then nobody may write to inputs or what is saved."""
+
+
+Saved = Mapping[str, Tensor]
+"""What is kept for a gradient, by name."""
+
+Gradient = Callable[[Collectives, Tensor, Sequence[Tensor], Saved], Sequence[Tensor | None]]
+"""Given the gradient of a value, the inputs and what was saved: the gradients of the inputs. Where grad mode is on,
+these will be differentiated in turn."""
 
 
 class HeldValues:

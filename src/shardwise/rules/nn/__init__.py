@@ -5,13 +5,16 @@ from shardwise.rules.nn import (
     batch_norm,
     class_losses,
     convolution,
+    device_kernels,
     embeddings,
+    linear_cross_entropy,
     losses,
     multihead,
     norms,
     pooling,
     recurrent,
     resampling,
+    softmax,
 )
 
 __all__ = [
@@ -19,11 +22,14 @@ __all__ = [
     "batch_norm",
     "class_losses",
     "convolution",
+    "device_kernels",
     "embeddings",
+    "linear_cross_entropy",
     "losses",
     "multihead",
     "norms",
     "pooling",
     "recurrent",
     "resampling",
+    "softmax",
 ]

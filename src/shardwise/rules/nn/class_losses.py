@@ -5,53 +5,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import _reduction
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.empty import remembered
-from shardwise.rules.kit.indices import Bound, owned
-from shardwise.rules.kit.kernels import kernel_for, step
+from shardwise.rules.kit.indices import Bound, looking, owned
+from shardwise.rules.kit.kernels import kernel_for
 from shardwise.rules.kit.registry import register, register_function
+from shardwise.rules.kit.treatments import traced_form, treat
 from shardwise.rules.kit.types import SUM, AxisPlacement, Call, Collectives, Local, Rule, Strategy, replicated
-from shardwise.rules.math.reductions import PROGRAM_COST, maximum, wide
+from shardwise.rules.math.reductions import PROGRAM_COST, wide
+from shardwise.rules.nn.class_rows import Loss, class_parallel_rows, weights_of
 from shardwise.rules.nn.losses import MEAN, NONE, TOTAL, reduction_of
+from shardwise.rules.nn.row_numbers import are_classes
 
 
-@dataclass(frozen=True, slots=True)
-class _Loss:
-    """A loss over classes: its options, its global sizes, and what is sharded."""
-
-    reduction: str
-    ignore: int
-    smoothing: float
-    dim: int  # that of the classes
-    num_classes: int
-    num_rows: int
-    probabilities: bool  # targets are probabilities of all classes, not the number of one
-    split_classes: bool
-    split_weight: bool
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(call: Call, ins: Sequence[Layout]) -> _Loss:
-        x, dim = call.inputs[0], _class_dim(call)
-        return _Loss(
-            reduction_of(call),
-            call["ignore_index"],
-            max(call.bound.get("label_smoothing", 0.0), 0.0),
-            dim,
-            x.shape[dim],
-            x.numel // max(x.shape[dim], 1),
-            _has_probabilities(call),
-            bool(ins[0].splits[dim]),
-            len(ins) > 2 and any(ins[2].splits),
-            call.outputs[0].dtype,
-        )
+def _loss_of(call: Call, ins: Sequence[Layout]) -> Loss:
+    x, dim = call.inputs[0], _class_dim(call)
+    return Loss(
+        reduction_of(call),
+        call["ignore_index"],
+        max(call.bound.get("label_smoothing", 0.0), 0.0),
+        dim,
+        x.shape[dim],
+        x.numel // max(x.shape[dim], 1),
+        _has_probabilities(call),
+        bool(ins[0].splits[dim]),
+        len(ins) > 2 and any(ins[2].splits),
+        call.outputs[0].dtype,
+        call.bound.get("z_loss", 0.0),
+        call.bound.get("inplace_backward", False),
+    )
 
 
 def _class_dim(call: Call) -> int:
@@ -71,17 +61,22 @@ def _weight_ways(call: Call) -> list[list[AxisPlacement]]:
     return [[0], [None]] if call["weight"] is not None else [[]]
 
 
-def _check_targets(batch: Collectives, target: Tensor, loss: _Loss, *, own: bool = False) -> None:
+def check_targets(batch: Collectives, target: Tensor, loss: Loss, *, own: bool = False) -> None:
     """Refuse targets that are no class, on all ranks alike: those that split the batch agree first."""
     bound = Bound(range(loss.num_classes), batch.size > 1, own, "target")
-    if bound.is_needed(target):
-        bound.check(batch, batch.map(_not_ignored, target, loss.ignore, batch.is_captured))
+    if target.device.type not in ("cpu", "meta"):  # asynchronously, as torch does there
+        if not own:
+            torch._assert_async(are_classes(target, loss.ignore, loss.num_classes))
+    elif bound.is_needed(target):
+        with looking():
+            named = target if target.is_meta else batch.map(_not_ignored, target, loss.ignore, batch.is_captured)
+        bound.check(batch, named)
 
 
 def _not_ignored(target: Tensor, ignore: int, captured: bool) -> Tensor:
-    if target.device.type == "cpu" and not captured:
+    if not captured:
         return target[target != ignore]
-    return torch.where(target == ignore, 0, target)  # elsewhere it is not known how many there are
+    return torch.where(target == ignore, 0, target)  # in every run there are as many
 
 
 def _look_up(x: Tensor, dim: int, target: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -100,14 +95,6 @@ def _places(shape: Sequence[int], dim: int, index: Tensor) -> Tensor:
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
     begin = torch.arange(outer, device=index.device).unsqueeze(1) * (shape[dim] * inner)
     return (index.reshape(outer, inner) * inner + begin + torch.arange(inner, device=index.device)).reshape(-1)
-
-
-def _weights_of(weight: Tensor, target: Tensor, start: int, ignore: int) -> Tensor:
-    """The weights of the targets, from those that start at `start`; zero for others, and for ignored targets."""
-    if not len(weight):
-        return weight.new_zeros(target.shape)
-    mine, index = owned(target, start, len(weight))
-    return torch.where(mine & (target != ignore), weight.detach()[index.clamp(0, len(weight) - 1)], 0)
 
 
 # Negative log likelihood: a look-up. Sharded classes leave a pending sum.
@@ -133,7 +120,7 @@ def _nll(call: Call) -> list[Strategy]:
 def _nll_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
     if not any(ins[0].splits):
         return Local(_contiguous_nll, [call.op, *call.args], call.kwargs)
-    loss, batch = _Loss.of(call, ins), _batch_axes(ins[0], _class_dim(call))
+    loss, batch = _loss_of(call, ins), _batch_axes(ins[0], _class_dim(call))
     args = [call.op, call["self"], call["target"], call["weight"], loss]
     return Local(_sharded_nll, args, groups=(tuple(axis for cut in ins[0].splits for axis in cut), batch))
 
@@ -144,11 +131,11 @@ def _contiguous_nll(op: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _sharded_nll(
-    group: Collectives, batch: Collectives, op: Any, x: Tensor, target: Tensor, weight: Tensor | None, loss: _Loss
+    group: Collectives, batch: Collectives, op: Any, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss
 ) -> tuple[Tensor, Tensor]:
     """Each rank looks up the targets among its classes. A mean is the global sum over the global weight, both in one
     reduction."""
-    _check_targets(batch, target, loss, own=not loss.split_classes)
+    check_targets(batch, target, loss, own=not loss.split_classes)
     if not loss.split_classes and loss.reduction != "mean":
         return group.map(
             _contiguous_nll, op, x, target, weight, NONE if loss.reduction == "none" else TOTAL, loss.ignore
@@ -163,14 +150,14 @@ def _sharded_nll(
     return (value / total if loss.reduction == "mean" else value).to(x.dtype), total.to(x.dtype)
 
 
-def _local_nll(x: Tensor, target: Tensor, weight: Tensor | None, start: int, loss: _Loss) -> tuple[Tensor, Tensor]:
+def _local_nll(x: Tensor, target: Tensor, weight: Tensor | None, start: int, loss: Loss) -> tuple[Tensor, Tensor]:
     """The loss terms, and their weights, of the targets whose class is held here; zero elsewhere."""
     picked, mine = _look_up(x, loss.dim, target, start)
     mine = mine & (target != loss.ignore)
     if weight is None:
         return -torch.where(mine, picked, 0), mine.to(x.dtype)
-    own_weights = _weights_of(weight, target, start if loss.split_weight else 0, loss.ignore)
-    weights = torch.where(mine, own_weights, 0)
+    own_weights = weights_of(weight, target, start if loss.split_weight else 0, loss)
+    weights = torch.where(mine, own_weights, 0).to(x.dtype)
     return -torch.where(mine, picked, 0) * weights, weights
 
 
@@ -198,15 +185,15 @@ def _cross_entropy(call: Call) -> list[Strategy]:
 
 
 def _cross_entropy_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local:
-    if not any(ins[0].splits):
-        return Local(F.cross_entropy, call.args, call.kwargs)
-    args = [call["input"], call["target"], call["weight"], _Loss.of(call, ins)]
-    classes = _class_dim(call)
-    return Local(_sharded_cross_entropy, args, groups=(_batch_axes(ins[0], classes), ins[0].splits[classes]))
+    loss, given = _loss_of(call, ins), [call["input"], call["target"], call["weight"]]
+    if not any(ins[0].splits) and not loss.is_only_ours:
+        return Local(F.cross_entropy, given, {**_options(loss), "reduction": loss.reduction})
+    groups = _batch_axes(ins[0], loss.dim), ins[0].splits[loss.dim]
+    return Local(_sharded_cross_entropy, [*given, loss], groups=groups, always=loss.is_only_ours)
 
 
 def _sharded_cross_entropy(
-    batch: Collectives, shards: Collectives, x: Tensor, target: Tensor, weight: Tensor | None, loss: _Loss
+    batch: Collectives, shards: Collectives, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss
 ) -> Tensor:
     """Rows of losses, replicated on the ranks that share the classes; then their sum, or mean, over the batch."""
     if weight is not None and weight.requires_grad and not loss.probabilities:
@@ -215,8 +202,8 @@ def _sharded_cross_entropy(
             "cannot have requires_grad True."
         )
     if not loss.probabilities:
-        _check_targets(batch, target, loss, own=not loss.split_classes)
-    if loss.split_classes:
+        check_targets(batch, target, loss, own=not loss.split_classes)
+    if loss.split_classes or loss.is_only_ours:
         run = kernel_for(class_parallel_rows, x.device.type)
         rows, weights = run(shards, x, target, weight, loss)
     elif loss.reduction == "sum":
@@ -226,92 +213,109 @@ def _sharded_cross_entropy(
     if loss.reduction == "none":
         return _rounded(rows, loss)
     if loss.reduction == "mean" and not loss.probabilities:
-        value, total = batch.psum(torch.stack([rows.sum(), weights.sum()]))
+        value, total = rows.sum(), weights.sum()
+        if batch.size > 1:
+            value, total = batch.psum(torch.stack([value, total]))
         mean = value / total
         return _rounded(torch.where(total == 0, math.nan, mean) if loss.smoothing else mean, loss)  # so says torch
     return _rounded(rows.sum() / loss.num_rows if loss.reduction == "mean" else rows.sum(), loss)
 
 
-def _rounded(value: Tensor, loss: _Loss) -> Tensor:
+def _rounded(value: Tensor, loss: Loss) -> Tensor:
     """A loss in its dtype. Autocast leaves one of half precision in single precision, which a trace does not see."""
     return value if not value.is_meta and torch.is_autocast_enabled(value.device.type) else value.to(loss.dtype)
 
 
-def _local_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: _Loss, reduction: str = "sum") -> Tensor:
-    options: Any = {"ignore_index": loss.ignore, "reduction": reduction, "label_smoothing": loss.smoothing}
-    return kernel_for(F.cross_entropy, x.device.type)(x, target, weight, **options)
+def _local_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, reduction: str = "sum") -> Tensor:
+    return kernel_for(F.cross_entropy, x.device.type)(x, target, weight, **_options(loss), reduction=reduction)
 
 
-def _local_rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: _Loss) -> tuple[Tensor, Tensor]:
+def _options(loss: Loss) -> dict[str, Any]:
+    return {"ignore_index": loss.ignore, "label_smoothing": loss.smoothing}
+
+
+def _local_rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> tuple[Tensor, Tensor]:
     """The losses of rows whose classes are all here, by torch itself, and the weights of their targets."""
     rows = _local_loss(x, target, weight, loss, "none")
     if loss.probabilities or loss.reduction == "none":
         return wide(rows), rows.detach()
-    weights = (target != loss.ignore).to(x.dtype) if weight is None else _weights_of(weight, target, 0, loss.ignore)
+    weights = (target != loss.ignore).to(x.dtype) if weight is None else weights_of(weight, target, 0, loss)
     return wide(rows), wide(weights)
 
 
-@step
-def class_parallel_rows(
-    shards: Collectives, x: Tensor, target: Tensor, weight: Tensor | None, loss: _Loss
-) -> tuple[Tensor, Tensor]:
-    """The losses of rows whose classes are sharded, and the weights of their targets, on all ranks that share
-    the classes. Two reductions, each of a few numbers per row: the maximum, then every sum that the loss is made of."""
-    x = wide(x)
-    x = x - maximum(shards, x, (loss.dim,))
-    if weight is not None and not loss.split_weight and loss.probabilities:
-        weight = shards.vary(weight)
-    terms = _probability_terms if loss.probabilities else _index_terms
-    sums = shards.psum(shards.map(terms, x, target, weight, shards.offset(0, loss.dim), loss))
-    log_z = sums[0].log()
-    if loss.probabilities:
-        return log_z * sums[1] - sums[2], log_z.detach()
-    ignored = target == loss.ignore
-    weights = torch.where(ignored, 0, 1).to(x.dtype) if weight is None else sums[-1].detach()
-    rows = (log_z - sums[1]) * weights
-    if loss.smoothing:
-        smooth = log_z * (loss.num_classes if weight is None else sums[3]) - sums[2]
-        rows = (1 - loss.smoothing) * rows + smooth * (loss.smoothing / loss.num_classes)
-    return torch.where(ignored, 0, rows), weights
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    inplace_backward: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy`, with two options more.
+
+    `z_loss` is a factor: so many times the square of `logsumexp` of its logits is added to the loss of each row that
+    counts, before the reduction, which keeps logits from drifting away. `inplace_backward=True` allows the gradient to
+    be written over the logits, where the loss is the last that they are used for: a read of them after the backward
+    pass finds their gradient, and an op that saved them for its own gradient raises. Leaves, and logits whose graph is
+    retained or differentiated again, are never written to.
+
+    >>> import torch, shardwise as sw
+    >>> mesh = sw.simulate((2,), ("tp",))
+    >>> logits, target = torch.randn(4, 10), torch.arange(4)
+    >>> x = sw.distribute_tensor(logits, mesh, [sw.Shard(1)]).requires_grad_()
+    >>> loss = sw.parallel.cross_entropy(x, sw.distribute_tensor(target, mesh), z_loss=1e-4)
+    >>> plain = torch.nn.functional.cross_entropy(logits, target) + 1e-4 * logits.logsumexp(1).square().mean()
+    >>> torch.testing.assert_close(loss.full_tensor(), plain)
+    """
+    if not z_loss >= 0:
+        raise ValueError(f"z_loss is a factor of what is added to the loss, and is not negative; got {z_loss}")
+    given = (input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    if has_torch_function(given[:3]):
+        more: dict[str, Any] = {"z_loss": z_loss, "inplace_backward": inplace_backward}
+        return handle_torch_function(cross_entropy, given[:3], *given, **more)
+    loss = _with_long_targets(*given)
+    return (
+        loss + z_loss * _squares(input, target, weight, ignore_index, _reduction_name(size_average, reduce, reduction))
+        if z_loss
+        else loss
+    )
 
 
-def _own_part(weight: Tensor, x: Tensor, start: int, loss: _Loss) -> Tensor:
-    """The weights of the classes held here, in a shape that broadcasts over the rows."""
-    own = weight if loss.split_weight else weight.narrow(0, start, x.shape[loss.dim])
-    return wide(own).reshape([-1] + [1] * (x.ndim - 1 - loss.dim))
+def _with_long_targets(x: Tensor, target: Tensor, *given: Any, **ours: Any) -> Tensor:
+    """Torch's loss, which takes no other integers for classes, without options of ours."""
+    return F.cross_entropy(x, target if target.is_floating_point() else target.long(), *given)
 
 
-def _index_terms(x: Tensor, target: Tensor, weight: Tensor | None, start: int, loss: _Loss) -> Tensor:
-    """Per row: the sum of exponentials, the target's logit, and what else is needed: with smoothing the weighted sum of
-    all logits and the sum of all weights; the target's weight. The exponentials overwrite `x`, of which autograd keeps
-    nothing and which the caller does not use again."""
-    picked, mine = _look_up(x, loss.dim, target, start)
-    terms = [picked]
-    if loss.smoothing and weight is None:
-        terms.append(x.sum(loss.dim))
-    if loss.smoothing and weight is not None:
-        own = _own_part(weight.detach(), x, start, loss)
-        terms += [(x * own).sum(loss.dim), own.sum().expand(picked.shape)]
-    if weight is not None:
-        own_weights = _weights_of(weight, target, start if loss.split_weight else 0, loss.ignore)
-        terms.append(torch.where(mine, wide(own_weights), 0))
-    exponentials = x.exp_() if x.shape[loss.dim] else x.exp()  # an empty `x` is saved by the look-up
-    return torch.stack([exponentials.sum(loss.dim), *terms])
+def _reduction_name(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
+    if size_average is None and reduce is None:
+        return reduction
+    return _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
 
 
-def _probability_terms(x: Tensor, target: Tensor, weight: Tensor | None, start: int, loss: _Loss) -> Tensor:
-    """Per row: the sum of exponentials, of the weighted probabilities, and of the logits under them."""
-    target = wide(target)
-    if loss.smoothing:
-        target = target * (1 - loss.smoothing) + loss.smoothing / loss.num_classes
-    if weight is not None:
-        target = target * _own_part(weight, x, start, loss)
-    return torch.stack([x.exp().sum(loss.dim), target.sum(loss.dim), (target * x).sum(loss.dim)])
+def _squares(x: Tensor, target: Tensor, weight: Tensor | None, ignore: int, reduction: str) -> Tensor:
+    """The squares that `z_loss` adds to the losses of plain rows, reduced as these are."""
+    squares = x.logsumexp(min(1, x.ndim - 1)).square()
+    if target.shape == x.shape:
+        return squares if reduction == "none" else squares.mean() if reduction == "mean" else squares.sum()
+    counted = target != ignore
+    squares = torch.where(counted, squares, 0)
+    if reduction != "mean":
+        return squares if reduction == "none" else squares.sum()
+    weights = counted if weight is None else torch.where(counted, weight[torch.where(counted, target, 0)], 0)
+    return squares.sum() / weights.sum()
 
 
 register_function(
-    F.cross_entropy,
+    cross_entropy,
     "Tensor input, Tensor target, Tensor? weight=None, bool? size_average=None, int ignore_index=-100, "
-    "bool? reduce=None, str reduction='mean', float label_smoothing=0.0",
+    "bool? reduce=None, str reduction='mean', float label_smoothing=0.0, *, float z_loss=0.0, "
+    "bool inplace_backward=False",
     rule=Rule(_cross_entropy, _cross_entropy_local),
+    meta=_with_long_targets,
 )
+treat(F.cross_entropy, traced_as=traced_form(cross_entropy))

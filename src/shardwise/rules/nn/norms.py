@@ -1,4 +1,4 @@
-"""Softmax and normalisation. Over a sharded dim they run as small distributed programs, without gathering."""
+"""Normalisation. Over a sharded dim it runs as a small distributed program, without gathering."""
 
 from __future__ import annotations
 
@@ -12,41 +12,9 @@ from torch import Tensor
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.empty import connected_zeros, skipping_empty
-from shardwise.rules.kit.notation import factor_rule, other_dims
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
-from shardwise.rules.math.reductions import PROGRAM_COST, is_inexact, maximum, wide
-
-
-def _softmax(call: Call) -> list[Strategy]:
-    (dim,) = call.dims()
-    if not is_inexact(call.inputs[0].dtype):
-        torch.softmax(torch.zeros(1, dtype=call.inputs[0].dtype), 0)  # torch refuses
-    sharded = [Strategy((dim,), (dim,), 2 * PROGRAM_COST)] if call.inputs[0].ndim else []
-    return [*other_dims(call, [dim]).strategies(), *sharded]
-
-
-def _softmax_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) -> Local | None:
-    (dim,) = call.dims()
-    if not call.inputs[0].ndim or not ins[0].splits[dim]:
-        return None
-    to_float = bool(call.bound.get("half_to_float") or call.bound.get("dtype"))
-    args = [call.inputs[0], dim, call.name == "_log_softmax", to_float]
-    return Local(_sharded_softmax, args, groups=(ins[0].splits[dim],))
-
-
-def _sharded_softmax(group: Collectives, x: Tensor, dim: int, log: bool, to_float: bool) -> Tensor:
-    with torch.no_grad():
-        found = wide(x) - maximum(group, wide(x), (dim,))
-        terms = found.exp() if log else found.exp_()
-        total = group.reduce(terms.sum(dim, keepdim=True), "sum")
-        found = found.sub_(total.log_()) if log else found.div_(total)
-        found = found.to(torch.float32 if to_float else x.dtype)
-    return group.softmax(x, found, dim, log=log)
-
-
-register("_softmax", "_log_softmax", rule=Rule(_softmax, _softmax_local))
-register("_safe_softmax", rule=factor_rule(lambda call: other_dims(call, call.dims())))
+from shardwise.rules.math.reductions import PROGRAM_COST, wide
 
 
 def stats_dtype(planned: torch.dtype, x: Tensor, *params: Tensor | None) -> torch.dtype:

@@ -142,16 +142,19 @@ CLASSES = torch.arange(6) * 2
 @pytest.mark.parametrize("vocabulary", [16, 13, 5])
 @pytest.mark.parametrize("mesh", [(2,), (4,)], ids=str)
 def test_sharded_classes_need_two_reductions(reduction, vocabulary, mesh):
-    """Per row: the maximum; then the sum of exponentials and the target's logit. Smoothing adds the sum of logits."""
+    """Per row: the maximum; then the sum of exponentials and the target's logit. Smoothing adds the sum of logits;
+    class weights, if they are sharded, the target's and, with smoothing, the sum of all."""
     target = CLASSES % vocabulary
     spent = lambda **more: communicated(  # noqa: E731
         F.cross_entropy, normal(6, vocabulary), [S(1)], target, [R], mesh, reduction=reduction, **more
     )
     assert spent() == reductions(6, 12)
     assert spent(label_smoothing=0.1) == reductions(6, 18)
-    weight = place(normal(vocabulary).abs(), R, mesh=mesh)
-    assert spent(weight=weight) == reductions(6, 18)
-    assert spent(weight=weight, label_smoothing=0.1) == reductions(6, 30)
+    weight = normal(vocabulary).abs()
+    assert spent(weight=place(weight, R, mesh=mesh)) == reductions(6, 12)
+    assert spent(weight=place(weight, R, mesh=mesh), label_smoothing=0.1) == reductions(6, 18)
+    assert spent(weight=place(weight, S(0), mesh=mesh)) == reductions(6, 18)
+    assert spent(weight=place(weight, S(0), mesh=mesh), label_smoothing=0.1) == reductions(6, 30)
 
 
 def test_classes_over_two_axes():

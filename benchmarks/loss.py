@@ -1,0 +1,124 @@
+"""Losses over a sharded vocabulary on a CPU: time and memory of one rank's share, beside plain torch on the local size.
+
+    python benchmarks/loss.py            about three minutes
+    python benchmarks/loss.py --write    and write benchmarks/results/loss-<date>.md
+
+As benchmarks/loss_gpu.py does it: one process is rank 1 of 8 in torch's fake process group, and the systems take turns
+in short slices. Time is the processor's, so that others on the machine count for less; a ratio is the median of the
+ratios within the rounds. Memory is what torch's allocator tells its profiler: the most that a loss and its backward
+pass add, gradients included. A missed target prints MISS; the exit status stays 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from loss_gpu import HEAD, IN_PLACE, NUM_RANKS, OURS, PLAIN, RANK, Bench, Program, heads, losses
+from race import Call, Table, race, seconds
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from saved import on_cpu
+
+SHAPES = ((64, 1000), (64, 32000), (256, 8000), (512, 32000), (1024, 128256), (4096, 32000))
+TOKENS, CLASSES, WIDTH = (2048, 4096, 8192, 16384), 32000, 256
+MATERIALISED = "materialised logits, plain"
+LIMIT = 1.1
+
+
+def processor_time(call: Call, num_calls: int) -> float:
+    start = time.thread_time()
+    for _ in range(num_calls):
+        call()
+    return (time.thread_time() - start) / num_calls
+
+
+def peak(start: Callable[[], Program]) -> int:
+    program = start()
+    program.run()
+    program.forget()
+    return on_cpu(program.run)[1]
+
+
+def cross_entropies(bench: Bench) -> Table:
+    table = []
+    for rows, classes in SHAPES:
+        for dtype in (torch.float32, torch.bfloat16):
+            systems = losses(bench, rows, classes, dtype, None)
+            systems = {name: systems[name] for name in (PLAIN, OURS, IN_PLACE)}
+            programs = {name: start() for name, start in systems.items()}
+            runs: dict[str, Call] = {name: program.run for name, program in programs.items()}
+            timings = race(runs, num_rounds=bench.num_rounds, clock=processor_time)
+            ratios = [timings[name].ratio_to(timings[PLAIN]) for name in (OURS, IN_PLACE)]
+            whole = rows * -(-classes // NUM_RANKS) * dtype.itemsize
+            table.append(
+                (
+                    f"{rows} × {classes:,}",
+                    str(dtype).removeprefix("torch."),
+                    seconds(timings[PLAIN].median),
+                    *(f"{ratio:.2f}" for ratio in ratios),
+                    *(f"{peak(systems[name]) / whole:.2f}" for name in (PLAIN, OURS, IN_PLACE)),
+                    "pass" if ratios[0] <= LIMIT else "MISS",
+                )
+            )
+    memory = [f"{name}, memory" for name in ("plain", "ours", "in place")]
+    columns = ("tokens × classes", "", "plain", "ours / plain", "in place / plain", *memory, f"limit {LIMIT}")
+    title = "Cross entropy, forward and backward: time, and memory as multiples of the local logits"
+    return Table(title, columns, table)
+
+
+def head_losses(bench: Bench) -> Table:
+    table = []
+    for rows in TOKENS:
+        systems = heads(bench, rows, CLASSES, WIDTH, None)
+        systems = {name: systems[name] for name in (MATERIALISED, HEAD)}
+        programs = {name: start() for name, start in systems.items()}
+        runs: dict[str, Call] = {name: program.run for name, program in programs.items()}
+        timings = race(runs, num_rounds=bench.num_rounds, clock=processor_time)
+        gradients = 2 * WIDTH * (rows + -(-CLASSES // NUM_RANKS))
+        most = [peak(systems[name]) - gradients for name in (MATERIALISED, HEAD)]
+        plain, ours = (timings[name] for name in (MATERIALISED, HEAD))
+        sizes = [f"{size / 1e6:.1f} MB" for size in (gradients, *most)]
+        table.append((f"{rows}", seconds(plain.median), f"{ours.ratio_to(plain):.2f}", *sizes))
+    columns = ("tokens", MATERIALISED, "ours / plain", "gradients", "the rest, plain", "the rest, ours")
+    return Table(
+        f"A head and its loss: width {WIDTH}, {CLASSES:,} classes over {NUM_RANKS} ranks, bfloat16", columns, table
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write a dated report")
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds per measurement")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=NUM_RANKS)
+    bench = Bench(init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",)), options.rounds)
+    console, tables = Console(width=160), []
+    for made in (partial(cross_entropies, bench), partial(head_losses, bench)):
+        tables.append(made())
+        tables[-1].print(console)
+    if options.write:
+        today = datetime.date.today()
+        text = f"# Losses over a sharded vocabulary on a CPU, {today}\n\nPython {platform.python_version()}, torch "
+        text += f"{torch.__version__}, one thread, {os.cpu_count()} cores; rank {RANK} of {NUM_RANKS} in a fake group; "
+        text += f"{options.rounds} interleaved rounds.\n\n" + "\n".join(table.markdown() for table in tables)
+        (Path(__file__).parent / "results" / f"loss-{today}.md").write_text(text)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

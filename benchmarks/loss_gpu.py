@@ -1,0 +1,402 @@
+"""Losses over a sharded vocabulary on a GPU: time and memory of one rank's share, beside others.
+
+    python benchmarks/loss_gpu.py --write                and write benchmarks/results/loss-gpu-<date>.md; minutes
+    python benchmarks/loss_gpu.py --liger F              beside liger-kernel, whose wheel, or its contents, F is
+    python benchmarks/loss_gpu.py --device cpu --tiny    tries all of it where there is no GPU
+
+One process is rank 1 of 8 in torch's fake process group, whose collectives return at once and move nothing; that its
+numbers are right, tests/gpu/test_losses.py proves. The systems take turns in short slices, each round in another
+order; a ratio is the median of the ratios within the rounds. "A read and a write" copies the local logits. Extra memory
+is what a call adds at its peak to what was there before it, gradients included. A missed target prints MISS; the exit
+status stays 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib
+import platform
+import sys
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise as sw
+from on_device import clock_of, measure_memory
+from race import Call, Table, Timing, race, seconds
+from shardwise.parallel import cross_entropy, linear_cross_entropy
+
+NUM_RANKS, RANK, WIDTH = 8, 1, 4096
+CASE = (8192, 128256)
+SHAPES = (
+    *((64, 1000), (64, 32000), (64, 128256), (64, 262144)),
+    *((1024, 1000), (1024, 32000), (1024, 50257), (1024, 151936)),
+    *((4096, 8192), (4096, 50304), (4096, 256000), (8192, 32000)),
+    *((16384, 65536), (16384, 128256), (32768, 128256), (32768, 262144)),
+)
+CHUNKS = (256, 512, 1024, 2048)
+TOKENS = (4096, 8192, 16384, 32768)
+COPY, PLAIN, TORCH, LIGER = "a read and a write", "plain, local size", "torch's loss_parallel", "liger-kernel"
+OURS, Z_LOSS, IN_PLACE = "F.cross_entropy", "with z-loss", "gradient in place of logits"
+HEAD = "linear_cross_entropy"
+LIMITS = {OURS: (0.45e-3, 1.05), IN_PLACE: (0.30e-3, 0.05)}
+HEAD_LIMIT, SHAPE_LIMIT = (5.5e-3, 0.20e9), 1.5
+
+
+@dataclass
+class Bench:
+    """What is measured on, and what could not be run."""
+
+    mesh: DeviceMesh
+    num_rounds: int
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.mesh.device_type)
+
+    def runnable(self, systems: dict[str, Callable[[], Program]]) -> dict[str, Callable[[], Program]]:
+        """Those that run at all: one failure must not hide the others."""
+        found = {}
+        for name, start in systems.items():
+            try:
+                start().run()
+                found[name] = start
+            except Exception as error:  # whatever a library under test raises
+                self.failures.append(
+                    f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                )
+        return found
+
+    def times(self, systems: dict[str, Callable[[], Program]]) -> dict[str, Timing]:
+        programs = {name: start() for name, start in systems.items()}
+        runs: dict[str, Call] = {name: program.run for name, program in programs.items()}
+        return race(runs, num_rounds=self.num_rounds, clock=clock_of(self.device))
+
+    def extra(self, start: Callable[[], Program]) -> int:
+        """Bytes beyond what is there before a call."""
+        if self.device.type != "cuda":
+            return 0
+
+        def begun() -> tuple[Call, Call]:
+            program = start()
+            return program.run, program.forget
+
+        return measure_memory(begun).work
+
+
+@dataclass
+class Program:
+    """A loss and its backward pass, and the leaves whose gradients it leaves."""
+
+    loss: Callable[[], Tensor]
+    leaves: list[Tensor]
+
+    def run(self) -> None:
+        self.forget()
+        self.loss().backward()
+
+    def forget(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+
+
+class Fresh(torch.autograd.Function):
+    """The same memory as a result that nobody else has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Copy:
+    """One read and one write."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.out = x, torch.empty_like(x)
+
+    def run(self) -> None:
+        self.out.copy_(self.x)
+
+    def forget(self) -> None:
+        """It leaves nothing."""
+
+
+def logits_of(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(rows, -(-classes // NUM_RANKS), device=device).to(dtype)
+
+
+def targets_of(rows: int, classes: int, device: torch.device) -> Tensor:
+    return torch.randint(classes, (rows,), device=device)
+
+
+# Cross entropy
+
+
+def losses(bench: Bench, rows: int, classes: int, dtype: torch.dtype, liger: Any) -> dict[str, Callable[[], Any]]:
+    target = targets_of(rows, classes, bench.device)
+    local = target % -(-classes // NUM_RANKS)
+    made = partial(logits_of, rows, classes, dtype, bench.device)
+
+    def plain() -> Program:
+        x = made().requires_grad_()
+        return Program(lambda: F.cross_entropy(x, local), [x])
+
+    def ours(loss: Callable[..., Tensor], fresh: bool = False, **options: Any) -> Program:
+        whole = sw.DTensor.from_local(target, bench.mesh, [sw.Replicate()])
+        leaf = made().requires_grad_()
+        shape = (rows, classes)
+        if not fresh:
+            x = sw.DTensor.from_local(leaf.detach(), bench.mesh, [sw.Shard(1)], shape=shape).requires_grad_()
+            return Program(lambda: loss(x, whole, **options), [x])
+
+        def of_result() -> Tensor:
+            x = sw.DTensor.from_local(Fresh.apply(leaf), bench.mesh, [sw.Shard(1)], shape=shape)
+            return loss(x, whole, **options)
+
+        return Program(of_result, [leaf])
+
+    systems: dict[str, Callable[[], Any]] = {
+        COPY: lambda: Copy(made()),
+        PLAIN: plain,
+        OURS: partial(ours, F.cross_entropy),
+        Z_LOSS: partial(ours, cross_entropy, z_loss=1e-4),
+        IN_PLACE: partial(ours, cross_entropy, fresh=True, inplace_backward=True),
+        TORCH: partial(with_torch, bench, made, target, (rows, classes)),
+    }
+    if liger is not None:
+        systems[LIGER] = partial(with_liger, liger, made, target)
+    return systems
+
+
+def with_torch(bench: Bench, made: Callable[[], Tensor], target: Tensor, shape: tuple[int, int]) -> Program:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    x = DTensor.from_local(made(), bench.mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1))
+    x, whole = x.requires_grad_(), DTensor.from_local(target, bench.mesh, [Replicate()], run_check=False)
+
+    class InContext(Program):
+        def run(self) -> None:
+            self.forget()
+            with loss_parallel():
+                self.loss().backward()
+
+    return InContext(lambda: F.cross_entropy(x, whole), [x])
+
+
+def with_liger(liger: Any, made: Callable[[], Tensor], target: Tensor) -> Program:
+    x = made().unsqueeze(1).requires_grad_()
+    function = importlib.import_module("liger_kernel.ops.vocab_parallel_cross_entropy").LigerVocabParallelCEFunction
+    given = target.unsqueeze(1), dist.group.WORLD, -100, 0.0, "pytorch", "global"
+    return Program(lambda: function.apply(x, *given).mean(), [x])
+
+
+def cross_entropies(bench: Bench, case: tuple[int, int], liger: Any) -> Table:
+    rows, classes = case
+    systems = bench.runnable(losses(bench, rows, classes, torch.bfloat16, liger))
+    timings = bench.times(systems)
+    whole = logits_of(rows, classes, torch.bfloat16, torch.device("meta")).nbytes
+    table = []
+    for name, timing in timings.items():
+        extra = bench.extra(systems[name])
+        time_limit, memory_limit = LIMITS.get(name, (None, None))
+        held = time_limit is None or (timing.median <= time_limit and extra <= memory_limit * whole)
+        table.append(
+            (
+                name,
+                seconds(timing.median),
+                f"{timing.ratio_to(timings[COPY]):.2f}",
+                f"{extra / whole:.2f}",
+                "" if time_limit is None else f"{seconds(time_limit)}, {memory_limit:.2f}",
+                "" if time_limit is None else "pass" if held else "MISS",
+            )
+        )
+    title = f"Cross entropy, {rows} × {classes:,} classes over {NUM_RANKS} ranks, bfloat16, forward and backward"
+    return Table(title, ("system", "time", "/ read and write", "extra / logits", "limits", ""), table)
+
+
+def shapes(bench: Bench, cases: tuple[tuple[int, int], ...]) -> Table:
+    table = []
+    for rows, classes in cases:
+        for dtype in (torch.float32, torch.bfloat16):
+            systems = losses(bench, rows, classes, dtype, None)
+            systems = bench.runnable({name: systems[name] for name in (COPY, PLAIN, OURS, IN_PLACE)})
+            timings = bench.times(systems)
+            ratios = {name: timing.ratio_to(timings[COPY]) for name, timing in timings.items()}
+            table.append(
+                (
+                    f"{rows} × {classes:,}",
+                    str(dtype).removeprefix("torch."),
+                    seconds(timings[COPY].median),
+                    *(f"{ratios[name]:.2f}" if name in ratios else "" for name in (PLAIN, OURS, IN_PLACE)),
+                    f"{SHAPE_LIMIT}",
+                    "pass" if ratios.get(OURS, 99) <= SHAPE_LIMIT else "MISS",
+                )
+            )
+    columns = ("tokens × classes", "", "a read and a write", "plain", OURS, IN_PLACE, "limit", "")
+    return Table("Other shapes, as multiples of a read and a write", columns, table)
+
+
+# A head and its loss
+
+
+def heads(bench: Bench, rows: int, classes: int, width: int, liger: Any) -> dict[str, Callable[[], Any]]:
+    local, device = -(-classes // NUM_RANKS), bench.device
+    target = targets_of(rows, classes, device)
+
+    def inputs() -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        x, layer = torch.randn(rows, width, device=device), torch.randn(local, width, device=device) / width**0.5
+        return x.bfloat16().requires_grad_(), layer.bfloat16().requires_grad_()
+
+    def products() -> Program:
+        x, layer = inputs()
+        grad = torch.ones(rows, local, device=device, dtype=x.dtype)
+
+        def run() -> Tensor:
+            with torch.no_grad():
+                _ = x @ layer.t(), grad @ layer, grad.t() @ x
+            return torch.zeros((), requires_grad=True)
+
+        return Program(run, [])
+
+    def materialised() -> Program:
+        x, layer = inputs()
+        return Program(lambda: F.cross_entropy(F.linear(x, layer), target % local), [x, layer])
+
+    def ours(**options: Any) -> Program:
+        x, layer = (each.detach() for each in inputs())
+        x = sw.DTensor.from_local(x, bench.mesh, [sw.Replicate()]).requires_grad_()
+        shape = (classes, width)
+        layer = sw.DTensor.from_local(layer, bench.mesh, [sw.Shard(0)], shape=shape).requires_grad_()
+        whole = sw.DTensor.from_local(target, bench.mesh, [sw.Replicate()])
+        return Program(lambda: linear_cross_entropy(x, layer, whole, **options), [x, layer])
+
+    systems: dict[str, Callable[[], Any]] = {
+        "three products of matrices": products,
+        "materialised logits, plain": materialised,
+        HEAD: ours,
+        **{f"{HEAD}, chunks of {chunk}": partial(ours, chunk_size=chunk) for chunk in CHUNKS if chunk <= rows},
+        f"{HEAD}, added up in float32": partial(ours, acc_dtype=torch.float32),
+        f"{HEAD}, a loss for each row": lambda: summed(ours(reduction="none")),
+    }
+    if liger is not None:
+        systems[f"{LIGER}, fused, in portable form"] = partial(with_ligers_head, inputs, target)
+    return systems
+
+
+def summed(program: Program) -> Program:
+    return Program(lambda: program.loss().sum(), program.leaves)
+
+
+def with_ligers_head(inputs: Callable[[], tuple[Tensor, Tensor]], target: Tensor) -> Program:
+    module: Any = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    x, layer = inputs()
+    loss = module._apply_tp_fallback
+    return Program(lambda: loss(x, layer, target, 1.0, -100, False, dist.group.WORLD).mean(), [x, layer])
+
+
+def head_table(bench: Bench, case: tuple[int, int], width: int, liger: Any) -> Table:
+    systems = bench.runnable(heads(bench, *case, width, liger))
+    timings = bench.times(systems)
+    first, table = timings["three products of matrices"], []
+    for name, timing in timings.items():
+        extra = bench.extra(systems[name])
+        held = timing.median <= HEAD_LIMIT[0] and extra <= HEAD_LIMIT[1]
+        limits = (f"{seconds(HEAD_LIMIT[0])}, 0.20 GB", "pass" if held else "MISS") if name == HEAD else ("", "")
+        table.append((name, seconds(timing.median), f"{timing.ratio_to(first):.2f}", f"{extra / 1e9:.3f} GB", *limits))
+    title = f"A head and its loss: {case[0]} × {width} × {case[1]:,} classes over {NUM_RANKS} ranks, bfloat16"
+    return Table(title, ("system", "time", "/ products", "extra, with gradients", "limits", ""), table)
+
+
+def growth(bench: Bench, tokens: tuple[int, ...], classes: int, width: int) -> Table:
+    table = []
+    for rows in tokens:
+        extra = bench.extra(heads(bench, rows, classes, width, None)[HEAD])
+        gradients = 2 * width * (rows + -(-classes // NUM_RANKS))
+        table.append((f"{rows}", f"{extra / 1e6:.1f}", f"{gradients / 1e6:.1f}", f"{(extra - gradients) / 1e6:.1f}"))
+    return Table("Memory by tokens, in megabytes", ("tokens", "extra", "gradients", "the rest"), table)
+
+
+# The command
+
+
+@contextlib.contextmanager
+def unpacked(wheel: Path | None) -> Iterator[Any]:
+    """The library in a wheel, or in a folder: Triton reads the source of its programs from files."""
+    with tempfile.TemporaryDirectory() as folder:
+        if wheel is not None and wheel.is_file():
+            zipfile.ZipFile(wheel).extractall(folder)
+        sys.path.insert(0, folder if wheel is None or wheel.is_file() else str(wheel))
+        try:
+            yield None if wheel is None else importlib.import_module("liger_kernel")
+        finally:
+            sys.path.pop(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write a dated report")
+    parser.add_argument("--liger", type=Path, help="the wheel of liger-kernel, or a folder with its contents")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can run, for trying this out")
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per measurement")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".*DTensor.*")
+    case, others = ((64, 1000), ((8, 100), (16, 257))) if options.tiny else (CASE, SHAPES)
+    width, tokens = (32, (64, 128)) if options.tiny else (WIDTH, TOKENS)
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=NUM_RANKS)
+    bench = Bench(init_device_mesh(options.device, (NUM_RANKS,), mesh_dim_names=("tp",)), options.rounds)
+    console, tables = Console(width=140), []
+    with unpacked(options.liger) as liger:
+        for made in (
+            partial(cross_entropies, bench, case, liger),
+            partial(shapes, bench, others),
+            partial(head_table, bench, case, width, liger),
+            partial(growth, bench, tokens, case[1], width),
+        ):
+            tables.append(made())
+            tables[-1].print(console)
+    for failure in bench.failures:
+        console.print(f"could not be run: {failure}", style="yellow", markup=False)
+    if options.write:
+        write(bench, tables)
+    dist.destroy_process_group()
+
+
+def write(bench: Bench, tables: list[Table]) -> None:
+    today = datetime.date.today()
+    device = torch.cuda.get_device_name() if bench.device.type == "cuda" else "CPU"
+    triton: Any = importlib.import_module("triton") if bench.device.type == "cuda" else None
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    versions += "" if triton is None else f", Triton {triton.__version__}"
+    text = f"# Losses over a sharded vocabulary, {today}\n\n{versions}, {device}; rank {RANK} of {NUM_RANKS} in a fake "
+    text += f"group; {bench.num_rounds} interleaved rounds.\n\n" + "\n".join(table.markdown() for table in tables)
+    if bench.failures:
+        text += "\n## Could not be run\n\n" + "\n".join(f"- {failure}" for failure in bench.failures) + "\n"
+    (Path(__file__).parent / "results" / f"loss-gpu-{today}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
