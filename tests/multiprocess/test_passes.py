@@ -13,11 +13,14 @@ import torch
 import shardwise as sw
 from launch import Case
 from shardwise.errors import CaptureError
-from shardwise.graph.passes import PASSES
+from shardwise.graph.inductor import lowered
+from shardwise.graph.nodes import is_op
+from shardwise.graph.passes import DEFAULT, PASSES
 from shardwise.graph.passes.share import share
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the ranks import this file without pytest's settings
-from optimised import SMALL, case_of, kinds, only
+from captured import compare
+from optimised import SMALL, case_of, kinds, mlp, only, operands, program_of, sharded_weights
 
 
 def each_pass(rank: int, size: int) -> None:
@@ -55,6 +58,14 @@ def ranks_that_differ(rank: int, size: int) -> None:
     assert kinds(case.program(mesh, "default")) == ["all_gather"]  # nothing is left over
 
 
+def on_request(rank: int, size: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+    chunked = program_of(mlp, lambda: operands(mesh, 7, 4), (*DEFAULT, "async_tensor_parallel"))
+    assert kinds(chunked) == ["all_gather", "all_gather", "reduce_scatter", "reduce_scatter"]
+    (program,) = compare(lambda: sharded_weights(mesh), passes=(*DEFAULT, "gather_again")).programs
+    assert kinds(program).count("all_gather") == 2  # one for all layers, and one for the backward pass
+
+
 def written_while_it_is_gathered(rank: int, size: int) -> None:
     """Rows enough that a gather takes its time."""
     mesh = sw.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
@@ -72,7 +83,20 @@ def written_while_it_is_gathered(rank: int, size: int) -> None:
             assert torch.equal(compiled(x, y).to_local(), torch.full((2**18, 8), float(call)))
 
 
+def waits_where_it_is_used(rank: int, size: int) -> None:
+    """As Inductor gets it: a functional collective, and behind other ops the op that waits for it."""
+    mesh, case = sw.init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "tp")), case_of("meanwhile")
+    (part,) = case.program(mesh, "default").ranks
+    given = [torch.zeros(x.to_local().shape) for x in case.arguments(mesh)]
+    targets = [node.target for node in lowered(part.graph, given).graph.nodes if is_op(node.target)]
+    names = [target.overloadpacket.__name__ for target in targets]
+    meanwhile = names[names.index("all_gather_into_tensor") : names.index("wait_tensor")]
+    assert {"exp2", "sum"} <= set(meanwhile)
+
+
 CASES = [
+    Case("passes-on-request", 2, on_request),
+    Case("passes-waits", 2, waits_where_it_is_used),
     Case("passes-each", 2, each_pass),
     Case("passes-all-4", 4, all_passes),
     Case("passes-ranks-that-differ", 2, ranks_that_differ),

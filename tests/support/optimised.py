@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from captured import assert_same
+from captured import WIDTH, Made, assert_same
+from torch import nn
+from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.graph.nodes import collective_of
@@ -126,6 +128,18 @@ def back_from_what_changed(x: Any) -> Any:
     return red(part, R, R) * 2
 
 
+def to_and_written(x: Any) -> Any:
+    there = red(x, S(1), R)
+    there.add_(1)
+    return red(there, S(0), R) * 2
+
+
+def moved_from_and_written(x: Any) -> Any:
+    there = red(x, S(1), R)
+    x.add_(1)
+    return red(there, S(0), R) * 2
+
+
 def computed_cut_and_gathered(x: Any) -> Any:
     return red(red(x * 3, S(0), R), R, R) * 2
 
@@ -214,6 +228,8 @@ SMALL = [
     Small("gathered and cut", "cancel", there_and_back(ALIKE, SPLIT), [SPLIT], [GATHER], []),
     Small("cut and gathered", "cancel", computed_cut_and_gathered, [ALIKE], [GATHER], []),
     Small("to and fro", "cancel", there_and_back((S(1), R), SPLIT), [SPLIT], [EXCHANGE] * 2, []),
+    Small("to, written and fro", "cancel", to_and_written, [SPLIT], [EXCHANGE] * 2, [EXCHANGE] * 2),
+    Small("to and fro, written", "cancel", moved_from_and_written, [SPLIT], [EXCHANGE] * 2, [EXCHANGE] * 2),
     Small("gathered, written and cut", "cancel", there_and_written, [SPLIT], [GATHER], [GATHER]),
     Small("gathered, cut and used", "cancel", there_and_used, [SPLIT], [GATHER], [GATHER]),
     Small("cut, written and gathered", "cancel", back_from_what_changed, [ALIKE], [GATHER], [GATHER]),
@@ -241,3 +257,48 @@ SMALL = [
 def case_of(name: str) -> Small:
     (found,) = [case for case in SMALL if case.name == name]
     return found
+
+
+# What passes on request are for
+
+
+def mlp(x: Any, up: Any, down: Any) -> Any:
+    """Rows are gathered before columns, and scattered behind rows."""
+    hidden = F.relu(F.linear(red(x, R), up))
+    return red(F.linear(hidden, down), S(x.ndim - 2))
+
+
+def operands(mesh: Any, *shape: int) -> list[Any]:
+    """What that block is given: rows, and weights for tensor parallelism."""
+    x = whole_numbers(mesh, shape, [S(len(shape) - 2)], 0)
+    return [x, whole_numbers(mesh, (12, 4), [S(0)], 1), whole_numbers(mesh, (4, 12), [S(1)], 2)]
+
+
+def stepped(net: nn.Module, arguments: Callable[[int], Any]) -> Made:
+    """A train step of a net."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+
+    def step(x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return (net, optimizer), step, lambda call: (arguments(call),)
+
+
+def sharded_weights(mesh: Any, layers: int = 3) -> Made:
+    """Layers whose weights are sharded along the axis of the batch, and gathered for each product."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    for layer in net:
+        for name, placement in (("weight", S(0)), ("bias", R)):
+            own = getattr(layer, name).detach()
+            setattr(layer, name, nn.Parameter(sw.distribute_tensor(own, mesh, [placement])))
+
+    def arguments(call: int) -> Any:
+        x = torch.randn(32 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(call))
+        return sw.distribute_tensor(x, mesh, [S(0)])
+
+    return stepped(net, arguments)

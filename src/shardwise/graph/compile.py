@@ -197,7 +197,9 @@ def compile(
 ) -> Any:
     """A function that is captured at its first call, and then runs as a program.
 
-    `passes` are names of what is done to the program: "default", none of them, `()`, or a list of some.
+    `passes` are names of what is done to the program before it runs: those that only ever save something ("default"),
+    none of them, `()`, or some, as in `passes=[*DEFAULT, "gather_again"]` with `shardwise.graph.passes.DEFAULT`.
+    `programs` of what this returns have `reports` that say what each has done.
     """
     if dynamic:
         raise ValueError("dynamic=True is not available: layouts, and so programs, are made for sizes")

@@ -17,7 +17,7 @@ from shardwise.graph.passes.bucket import gradient_reductions
 from shardwise.graph.passes.draft import CHUNK, NUMBERS, Draft, contiguous
 from shardwise.graph.passes.moves import Moved, cut, joined_pieces, moves, shape
 from shardwise.graph.passes.order import needs
-from shardwise.graph.passes.report import bytes_of
+from shardwise.graph.passes.report import bytes_of, counted
 from shardwise.graph.passes.storages import Storages, is_view
 
 _aten = torch.ops.aten
@@ -54,7 +54,7 @@ def async_tensor_parallel(draft: Draft) -> list[str]:
         _scatter_in_chunks(draft, scattered)
     draft.sweep()
     count = len(gathers) + len(scatters)
-    return [f"{count} collectives in {CHUNKS} chunks, each with its products"] if count else []
+    return [f"{counted(count, 'collective')} in {CHUNKS} chunks, each with its products"] if count else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from shardwise.graph.passes.moves import (
     relative,
     shape,
 )
+from shardwise.graph.passes.report import counted
 from shardwise.graph.passes.storages import Storages
 from shardwise.layout import Layout, Mesh, Replicate
 
@@ -38,7 +39,7 @@ def cancel(draft: Draft) -> list[str]:
             draft.sweep()
         if count == (count := len(draft.collectives())):  # what is left may come to nothing without what is gone
             break
-    return [f"{before - count} collectives not needed"] if count < before else []
+    return [f"{counted(before - count, 'collective')} not needed"] if count < before else []
 
 
 def _slices_of_joined(draft: Draft) -> None:
@@ -86,7 +87,7 @@ def _there_and_back(draft: Draft) -> None:
     storages, ends = draft.storages(), dict[fx.Node, Moved]()
     for move in moves(draft):
         first = ends.get(move.before)
-        if first is not None and _is_inverse(first, move):
+        if first is not None and _is_inverse(first, move) and _is_as_moved(storages, first, move):
             _put(draft, storages, move.after, first.before, move.node)
         else:
             ends[move.after] = move
@@ -95,6 +96,12 @@ def _there_and_back(draft: Draft) -> None:
 def _is_inverse(first: Moved, second: Moved) -> bool:
     same = first.source.unreduced is second.target.unreduced and first.target.unreduced is second.source.unreduced
     return same and {first.collective.kind, second.collective.kind} == {"all_to_all"}
+
+
+def _is_as_moved(storages: Storages, first: Moved, second: Moved) -> bool:
+    """Whether neither what is moved to and fro, nor what it is meanwhile, is written to before the way back."""
+    start, stop = storages.position[first.node], storages.position[second.node]
+    return not any(storages.is_written_between(x, start, stop) for x in (first.before, first.after))
 
 
 def _gathered_again(draft: Draft) -> None:

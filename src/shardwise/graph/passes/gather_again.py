@@ -12,6 +12,7 @@ from torch import fx
 from shardwise.graph.passes.draft import NUMBERS, Draft, in_backward
 from shardwise.graph.passes.moves import Moved, moves
 from shardwise.graph.passes.narrow import carried
+from shardwise.graph.passes.report import counted
 from shardwise.graph.passes.storages import Storages, is_view
 
 _aten = torch.ops.aten
@@ -27,7 +28,7 @@ def gather_again(draft: Draft) -> list[str]:
     found.sort(key=lambda use: storages.position[use.first])
     for use in found[1:]:
         _gather_again(draft, use)
-    return [f"{len(found) - 1} parameters gathered again"] if len(found) > 1 else []
+    return [f"{counted(len(found) - 1, 'parameter')} gathered again"] if len(found) > 1 else []
 
 
 @dataclass(frozen=True, slots=True)

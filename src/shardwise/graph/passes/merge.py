@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from shardwise.graph.passes.bucket import gradient_reductions
-from shardwise.graph.passes.draft import CHUNK, Draft
+from shardwise.graph.passes.draft import CHUNK, Draft, in_backward
 from shardwise.graph.passes.joined import bring_together, can_be_joined, facts_of, join, key_of
 from shardwise.graph.passes.order import Needs, needs
 
@@ -18,14 +18,15 @@ SMALL, LARGEST = 1 << 16, 1 << 20
 
 def merge(draft: Draft) -> list[str]:
     """`f(x), f(y)` → `f(x, y)`, for small collectives of one kind, group and dtype that stand next to each other among
-    the collectives and do not depend on each other. Gradients have buckets of their own."""
+    the collectives and do not depend on each other. Gradients have buckets of their own; what is communicated in the
+    backward pass stays there."""
     before = needs(draft)
     latest, left_alone = _latest(draft, before), set(gradient_reductions(draft, before))
     groups: list[_Group] = []
     for number, node in enumerate(draft.collectives()):
         can_be = can_be_joined(node) and node not in left_alone and CHUNK not in node.meta
         small = _bytes(node) if can_be else None
-        key = None if small is None else (key_of(node), node.meta.get("backward"))
+        key = None if small is None else (key_of(node), in_backward(node))
         last = groups[-1] if groups else None
         if last is not None and last.takes(key, small, latest[node]):
             last.nodes.append(node)

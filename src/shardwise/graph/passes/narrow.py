@@ -23,7 +23,7 @@ def narrow(draft: Draft) -> list[str]:
     """`bf16(gather(x))` → `gather(bf16(x))`; `gather(f32(x))` → `f32(gather(x))`; `gather(x) + gather(y)` →
     `gather(x + y)`. A cast, or a sum, of parts is that of the whole, bit for bit."""
     counts = [_each(draft, rewrite) for rewrite in (_cast_first, _cast_last, _compute_first)]
-    said = ("cast before they are gathered", "cast after they are gathered", "gathered once for several")
+    said = ("cast before the gather", "cast behind the gather", "computed with before the gather")
     return [f"{count} {what}" for count, what in zip(counts, said, strict=True) if count]
 
 

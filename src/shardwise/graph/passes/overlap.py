@@ -13,6 +13,7 @@ from shardwise.graph.passes.bucket import gradient_reductions
 from shardwise.graph.passes.draft import Draft
 from shardwise.graph.passes.moves import joined_pieces
 from shardwise.graph.passes.order import Emission, Needs, arranged, needed_by, needs, sides
+from shardwise.graph.passes.report import counted
 from shardwise.graph.passes.storages import may_be_view
 
 _STARTED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -29,7 +30,7 @@ def overlap(draft: Draft) -> list[str]:
     arranged(draft, _schedule(draft, before))
     place = {node: position for position, node in enumerate(draft.graph.nodes)}
     count = sum([_split(draft, node, place) for node in draft.collectives()])
-    return [f"{count} collectives go on while the program does"] if count else []
+    return [f"{counted(count, 'collective')} under way meanwhile"] if count else []
 
 
 def _schedule(draft: Draft, before: Needs) -> list[fx.Node]:

@@ -46,6 +46,10 @@ def bytes_of(brought: Any) -> int:
     return sum(found)
 
 
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 @dataclass(frozen=True, slots=True)
 class PassReport:
     """What a pass did to the program of the first rank held here; `notes` say it in words.

@@ -11,6 +11,7 @@ from torch import fx
 from shardwise.graph.nodes import Collective, is_op
 from shardwise.graph.passes.draft import Draft, contiguous
 from shardwise.graph.passes.moves import coordinate, cut, is_part, is_slice, relative, shape
+from shardwise.graph.passes.report import counted
 from shardwise.graph.passes.storages import Storages
 from shardwise.layout import Box, Layout
 from shardwise.redistribute.kernels import members
@@ -31,7 +32,7 @@ def scatter(draft: Draft) -> list[str]:
     for part in found:
         _scattered(draft, part)
     draft.sweep()
-    return [f"{len(found)} sums scattered"] if found else []
+    return [f"{counted(len(found), 'sum')} scattered"] if found else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from torch import fx
 
 from shardwise.graph.nodes import Check, Draw, Start, collective_of, has_effects, wait
 from shardwise.graph.passes.draft import Draft, in_backward
+from shardwise.graph.passes.report import counted
 from shardwise.graph.passes.storages import Storage, is_alias, is_view
 
 
@@ -20,7 +21,7 @@ def tidy(draft: Draft) -> list[str]:
     """
     _forget_aliases(draft)
     count = _Sharing(draft, collectives=False).run()
-    return [f"{count} ops shared"] if count else []
+    return [f"{counted(count, 'op')} shared"] if count else []
 
 
 def share(draft: Draft) -> list[str]:
@@ -31,7 +32,7 @@ def share(draft: Draft) -> list[str]:
     before = len(draft.collectives())
     _Sharing(draft, collectives=True).run()
     shared = before - len(draft.collectives())
-    return [f"{shared} collectives shared"] if shared else []
+    return [f"{counted(shared, 'collective')} shared"] if shared else []
 
 
 def _forget_aliases(draft: Draft) -> None:

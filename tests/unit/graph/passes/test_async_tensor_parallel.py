@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimised import R, S, kinds, ops, program_of, red, whole_numbers
+from optimised import R, kinds, mlp, operands, ops, program_of, red
 from torch.nn import functional as F
 
 import shardwise as sw
@@ -16,16 +16,8 @@ GATHER, SCATTER = "all_gather", "reduce_scatter"
 CHUNKED = ("tidy", "async_tensor_parallel")
 
 
-def mlp(x: Any, up: Any, down: Any) -> Any:
-    """Rows are gathered before columns, and scattered behind rows."""
-    hidden = F.relu(F.linear(red(x, R), up))
-    return red(F.linear(hidden, down), S(x.ndim - 2))
-
-
 def made(size: int, *shape: int) -> list[Any]:
-    mesh = sw.simulate((size,), ("tp",))
-    x = whole_numbers(mesh, shape, [S(len(shape) - 2)], 0)
-    return [x, whole_numbers(mesh, (12, 4), [S(0)], 1), whole_numbers(mesh, (4, 12), [S(1)], 2)]
+    return operands(sw.simulate((size,), ("tp",)), *shape)
 
 
 @pytest.mark.parametrize("size", [2, 3])

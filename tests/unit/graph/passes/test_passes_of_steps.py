@@ -10,31 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from captured import WIDTH, Made, Net, batch, compare, net_on
-from optimised import kinds
+from captured import Made, Net, batch, compare, net_on
+from optimised import kinds, sharded_weights, stepped
 from torch import fx, nn
 from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.graph.nodes import Start, collective_of
+from shardwise.graph.passes import DEFAULT
 from shardwise.graph.passes.bucket import PRODUCTS
 from shardwise.graph.passes.draft import in_backward
 from shardwise.redistribute.backward import buckets
 
 GPT = runpy.run_path(str(Path(__file__).parents[4] / "examples" / "gpt.py"), run_name="gpt")
-
-
-def stepped(net: nn.Module, arguments: Callable[[int], Any]) -> Made:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-
-    def step(x: Any) -> Any:
-        optimizer.zero_grad()
-        loss = net(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return (net, optimizer), step, lambda call: (arguments(call),)
 
 
 def replicated(dp: int) -> Made:
@@ -45,7 +33,11 @@ def replicated(dp: int) -> Made:
 
 
 def program_of(make: Callable[[], Made], passes: Any, calls: int = 3) -> sw.graph.Program:
+    """The program of a step, which gives what the step gives. No pass but those on request may communicate more."""
     (program,) = compare(make, calls, passes=passes).programs
+    for report in program.reports:
+        less = report.before.bytes >= report.after.bytes and report.before.collectives >= report.after.collectives
+        assert less or report.name not in DEFAULT, str(report)
     return program
 
 
@@ -154,22 +146,6 @@ def stepped_uneven() -> Made:
 # On request
 
 
-def sharded_weights(size: int, bias: bool = True) -> Made:
-    """Weights of three layers that are sharded with the batch, and gathered for each product."""
-    mesh = sw.simulate((size,), ("dp",))
-    torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(3)))
-    for layer in net:
-        layer.weight = nn.Parameter(sw.distribute_tensor(layer.weight.detach(), mesh, [sw.Shard(0)]))
-        layer.bias = nn.Parameter(sw.distribute_tensor(layer.bias.detach(), mesh))
-
-    def arguments(call: int) -> Any:
-        x = torch.randn(32 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(call))
-        return sw.distribute_tensor(x, mesh, [sw.Shard(0)])
-
-    return stepped(net, arguments)
-
-
 def kept(program: sw.graph.Program) -> int:
     """Bytes of what is gathered that the forward pass keeps for the backward pass."""
     nodes = program.ranks[0].graph.nodes
@@ -192,11 +168,19 @@ def _is_used_in_backward(node: fx.Node) -> bool:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_weights_are_gathered_again(size: int) -> None:
-    before = program_of(lambda: sharded_weights(size), ("tidy",))
-    after = program_of(lambda: sharded_weights(size), ("tidy", "gather_again"))
+    before = program_of(lambda: sharded_weights(sw.simulate((size,), ("dp",))), ("tidy",))
+    after = program_of(lambda: sharded_weights(sw.simulate((size,), ("dp",))), ("tidy", "gather_again"))
     assert kinds(before).count("all_gather") == 3
     assert (
         kinds(after).count("all_gather") == 4
-    )  # not the last one, nor that of the first layer, whose input has no gradient
+    )  # the first layer's is not needed again; the last one's would be at once
     assert kept(after) < kept(before)
-    program_of(lambda: sharded_weights(size), [*sw.graph.passes.DEFAULT, "gather_again"])
+    together = program_of(lambda: sharded_weights(sw.simulate((size,), ("dp",))), [*DEFAULT, "gather_again"])
+    assert kinds(together).count("all_gather") == 2  # one for all layers, and one for the backward pass
+
+
+def test_what_is_used_first_is_kept() -> None:
+    """One layer: it would be gathered again at once."""
+    mesh = sw.simulate((2,), ("dp",))
+    found = kinds(program_of(lambda: sharded_weights(mesh, layers=1), ("tidy", "gather_again")))
+    assert found.count("all_gather") == 1
