@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from captured import WIDTH, batch, net_on
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
+from captured import WIDTH, batch, net_on
 from shardwise.debug import CommDebugMode
 from shardwise.errors import CaptureError, NoDataError
 from shardwise.graph.memory import memory_of

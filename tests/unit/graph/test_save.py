@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from captured import WIDTH, Made, Net, assert_same, batch, net_on, state_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from captured import WIDTH, Made, Net, assert_same, batch, net_on, state_of
 from shardwise.errors import CaptureError, CaptureWarning, IndexRangeError, SavedProgramError
 from shardwise.graph.save.values import Reader, Writer
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

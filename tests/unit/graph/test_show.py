@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from captured import WIDTH, batch, net_on
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from captured import WIDTH, batch, net_on
 from shardwise.errors import CaptureWarning
 from shardwise.graph.show.lines import OpLine
 from shardwise.graph.show.repeats import Repeat, folded
