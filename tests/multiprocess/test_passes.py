@@ -19,8 +19,9 @@ from shardwise.graph.passes import DEFAULT, PASSES
 from shardwise.graph.passes.share import share
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the ranks import this file without pytest's settings
-from captured import compare
 from optimised import SMALL, case_of, kinds, mlp, only, operands, program_of, sharded_weights
+
+from captured import compare
 
 
 def each_pass(rank: int, size: int) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from captured import WIDTH, Made, assert_same
 from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from captured import WIDTH, Made, assert_same
 from shardwise.graph.nodes import collective_of
 from shardwise.graph.passes import PASSES
 from shardwise.graph.program import Program

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from captured import batch, net_on
 from optimised import case_of, kinds
 from torch import fx
 
 import shardwise as sw
+from captured import batch, net_on
 from shardwise.graph.nodes import Start
 from shardwise.graph.passes import DEFAULT, PASSES
 from shardwise.graph.passes.share import share

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from captured import Made, Net, batch, compare, net_on
 from optimised import kinds, sharded_weights, stepped
 from torch import fx, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from captured import Made, Net, batch, compare, net_on
 from shardwise.graph.nodes import Start, collective_of
 from shardwise.graph.passes import DEFAULT
 from shardwise.graph.passes.bucket import PRODUCTS

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from captured import assert_same
 from optimised import kinds
 
 import scheduled_blocks
 import shardwise as sw
+from captured import assert_same
 from scheduled import Program, Size, lay_out, made, mesh_on, placements
 from shardwise.graph.passes import Traffic
 

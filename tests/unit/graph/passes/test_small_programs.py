@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from captured import shards
 from optimised import SMALL, R, S, Small, case_of, kinds, only, ops, program_of, red, whole_numbers
 
 import shardwise as sw
+from captured import shards
 from shardwise.graph.nodes import collective_of
 from shardwise.graph.passes import Traffic
 
