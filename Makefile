@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench alone sizes schedules goldens freeze coverage verify fuzz clean
+.PHONY: help install demo test check format bench alone sizes schedules goldens freeze coverage verify fuzz faults clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -66,6 +66,9 @@ fuzz: $(STAMP)  ## run 20,000 random programs on the simulator and 4,000 on real
 verify: export OMP_NUM_THREADS := 1
 verify: $(STAMP)  ## judge every sharding rule by brute force, and write docs/rules.md (three minutes)
 	$(BIN)/shardwise verify --write-docs docs/rules.md --write-report benchmarks/results/verify-$$(date +%F).md
+
+faults: $(STAMP)  ## kill ranks, fill disks and fail renames at 200 moments of saving (two minutes)
+	$(BIN)/python benchmarks/checkpoint_faults.py --write
 
 clean:  ## remove .venv and all caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

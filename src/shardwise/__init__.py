@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise import debug, dispatch, errors, experimental, parallel, torch_hooks
+from shardwise import checkpoint, debug, dispatch, errors, experimental, parallel, torch_hooks
 from shardwise.comm import recording, simulate
 from shardwise.dispatch import cache_info, clear_cache, strict
 from shardwise.factories import empty, full, ones, rand, randn, zeros
@@ -25,6 +25,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "cache_info",
+    "checkpoint",
     "clear_cache",
     "compile",
     "debug",

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from shardwise.checkpoint import command as checkpoint
 from shardwise.proof.coverage import command as coverage
 from shardwise.proof.fuzz import command as fuzz
 from shardwise.proof.kit.results import CannotRun
 from shardwise.proof.verify import command as verify
 
 COMMANDS: dict[str, ModuleType] = {
+    "checkpoint": checkpoint,
     "coverage": coverage,
     "fuzz": fuzz,
     "verify": verify,

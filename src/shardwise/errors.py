@@ -67,6 +67,30 @@ class StrictModeError(ShardwiseError, RuntimeError):
     """Strict mode: a call would have to gather the shards it is given, or to move what it may not."""
 
 
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint does not fit what it is saved from or loaded into, or some rank could not save or load its part."""
+
+
+class CheckpointFileError(OSError, CheckpointError):
+    """A file of a checkpoint cannot be opened, read or written. `errno` says why, as of any OSError."""
+
+
+class DamagedFileError(CheckpointError, ValueError):
+    """A file is not what its format, its header or its checksums say. `path`, `key` and `offset` (in bytes, from the
+    beginning of the file) say where, as far as that is known."""
+
+    def __init__(self, what: str, path: object = None, *, key: str | None = None, offset: int | None = None) -> None:
+        place = "" if path is None else f"{path}"
+        place += "" if offset is None else f", at byte {offset}"
+        place += "" if key is None else f", key {key!r}"
+        super().__init__(f"{place}: {what}" if place else what)
+        self.path, self.key, self.offset = path, key, offset
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was passed over, or not all of it could be restored."""
+
+
 class KernelWarning(UserWarning):
     """A kernel for a device is missing; what it does is done in more steps."""
 

@@ -1,7 +1,8 @@
 """Every hook into torch, with its reason. `import shardwise` installs none of them: the first mesh does.
 
 A hook is a public extension point, or stands where C++ would silently take a DTensor's shard for the whole and nothing
-else asks. None is on the way of an op of a plain tensor. What is not caught so is listed in README's Limits.
+else asks, or where Python asks by torch's own class. None is on the way of an op of a plain tensor. What is not caught
+so is listed in README's Limits. Those in modules that are not imported yet wait for that in `sys.meta_path`.
 
 At import shardwise registers nothing with torch but names of its own: the ops `shardwise::…`, which exist for traces on
 meta tensors, and the functions that rebuild a DTensor, for `torch.load(weights_only=True)` in programs that load before
@@ -10,8 +11,13 @@ they make a mesh. The first mesh registers DTensor among the types of which `cli
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import util
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch.distributed
@@ -21,12 +27,13 @@ from torch.distributed import distributed_c10d
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, checkpoint
 
-from shardwise.dispatch.interop.autograd_function import apply, joining_shards, keeping_shards, listening_to_shards
+from shardwise.dispatch.interop.autograd_function import apply, keeping_shards, listening_to_shards
 from shardwise.dispatch.interop.mixing import refusing_collectives
 from shardwise.dispatch.interop.nodes import node_of_shard
+from shardwise.dispatch.interop.state_dicts import knowing_dtensors, staging_shards
 from shardwise.dispatch.interop.transforms import refusing
 from shardwise.layout.mesh import before_first
-from shardwise.parallel.optimizers import let_go_of_gradients, step_on_shards
+from shardwise.parallel.optimizers import step_on_shards
 from shardwise.tensor import DTensor
 
 
@@ -45,6 +52,50 @@ class Replaced:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplacedLater:
+    """The same in a module that few programs import, and that takes its time: when it is imported, if it ever is.
+    `within` names the class, if it is one's."""
+
+    module: str
+    name: str
+    make: Callable[[Any], Any]
+    why: str
+    within: str | None = None
+
+    def install(self) -> None:
+        if self.module in sys.modules:
+            self._install_in(sys.modules[self.module])
+        else:
+            sys.meta_path.insert(0, _Arrival(self.module, self._install_in))
+
+    def _install_in(self, module: ModuleType) -> None:
+        home = module if self.within is None else getattr(module, self.within)
+        Replaced(home, self.name, self.make, self.why).install()
+
+
+class _Arrival(MetaPathFinder):
+    """Waits for the import of one module, which others find and load."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self.name, self.then = name, then
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_tell(module: ModuleType) -> None:
+                run(module)
+                self.then(module)
+
+            spec.loader.exec_module = run_and_tell  # type: ignore[method-assign]
+        return spec
+
+
+@dataclass(frozen=True, slots=True)
 class Registered:
     """A hook for which torch has a function."""
 
@@ -56,17 +107,12 @@ class Registered:
         self.register(self.hook)
 
 
-HOOKS: tuple[Replaced | Registered, ...] = (
+HOOKS: tuple[Replaced | ReplacedLater | Registered, ...] = (
     Registered(
         optimizer.register_optimizer_step_pre_hook,
         step_on_shards,
         "element-wise optimizers step on the shards themselves, matrices by their owners, and loaded state is laid out "
         "as the parameters; gradients kept by no_sync are not forgotten",
-    ),
-    Registered(
-        optimizer.register_optimizer_step_post_hook,
-        let_go_of_gradients,
-        "after such a step, gradients belong to the parameters alone again",
     ),
     Replaced(
         function._SingleLevelFunction,
@@ -82,12 +128,11 @@ HOOKS: tuple[Replaced | Registered, ...] = (
         "who packs saved tensors would be given DTensors with the shape of the whole and the data of a shard",
     ),
     Replaced(
-        checkpoint._CheckpointFrame,
-        "save_inputs",
+        checkpoint,
+        "_CheckpointFrame",
         keeping_shards,
         "a checkpoint keeps its arguments as autograd keeps tensors, which would lose their layouts",
     ),
-    Replaced(checkpoint._CheckpointFrame, "get_inputs", joining_shards, "the way back from save_inputs"),
     Replaced(
         graph,
         "_get_grad_fn_or_grad_acc",
@@ -113,6 +158,19 @@ HOOKS: tuple[Replaced | Registered, ...] = (
         "_verify_params_across_processes",
         refusing_collectives,
         "DistributedDataParallel begins with it, and would add up shards of different parts of a gradient",
+    ),
+    ReplacedLater(
+        "torch.distributed._state_dict_utils",
+        "_iterate_state_dict",
+        knowing_dtensors,
+        "torch.distributed.checkpoint takes DTensors for plain tensors where it gathers state dicts, and keeps shards",
+    ),
+    ReplacedLater(
+        "torch.distributed.checkpoint._state_dict_stager",
+        "_offload_tensor",
+        staging_shards,
+        "it copies what is saved in the background by its memory, which would be a shard's",
+        within="StateDictStager",
     ),
 )
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,25 @@ def test_llama_plan(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     runpy.run_path(str(EXAMPLES / "llama_plan.py"), run_name="__main__")
     assert "a forward pass communicates {'all_reduce': 5, 'all_gather': 1}" in capsys.readouterr().out
+
+
+def test_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Killed by itself, and started again, it ends where a run that was not killed does."""
+    program = str(EXAMPLES / "resume.py")
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent / "src")}
+    command = [sys.executable, program, str(tmp_path / "run"), "--kill-at", "23"]
+    killed = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    losses = []
+    for folder, begins in (("run", "goes on after step "), ("whole", "a fresh start")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [program, str(tmp_path / folder)])
+            runpy.run_path(program, run_name="__main__")
+        said = capsys.readouterr().out
+        assert said.startswith(begins)
+        losses.append(said.splitlines()[-3:])
+    assert losses[0] == losses[1]
+    assert sorted(os.listdir(tmp_path / "run")) == [f"step-000000{step}" for step in (30, 35, 40)]
 
 
 @pytest.mark.parametrize("options", ["--dp 2 --shard 1 --tp 2", "--dp 1 --shard 2 --tp 2"])

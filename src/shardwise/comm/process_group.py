@@ -52,6 +52,12 @@ def wait_for_all() -> None:
             handle.wait()
 
 
+def wait_for_at_the_end(handle: Handle[Any]) -> None:
+    """Have groups wait for something else as well before they are destroyed."""
+    _in_flight.add(handle)
+    _watch_the_end()
+
+
 class GroupPort(Port):
     """One process, one rank. Groups over several axes are made when first needed, by their members alone."""
 

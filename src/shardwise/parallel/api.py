@@ -15,6 +15,7 @@ from shardwise.comm import AnyMesh, as_mesh
 from shardwise.errors import PlanError
 from shardwise.layout import Mesh, Placement, Replicate
 from shardwise.parallel.agreement import agreed
+from shardwise.parallel.loaded_state import take_any_state
 from shardwise.parallel.modules import tied
 from shardwise.parallel.named_styles import NamedStyle, replicate_inside
 from shardwise.parallel.parts import compare_calls
@@ -66,6 +67,7 @@ def parallelize_module(
         replicate_inside(module, mesh.origin, src_data_rank)
     else:
         compare_calls(module, mesh)
+    take_any_state(module.modules())
     return module
 
 

@@ -15,6 +15,7 @@ from shardwise.comm import AnyMesh, as_mesh
 from shardwise.errors import PlanError
 from shardwise.layout import Mesh, Placement, Replicate
 from shardwise.parallel.fully_sharded.layouts import is_at_rest, split_outside
+from shardwise.parallel.loaded_state import take_any_state
 from shardwise.tensor import DTensor, distribute_tensor, localise, wrap
 
 
@@ -56,6 +57,7 @@ def distribute_module(
         module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, device_mesh))
     if after is not None:
         module.register_forward_hook(lambda mod, inputs, outputs: after(mod, outputs, device_mesh))
+    take_any_state(module.modules())
     module._distribute_module_applied = True  # type: ignore[assignment]
     return module
 

@@ -111,9 +111,9 @@ def step_on_shards(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, An
     return None if twin is None else ((twin,), kwargs)
 
 
-def let_go_of_gradients(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+def _let_go_of_gradients(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     """After a step on shards: gradients belong to the parameters alone again."""
-    if args[0] is not optimizer and optimizer.__class__ in ELEMENTWISE:
+    if args[0] is not optimizer:
         locals_ = _shadows[optimizer].locals
         for local in locals_:
             _set_grad(local, None)
@@ -166,6 +166,8 @@ def _shadows_of(optimizer: optim.Optimizer, grads: list[Tensor | None]) -> _Shad
     reached = [[param for param in group["params"] if next(given) is not None] for group in groups]
     if not any(reached) or not all(map(_can_step, groups, reached, repeat(optimizer.state))):
         return None
+    if optimizer not in _shadows:
+        optimizer.register_step_post_hook(_let_go_of_gradients)
     shadows = _shadows[optimizer] = _Shadows(optimizer, grads, reached)
     return shadows
 

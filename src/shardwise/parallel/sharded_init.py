@@ -25,6 +25,7 @@ from shardwise.dispatch.planning.randomness import drawn_shards
 from shardwise.errors import NoDataError, PlanError
 from shardwise.layout import Layout, Mesh, Placement, Replicate
 from shardwise.parallel.api import parallelize_module, placements_of_plan
+from shardwise.parallel.loaded_state import take_any_state
 from shardwise.parallel.modules import homes_of, keep
 from shardwise.parallel.style import ParallelStyle
 from shardwise.tensor import DTensor, distribute_tensor, wrap
@@ -151,6 +152,7 @@ def _materialise(noted: _Noted, mesh: Mesh, plan: Any) -> None:
                 keep(replay.tensor(x), homes)
         if is_styles:
             parallelize_module(root, mesh.origin, plan)
+        take_any_state(root.modules())
 
 
 def _is_style(part: Any) -> bool:

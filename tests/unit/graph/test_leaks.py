@@ -61,9 +61,9 @@ def test_runs_keep_nothing(make: Any, num_runs: int) -> None:
     objects, num_bytes = alive()
     for _ in range(num_runs):
         run(x)
-    now = alive()
-    assert now[0] <= objects + 20, "objects are kept"
-    assert now[1] <= num_bytes, "tensors are kept"
+    now = alive()  # what other tests left may come and go, but not with every run
+    assert now[0] - objects < num_runs // 2, "objects are kept"
+    assert now[1] - num_bytes < num_runs, "tensors are kept"
 
 
 def test_programs_go_with_their_function() -> None:

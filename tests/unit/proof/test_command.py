@@ -37,8 +37,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         pytest.fail("it ran")
 
-    for command in COMMANDS.values():
-        monkeypatch.setattr(command, "run_tasks", fail)
+    for name in ("coverage", "fuzz", "verify"):
+        monkeypatch.setattr(COMMANDS[name], "run_tasks", fail)
 
 
 def refused(capsys: pytest.CaptureFixture[str], command: str, *arguments: str) -> str:

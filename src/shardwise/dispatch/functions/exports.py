@@ -30,7 +30,8 @@ def _methods(*names: str) -> list[Any]:
 def refusal(name: str, x: DTensor) -> ShardMemoryError:
     return ShardMemoryError(
         f"{describe(name, (x,), {})} would give the memory of this rank's shard for the whole tensor's; take it of "
-        f"x.full_tensor(), on all ranks together, or of x.to_local() where the shard is what you mean"
+        f"x.full_tensor(), on all ranks together, or of x.to_local() where the shard is what you mean. Files of a "
+        f"sharded model are written and read by shardwise.checkpoint: save, load, save_pretrained"
     )
 
 

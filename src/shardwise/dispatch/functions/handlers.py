@@ -253,6 +253,18 @@ def kind_of(x: Tensor) -> Tensor:
         return torch.empty(0, dtype=x.dtype, device=x.device)
 
 
+@handles(torch.empty_like)
+def _empty_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """By this a module on the meta device is given memory, shard by shard. Kernels for meta tensors are partly Python,
+    which asks a DTensor for its global shape."""
+    x = args[0] if args else kwargs.get("input")
+    if x.__class__ is not DTensor or len(args) != 1 or x._layout.has_pending:
+        return NotImplemented
+    if _on_shard(_device, (), (x,), {}).type != "meta" or x._layout.mesh.device_type == "meta":
+        return NotImplemented
+    return Whole(func, [None], [x._layout], [None], x._layout.mesh, plain=True)(args, kwargs)
+
+
 # State that every shard has
 
 

@@ -324,9 +324,11 @@ def listening_to_shards(listen: Callable) -> Callable:
             listen(self, pack_hook, unpack_hook)
             return
 
+        unpack = as_now(unpack_hook)  # a checkpoint recomputes in it
+
         def unpacked(x: Any) -> Any:
             with _users_code():
-                return unpack_hook(x)
+                return unpack(x)
 
         listen(self, lambda x: pack_hook(_as_saved(x)), unpacked)
 
@@ -337,25 +339,19 @@ def listening_to_shards(listen: Callable) -> Callable:
 # (another checkpoint around it, offloading), C++ hands on a detached shard.
 
 
-def keeping_shards(save: Callable) -> Callable:
-    """`_CheckpointFrame.save_inputs`, of which `joining_shards` is the way back."""
+def keeping_shards(frame: Any) -> type:
+    """`_CheckpointFrame`, which keeps shards and joins them again. (In torch 2.11 an autograd function of torch's does,
+    like any user's.)"""
+    if not hasattr(frame, "save_inputs"):
+        return frame
 
-    @functools.wraps(save)
     def save_inputs(self: Any, *args: Any) -> None:
         self.kept = _layouts(args), _strides(args)
-        self.recompute_fn = as_now(self.recompute_fn)
-        save(self, *flat_shards(args))
+        frame.save_inputs(self, *flat_shards(args))
 
-    return save_inputs
-
-
-def joining_shards(get: Callable) -> Callable:
-    """`_CheckpointFrame.get_inputs`. A frame that was filled before the hooks were there kept no shards."""
-
-    @functools.wraps(get)
     def get_inputs(self: Any) -> list[Any]:
-        kept = get(self)
         with torch.enable_grad():  # what was no leaf is none: only then is it remembered what its sums have come to
-            return joined(kept, *self.kept) if hasattr(self, "kept") else kept
+            return joined(frame.get_inputs(self), *self.kept)
 
-    return get_inputs
+    methods = {"save_inputs": save_inputs, "get_inputs": get_inputs, "__wrapped__": frame}
+    return type(frame.__name__, (frame,), {**methods, "__module__": frame.__module__})

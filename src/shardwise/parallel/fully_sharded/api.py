@@ -17,6 +17,7 @@ from shardwise.parallel.fully_sharded.group import Entry, Group, Options, Place
 from shardwise.parallel.fully_sharded.hooks import HOOKS, Hooks, hooks_of
 from shardwise.parallel.fully_sharded.layouts import MANAGED, DataParallel, layouts_of, sharded
 from shardwise.parallel.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.parallel.loaded_state import take_any_state
 from shardwise.tensor import DTensor
 
 _TAKEN = "_fully_sharded_elsewhere"
@@ -75,6 +76,7 @@ def fully_shard(
     Hooks(Group(modules, entries, data, options), buffers)
     for owner in managed:
         owner.__dict__[MANAGED] = data.mesh
+    take_any_state(managed)
     for one in modules:
         one.__class__ = _fsdp_class(one.__class__)
     return module
@@ -264,6 +266,15 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """For programs written for torch: every backward pass here ends with all its gradients."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The shards, even if the module shows what was gathered: that is freed, as in torch."""
+        self._group.reshard()
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._group.reshard()  # or what is loaded would be lost with what was gathered
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for group in self._groups(recurse):

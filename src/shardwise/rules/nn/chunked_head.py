@@ -93,6 +93,7 @@ def losses_of_head(
             if made is not None:
                 gradient.of_rows.write(shards, scale, logits, logits, of_part)
                 made.add(at, part, logits)
+            del logits  # before the next are made
         value = torch.cat(losses)
         value = rows.own(value, x).view_as(target) if head.is_for_each else value.sum() * scale
         value = value.to(loss.dtype)
@@ -189,7 +190,7 @@ class _Made:
         self.rows, self.inputs = rows, inputs
         acc_dtype = rows.head.acc_dtype if rows.head.num_chunks > 1 else None
         named = [(name, x) for name, x in zip(INPUTS, inputs, strict=False) if x.requires_grad]
-        self.sums = {name: torch.empty_like(x, dtype=None if name == "input" else acc_dtype) for name, x in named}
+        self.sums = {name: _room_for(x, None if name == "input" else acc_dtype) for name, x in named}
 
     def add(self, at: int, part: Tensor, of_logits: Tensor) -> None:
         """What one chunk adds: its rows, and the gradient of their logits."""
@@ -204,6 +205,11 @@ class _Made:
     def finished(self) -> dict[str, Tensor]:
         each = zip(INPUTS, self.inputs, strict=False)
         return {name: self.sums[name].to(x.dtype) for name, x in each if name in self.sums}
+
+
+def _room_for(x: Tensor, acc_dtype: torch.dtype | None) -> Tensor:
+    """Room for sums of what is of the size of `x`, at least as exact as that."""
+    return torch.empty_like(x, dtype=None if acc_dtype is None else torch.promote_types(x.dtype, acc_dtype))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, is_begun: bool) -> None:
@@ -254,6 +260,7 @@ class _Gradient:
             logits = F.linear(part, *inputs[1:])
             self.of_rows.write(shards, of_part["grad"], logits, logits, of_part)
             made.add(at, part, logits)
+            del logits
         return made.finished()
 
     def _differentiable(

@@ -75,7 +75,8 @@ def test_the_words_of_a_refusal() -> None:
         place(Shard(0)).untyped_storage()
     assert str(error.value) == (
         "untyped_storage(f32[4,2] S(0)@tp) would give the memory of this rank's shard for the whole tensor's; take it "
-        "of x.full_tensor(), on all ranks together, or of x.to_local() where the shard is what you mean"
+        "of x.full_tensor(), on all ranks together, or of x.to_local() where the shard is what you mean. Files of a "
+        "sharded model are written and read by shardwise.checkpoint: save, load, save_pretrained"
     )
     assert isinstance(error.value, BufferError)  # what exporters of memory are to raise
 

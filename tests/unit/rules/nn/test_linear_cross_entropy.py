@@ -160,6 +160,13 @@ def test_errors_in_half_precision() -> None:
     assert exact[2] < ours[2] < 3 * torch_s[2]
 
 
+def test_sums_are_no_less_exact_than_the_layer() -> None:
+    leaves = [X.view(15, 4).clone().requires_grad_(), LAYER.clone().requires_grad_()]
+    (expected,) = torch.autograd.grad(F.cross_entropy(F.linear(*leaves), TARGET.view(15)), leaves[1])
+    loss = linear_cross_entropy(*leaves, TARGET.view(15), chunk_size=4, acc_dtype=torch.float32)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves[1])[0], expected, rtol=0, atol=1e-14)
+
+
 def test_the_loss_has_the_dtype_that_is_asked_for() -> None:
     x, layer = place(X.bfloat16(), R), place(LAYER.bfloat16(), S(0))
     assert linear_cross_entropy(x, layer, place(TARGET, R)).dtype == torch.bfloat16

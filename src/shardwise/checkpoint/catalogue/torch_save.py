@@ -1,0 +1,72 @@
+"""Files of `torch.save`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, outer
+from shardwise.checkpoint.files.memory import held_shards, layout_of
+from shardwise.checkpoint.files.reader import Opened
+from shardwise.checkpoint.pieces import volume, within
+from shardwise.checkpoint.torch_files import Keys, Record, Saved, key_of, leaves
+from shardwise.errors import CheckpointError
+from shardwise.layout import Box
+
+
+def open_torch_file(path: Path) -> Catalogue:
+    files = Opened()
+    saved = Saved(files[path])
+    items: dict[str, _TorchItem] = {}
+    others: dict[Keys, Callable[[], Any]] = {}
+    for keys, value in leaves(saved.load()):
+        if isinstance(value, Tensor):
+            if key_of(keys) in items:
+                raise CheckpointError(f"{path} has two tensors that are called {key_of(keys)!r}")
+            items[key_of(keys)] = _item(keys, value)
+        else:
+            others[keys] = partial(_itself, value)
+    records = saved.records()
+    names = _keys_of([record for record in records if "/data/" in record.name and record.num_bytes], items)
+    checks = [Check(one.num_bytes, partial(saved.check, one, key=names.get(one.name))) for one in records]
+    return Catalogue(path, "torch.save", items, others, checks, files, "1 file")
+
+
+def _keys_of(records: Sequence[Record], items: Mapping[str, _TorchItem]) -> dict[str, str]:
+    """The first key that lies in each record. The file is mapped: memory has the order of the file."""
+    first: dict[int, str] = {}
+    for key, item in items.items():
+        for shard in item.shards.values():
+            if storage := shard.untyped_storage():
+                first.setdefault(storage.data_ptr(), key)
+    ordered = sorted(records, key=lambda record: record.offset)
+    if len(ordered) != len(first):  # something else than tensors has data
+        return {}
+    return {record.name: first[at] for record, at in zip(ordered, sorted(first), strict=True)}
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchItem(Item):
+    """The file is mapped: what is not looked at is not read."""
+
+    shards: Mapping[Box, Tensor]
+
+    def read(self, box: Box) -> Tensor:
+        whole = outer(box, self.shards)
+        return self.shards[whole][within(box, whole)]
+
+
+def _item(keys: Keys, x: Tensor) -> _TorchItem:
+    shards = dict(held_shards(x))  # of replicas, one
+    boxes = tuple(box for box in shards if volume(box)) or tuple(shards)[:1]
+    layout = "" if (found := layout_of(x)) is None else str(found).partition("] ")[2]
+    return _TorchItem(key_of(keys), str(x.dtype).removeprefix("torch."), tuple(x.shape), boxes, layout, keys, shards)

@@ -1,0 +1,54 @@
+"""Read every byte of checkpoints, and compare it with checksums.
+
+Of the folder of a run, all steps are verified. Steps, and files that shardwise.checkpoint.save wrote, carry checksums;
+so does what torch.save wrote, folders of torch.distributed.checkpoint included. Other safetensors files carry none:
+then only their headers are verified. What is wrong is named with its file, key and offset.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.checkpoint.catalogue import open_checkpoint
+from shardwise.checkpoint.command.printing import counted, progress
+from shardwise.checkpoint.steps.folders import steps_in
+from shardwise.debug.table import size
+from shardwise.errors import CheckpointError, DamagedFileError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
+
+
+def run(options: argparse.Namespace) -> int:
+    paths: Sequence[Path] = [
+        inner
+        for path in options.paths
+        for inner in ([step.path for step in steps_in(path)] if path.is_dir() else []) or [path]
+    ]
+    return max(map(_verified, paths))
+
+
+def _verified(path: Path) -> int:
+    """1 if something is wrong with a checkpoint. All that is wrong is told."""
+    try:
+        found = open_checkpoint(path)
+    except DamagedFileError as error:
+        print(f"{path}: damaged\n  {error}")
+        return 1
+    problems = []
+    with found, progress(path.name, sum(check.num_bytes for check in found.checks)) as done:
+        for check in found.checks:
+            try:
+                check.run()
+            except CheckpointError as error:
+                problems.append(str(error))
+            done(check.num_bytes)
+    told = f"{counted(len(found.items), 'tensor')}, {size(found.num_bytes)}"
+    if problems:
+        print(f"{path}: {found.kind}, {told}: damaged", *problems, sep="\n  ")
+        return 1
+    print(f"{path}: {found.kind}, {told}: {found.unproven or 'whole'}")
+    return 0

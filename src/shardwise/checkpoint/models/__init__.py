@@ -1,0 +1,1 @@
+"""A model from and to safetensors files."""

@@ -1,0 +1,148 @@
+"""The processes that save or load together: they tell each other facts, as JSON, and all succeed or all raise.
+
+They talk through a Gloo group of their own, so that a save may go on in the background while the program communicates,
+and facts need no device.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.checkpoint.files.memory import bytes_of
+from shardwise.errors import CheckpointError, CheckpointFileError
+
+_T = TypeVar("_T")
+_groups: dict[tuple[Any, tuple[int, ...]], Any] = {}
+atexit.register(_groups.clear)  # a group that outlives the interpreter may crash it
+
+
+class Ranks:
+    """`number` is this process's among `count`. The first of them does what is to be done once."""
+
+    def __init__(self, process_group: Any = None) -> None:
+        self._group: Any = None
+        self.members: tuple[int, ...] = (0,)
+        self.number = 0
+        if dist.is_available() and dist.is_initialized():
+            self.members = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+            if dist.get_rank() not in self.members:
+                raise CheckpointError(f"rank {dist.get_rank()} is not in the process group that it saves or loads with")
+            self.number = self.members.index(dist.get_rank())
+            if self.count > 1:
+                self._group = _talking_group(self.members)
+
+    @property
+    def count(self) -> int:
+        return len(self.members)
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    def gather(self, facts: Any) -> list[Any]:
+        """What each rank has to say, on all ranks."""
+        mine = json.dumps(facts).encode()
+        if self._group is None:
+            return [json.loads(mine)]  # as others would hear it
+        with _together():
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.members]
+            dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
+            room = max(int(size) for size in sizes)
+            rows = [torch.empty(room, dtype=torch.uint8) for _ in self.members]
+            dist.all_gather(rows, _padded(mine, room), group=self._group)
+        return [json.loads(_text(row, int(size))) for row, size in zip(rows, sizes, strict=True)]
+
+    def collect(self, facts: Any) -> list[Any] | None:
+        """What each rank has to say, on the first: None on the others."""
+        if self._group is None:
+            return self.gather(facts)
+        mine = json.dumps(facts).encode()
+        sizes = self.gather(len(mine))
+        with _together():
+            rows = [torch.empty(max(sizes), dtype=torch.uint8) for _ in self.members] if self.is_first else None
+            dist.gather(_padded(mine, max(sizes)), rows, dst=self.members[0], group=self._group)
+        if rows is None:
+            return None
+        return [json.loads(_text(row, size)) for row, size in zip(rows, sizes, strict=True)]
+
+    def told(self, facts: Any) -> Any:
+        """What the first rank has to say, on all ranks."""
+        if self._group is None:
+            return self.gather(facts)[0]
+        mine = json.dumps(facts).encode() if self.is_first else b""
+        with _together():
+            size = torch.tensor([len(mine)])
+            dist.broadcast(size, self.members[0], group=self._group)
+            row = _padded(mine, int(size))
+            dist.broadcast(row, self.members[0], group=self._group)
+        return json.loads(_text(row, int(size)))
+
+    def first(self, doing: str, do: Callable[[], _T]) -> _T | None:
+        """The same of the first rank alone: None on the others."""
+        return self.all(doing, lambda: do() if self.is_first else None)
+
+    def all(self, doing: str, do: Callable[[], _T]) -> _T:
+        """What `do` returns, once it has on every rank. If it raises on one, all raise: there what it raised, on the
+        others a CheckpointError that says where `doing` what has failed."""
+        result, refused = None, None
+        try:
+            result = do()
+        except Exception as error:
+            refused = error
+        said = self.gather(None if refused is None else _told(refused))
+        if refused is not None:
+            raise refused
+        for number, other in enumerate(said):
+            if other is not None:
+                raise _elsewhere(f"{doing} failed on rank {self.members[number]}: {other['text']}", other["errno"])
+        return result  # type: ignore[return-value]
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    return {"text": f"{type(error).__name__}: {error}", "errno": getattr(error, "errno", None)}
+
+
+def _elsewhere(what: str, errno: int | None) -> CheckpointError:
+    return CheckpointError(what) if errno is None else CheckpointFileError(errno, what)
+
+
+def _padded(text: bytes, room: int) -> Tensor:
+    row = torch.zeros(room, dtype=torch.uint8)
+    bytes_of(row)[: len(text)] = text
+    return row
+
+
+def _text(row: Tensor, size: int) -> bytes:
+    return bytes(bytes_of(row)[:size])
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Inside, the ranks talk. If one has ended, the others are told."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the ranks that save or load together have lost one another (has one of them ended?): {error}"
+        ) from error
+
+
+def _talking_group(members: tuple[int, ...]) -> Any:
+    """Made when it is first needed, by its members alone."""
+    key = dist.group.WORLD, members
+    if key not in _groups:
+        for old in [old for old in _groups if old[0] is not dist.group.WORLD]:
+            del _groups[old]  # of a world that was left
+        if len(members) == dist.get_world_size():
+            _groups[key] = dist.new_group(backend="gloo")
+        else:
+            _groups[key] = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
+    return _groups[key]

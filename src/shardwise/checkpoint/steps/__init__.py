@@ -1,0 +1,1 @@
+"""Steps of training: saved whole or not at all, and resumed from."""
