@@ -12,7 +12,7 @@ from torch import fx
 
 from shardwise.comm import running_mesh
 from shardwise.comm.record import Comm, listeners, off_the_record
-from shardwise.graph.nodes import Collective
+from shardwise.graph.nodes import collective_of
 from shardwise.graph.program import Facts, Line, Part, Place, Program
 from shardwise.layout import Layout
 from shardwise.layout.placement import SUM
@@ -32,8 +32,8 @@ def comms_of(program: Program, layout_at: Callable[[Place], Layout | None]) -> l
 
 def comms_in(part: Part, *, is_joint: bool) -> list[Comm]:
     """The collectives of a part; of one that all ranks have together, as the first of them sees them."""
-    nodes = (node for node in part.graph.nodes if isinstance(node.target, Collective))
-    return [_comm(node, node.target, is_joint=is_joint) for node in nodes]
+    nodes = [(node, x) for node in part.graph.nodes if (x := collective_of(node)) is not None]
+    return [_comm(node, x, is_joint=is_joint) for node, x in nodes]
 
 
 def _left(program: Program, layout_at: Callable[[Place], Layout | None]) -> Iterator[Comm]:

@@ -20,6 +20,7 @@ from shardwise.graph.function import DifferentiableRun
 from shardwise.graph.guards import FIRST, Guards
 from shardwise.graph.inductor import by_inductor
 from shardwise.graph.nodes import Collective
+from shardwise.graph.passes import DEFAULT, PASSES, optimised
 from shardwise.graph.program import Program
 from shardwise.graph.reached import Reached
 from shardwise.graph.run import Make, Run, by_nodes
@@ -38,9 +39,10 @@ class Compiled(Captured):
         "the program could not be captured on another rank, whose error says why"
     )
 
-    def __init__(self, function: Callable[..., Any], backend: Make, *, fullgraph: bool) -> None:
+    def __init__(self, function: Callable[..., Any], backend: Make, *, passes: Sequence[str], fullgraph: bool) -> None:
         super().__init__(function)
         self.backend = backend
+        self.passes = passes
         self.fullgraph = fullgraph
         self._warmed: set[int] = set()
         functools.update_wrapper(self, function, updated=())
@@ -130,11 +132,12 @@ class Compiled(Captured):
         return {key for key, optimizer in reached.optimizers.items() if _is_new(optimizer)} - self._warmed
 
     def _agreed(self, call: Call) -> Program:
-        """The program, if all ranks of the meshes that it runs on have captured the same."""
+        """The program after passes, if all ranks of the meshes that it runs on have captured the same."""
+        meshes = call.meshes()
         find = partial(self._find, call)
-        for mesh in call.meshes():
+        for mesh in meshes:
             find = partial(agreed, mesh, find, collectives_of, self.failed_elsewhere, _DIFFERS)
-        return find()
+        return optimised(find(), self.passes, meshes) if self.passes else find()
 
     def _find(self, call: Call) -> Program:
         return capture(call.function, *call.args, **call.kwargs)
@@ -187,18 +190,35 @@ def compile(
     target: Callable[..., Any],
     *,
     backend: str = "inductor",
+    passes: str | Sequence[str] = "default",
     cuda_graph: bool | str = "auto",
     dynamic: bool = False,
     fullgraph: bool = True,
 ) -> Any:
-    """A function that is captured at its first call, and then runs as a program."""
+    """A function that is captured at its first call, and then runs as a program.
+
+    `passes` are names of what is done to the program before it runs: those that only ever save something ("default"),
+    none of them, `()`, or some, as in `passes=[*DEFAULT, "gather_again"]` with `shardwise.graph.passes.DEFAULT`.
+    `programs` of what this returns have `reports` that say what each has done.
+    """
     if dynamic:
         raise ValueError("dynamic=True is not available: layouts, and so programs, are made for sizes")
     make = make_of(backend, cuda_graph)
+    chosen = _chosen(passes)
     if isinstance(target, nn.Module):
-        target._compiled_call_impl = Compiled(target._call_impl, make, fullgraph=fullgraph)
+        target._compiled_call_impl = Compiled(target._call_impl, make, passes=chosen, fullgraph=fullgraph)
         return target
-    return Compiled(target, make, fullgraph=fullgraph)
+    return Compiled(target, make, passes=chosen, fullgraph=fullgraph)
+
+
+def _chosen(passes: str | Sequence[str]) -> tuple[str, ...]:
+    """The names of passes."""
+    if passes == "default":
+        return DEFAULT
+    found = (passes,) if isinstance(passes, str) else tuple(passes)
+    if unknown := [name for name in found if name not in PASSES]:
+        raise ValueError(f"passes are 'default', or some of {', '.join(map(repr, PASSES))}; got {unknown[0]!r}")
+    return found
 
 
 def make_of(backend: str, cuda_graph: bool | str) -> Make:

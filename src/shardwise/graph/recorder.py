@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_any, tree_flatten, tree_map_only, tree_unflatten
 
+from shardwise.comm import shards_of
 from shardwise.comm.cause import users_line
 from shardwise.comm.faked import as_fakes, device_of, is_faked
 from shardwise.comm.record import Comm
@@ -290,13 +291,20 @@ def _is_new(x: Any) -> bool:
     return isinstance(x, Tensor) and NODE not in x.__dict__
 
 
+def _note_layout(x: Tensor, layout: Any) -> None:
+    """A DTensor's layout is that of the shards of all ranks held here."""
+    for shard in shards_of(x):
+        if NODE in shard.__dict__:
+            shard.__dict__[NODE].meta.setdefault("layout", layout)
+
+
 def _node_of(x: Any) -> Any:
     """What stands in a program for an argument of an op."""
     if isinstance(x, Tensor):
         layout = x.__dict__.get("_layout")
         node: fx.Node = x.__dict__[NODE]
         if layout is not None:
-            node.meta.setdefault("layout", layout)
+            _note_layout(x, layout)
         return node
     if isinstance(x, SYMBOLIC):
         if not isinstance(x.node, Number):

@@ -172,6 +172,13 @@ def test_a_loaded_program_does_what_the_saved_one_does(name: str, tmp_path: Path
     saved_and_loaded(MADE[name], tmp_path)
 
 
+def test_what_passes_have_made_is_saved(tmp_path: Path) -> None:
+    loaded = saved_and_loaded(stepped, tmp_path)
+    (program,) = loaded.programs
+    assert {"bucket", "overlap"} <= {report.name for report in program.reports}
+    assert "\npasses    " in str(loaded) and "bucket: " in str(loaded) and " start all_reduce" in str(loaded)
+
+
 def test_a_loaded_program_checks_what_the_saved_one_does(tmp_path: Path) -> None:
     loaded = saved_and_loaded(looked_up, tmp_path)
     numbers = sw.distribute_tensor(torch.arange(30, 38), mesh_2x2(), [sw.Shard(0), sw.Replicate()])

@@ -25,7 +25,7 @@ def mesh_2x2() -> Any:
     return sw.simulate((2, 2), ("dp", "tp"))
 
 
-def stepped() -> Any:
+def stepped(passes: Any = ()) -> Any:
     """A step of two layers, after it was captured."""
     mesh = mesh_2x2()
     up = nn.Parameter(sw.distribute_tensor(torch.ones(32, 16), mesh, [R, S(0)]))
@@ -39,7 +39,7 @@ def stepped() -> Any:
         optimizer.step()
         return loss
 
-    compiled = sw.compile(step, backend="fx")
+    compiled = sw.compile(step, backend="fx", passes=passes)
     x = sw.distribute_tensor(torch.ones(8, 16), mesh, [S(0), R])
     for scale in (2.0, 2.0, 3.0):
         compiled(x, scale)
@@ -102,6 +102,36 @@ def test_a_program_is_read_line_by_line() -> None:
     assert program.partition("\nCollectives")[0].splitlines() == PROGRAM.splitlines()
     assert "all_reduce tp=2, forward" in program and "pending sum reduced" in program
     assert second.startswith("captured since scale: 2.0 is now 3.0\n")
+
+
+def test_what_passes_have_changed_is_said() -> None:
+    found = shown(stepped(("bucket", "overlap")))
+    said = "bucket: 2 reductions of gradients in 1; 3 all_reduce, 2.3 kB → 2 all_reduce, 2.3 kB"
+    assert f"\npasses    {said}\n" in found
+    assert "all_reduce[sum, dp](" in found and "2 gradients" in found
+    assert "passes" not in shown(stepped())
+
+
+class Chain(nn.Module):
+    """A collective that need not be waited for at once."""
+
+    def forward(self, x: Any, y: Any) -> Any:
+        whole = x.redistribute(placements=[R, R])
+        for _ in range(3):
+            y = y.sin() @ y
+        return whole.sum() + y.sum()
+
+
+def test_collectives_that_are_started_and_waited_for() -> None:
+    mesh = mesh_2x2()
+    x = sw.distribute_tensor(torch.ones(8, 8), mesh, [S(0), R])
+    y = sw.distribute_tensor(torch.ones(8, 8), mesh, [R, R])
+    compiled = sw.compile(Chain().forward, backend="fx", passes=("overlap",))
+    with torch.no_grad():
+        compiled(x, y)
+    found = shown(compiled)
+    assert "start all_gather[dp](x f32[8,8] S(0)@dp)" in found and " wait(%1" in found
+    assert [comm.kind for comm in compiled.comms()] == ["all_gather"]
 
 
 def test_every_op_is_shown_if_asked_for() -> None:

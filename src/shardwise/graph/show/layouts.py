@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from shardwise.comm.record import Comm
-from shardwise.graph.nodes import Collective, is_op, op_of
+from shardwise.graph.nodes import collective_of, is_op, op_of
 from shardwise.layout import Layout
 
 _aten = torch.ops.aten
@@ -27,7 +27,7 @@ def layouts_of(graph: fx.Graph, inputs: Mapping[fx.Node, Layout], rank: int) -> 
             found[node] = layout
     for node in graph.nodes:
         comm: Comm | None = node.meta.get("comm")
-        if isinstance(node.target, Collective) and comm is not None and comm.source is not None:
+        if collective_of(node) is not None and comm is not None and comm.source is not None:
             _before_reduction(node, comm, found, rank)
     for node in graph.nodes:
         if node.target in _SUMS and node in found:
@@ -87,13 +87,14 @@ def _pointwise(node: fx.Node, found: Mapping[fx.Node, Layout]) -> Layout | None:
 def _moved(node: fx.Node) -> Layout | None:
     """What a collective that gives one tensor brought it to."""
     comm: Comm | None = node.meta.get("comm")
-    one = isinstance(node.target, Collective) and node.target.kind in ("all_reduce", "reduce_scatter")
+    collective = collective_of(node)
+    one = collective is not None and collective.kind in ("all_reduce", "reduce_scatter")
     return comm.target if one and comm is not None else None
 
 
 def _before_reduction(node: fx.Node, comm: Comm, found: dict[fx.Node, Layout], rank: int) -> None:
     """What is summed was pending, as far back as it is only seen in another way."""
-    collective: Any = node.target
+    collective: Any = collective_of(node)
     (x,) = node.args
     if collective.kind != "all_reduce" or collective.how != "sum" or not isinstance(x, fx.Node):
         return

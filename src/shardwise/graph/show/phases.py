@@ -7,7 +7,7 @@ from collections.abc import Set
 import torch
 from torch import fx
 
-from shardwise.graph.nodes import Collective, written
+from shardwise.graph.nodes import collective_of, written
 from shardwise.graph.program import Line
 
 _aten = torch.ops.aten
@@ -59,7 +59,7 @@ def _lines_of_steps(graph: fx.Graph, kept: Set[fx.Node]) -> set[tuple[str, int] 
         if node in views:
             continue
         inputs = node.all_input_nodes
-        if len(inputs) == 1 and inputs[0] in views and not isinstance(node.target, Collective):
+        if len(inputs) == 1 and inputs[0] in views and collective_of(node) is None:
             views[node] = views[inputs[0]]  # a view, or a copy that nobody writes to
         if not _is_backward(node) and any(target in views for target in written(node)):
             found.add(_place(node))

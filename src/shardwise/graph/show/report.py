@@ -14,7 +14,7 @@ from shardwise.graph.comms import comms_of
 from shardwise.graph.guards import Guards, said
 from shardwise.graph.memory import memory_of
 from shardwise.graph.names import place_of
-from shardwise.graph.nodes import Collective, Draw
+from shardwise.graph.nodes import Draw, collective_of
 from shardwise.graph.program import Program
 from shardwise.graph.show.part import ShownPart
 from shardwise.graph.show.text import Page, Text, labelled, plain
@@ -44,6 +44,7 @@ class Report:
             ("ops", f"{num_ops}{self._on_host()}"),
             ("sends", self._sends()),
             ("memory", self._memory()),
+            *(("" if number else "passes", words) for number, words in enumerate(self._passes())),
         ):
             yield from labelled(label, what, self.width)
 
@@ -73,7 +74,7 @@ class Report:
     def mesh(self) -> Mesh | None:
         """The mesh of all ranks that take part."""
         part = self.program.ranks[0]
-        meshes = [node.target.mesh for node in part.graph.nodes if isinstance(node.target, Collective)]
+        meshes = [x.mesh for node in part.graph.nodes if (x := collective_of(node)) is not None]
         places = [place for source in part.sources if (place := place_of(source)) is not None]
         meshes += [layout.mesh for place in places if (layout := self.guards.layout_at(place)) is not None]
         return meshes[0].root if meshes else None
@@ -93,6 +94,10 @@ class Report:
         named = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         sent = size(sum(comm.wire_bytes for comm in self.comms))
         return f"{sent} in {_some(len(self.comms), 'collective')} ({named})" if kinds else "nothing"
+
+    def _passes(self) -> list[str]:
+        """What passes have changed."""
+        return [str(x) for x in self.program.reports if x.notes or x.left_out or x.before != x.after]
 
     def _memory(self) -> str:
         need = memory_of(self.program.ranks[0].graph)
