@@ -13,6 +13,7 @@ from shardwise.comm import shards_of
 from shardwise.dispatch.modes import is_strict, limits, replicates_implicitly
 from shardwise.dispatch.planning.fallback import short_dtype
 from shardwise.graph.call import Call
+from shardwise.graph.identities import unchanged
 from shardwise.graph.names import Names
 from shardwise.graph.program import FromArgument, FromGradient, FromObject, Place, Program
 from shardwise.graph.reached import PLAIN, Found, Reached
@@ -94,7 +95,10 @@ class Guards:
         self.states = [(optimizer, optimizer.state, len(optimizer.state)) for optimizer in reached.optimizers.values()]
         self.groups = _group_values(program, reached)
         self.grads = _grads(program)
-        self._slots, self._objects = [x.slot for x in self.found], [x.value for x in self.found]
+        training = [(module.__dict__, "training") for module in self.modules]
+        self._unchanged = unchanged(
+            [*(x.slot for x in self.found), *training], [*(x.value for x in self.found), *self.training]
+        )
         self._value_slots, self._values = [x.slot for x in self.plain], [x.value for x in self.plain]
 
     def layout_at(self, place: Place) -> Layout | None:
@@ -115,14 +119,12 @@ class Guards:
                 if (now_kind := kind_of(leaf)) != kind:
                     return f"{self.names.leaf(number)}: {_differs(kind, now_kind)}"
             try:
-                if not all(map(is_, [kept[name] for kept, name in self._slots], self._objects)):
-                    return _other(self.found, is_)
+                if not self._unchanged():
+                    return self._trained() or _other(self.found, is_)
                 if [kept[name] for kept, name in self._value_slots] != self._values:
                     return _other(self.plain, lambda a, b: a == b)
             except (KeyError, IndexError, ValueError):
                 return next(f"{x.name} is not there any more" for x in (*self.found, *self.plain) if _is_gone(x))
-            if [module.training for module in self.modules] != self.training:
-                return self._trained()
             for optimizer, state, count in self.states:
                 if optimizer.state is not state or len(state) != count:
                     return f"the state of {self.names.of_optimizer(optimizer)} is another one"
@@ -134,10 +136,11 @@ class Guards:
                     return f"{self.names.of(FromGradient(of))} {'is there already' if was_none else 'is None'}"
         return None
 
-    def _trained(self) -> str:
-        pairs = zip(self.module_names, self.modules, self.training, strict=True)
-        name, module, before = next(found for found in pairs if found[1].training != found[2])
-        return _changed(f"{name or type(module).__name__}.training", before, module.training)
+    def _trained(self) -> str | None:
+        for name, module, before in zip(self.module_names, self.modules, self.training, strict=True):
+            if module.training != before:
+                return _changed(f"{name or type(module).__name__}.training", before, module.training)
+        return None
 
 
 def _changed(name: str, before: Any, now: Any) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm import ranked, shards_of
+from shardwise.graph.comms import Runner, Told
 from shardwise.graph.nodes import Collective, Start, collective_at, collective_of, wait
 from shardwise.graph.program import (
     FromArgument,
@@ -37,10 +38,6 @@ Leaves = Sequence[Any]
 Values = Sequence[Any]
 """What the host has computed."""
 
-Runner = Callable[[Sequence[Sequence[Any]]], Sequence[Sequence[Any]]]
-"""What runs the programs of the ranks held here: from the inputs of each to the outputs of each."""
-
-
 Make = Callable[[Sequence[Part], bool], Runner]
 """Makes what runs the parts of the ranks held here; or one part, of all of them together."""
 
@@ -53,7 +50,7 @@ class Run:
         self.host = _Host(program.host)
         self._conditions = _Host(program.conditions)
         self.parts = self._forward()
-        self.runner = make(self.parts, program.is_joint)
+        self.runner = Told(make(self.parts, program.is_joint), self.parts, program.is_joint)
         self.inputs = [[_reader(source) for source in part.sources] for part in self.parts]
 
     def _forward(self) -> Sequence[Part]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from captured import batch
 from torch import Tensor, fx
 
 import shardwise as sw
-from captured import batch
 from shardwise.errors import CaptureError
 from shardwise.graph.numbers_as_tensors import on_tensors
 from shardwise.graph.program import Line

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from captured import WIDTH, Net, assert_same, batch, net_on, state_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from captured import WIDTH, Net, assert_same, batch, net_on, state_of
 from shardwise.debug import CommDebugMode
 
 

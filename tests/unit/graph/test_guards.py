@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from captured import WIDTH, Net, batch, net_on
 from torch import nn
 
 import shardwise as sw
-from captured import WIDTH, Net, batch, net_on
 from shardwise.errors import CaptureError, CaptureWarning
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from captured import batch, net_on
 from torch import nn
 
 import shardwise as sw
-from captured import batch, net_on
 from shardwise.graph import programs_of
 
 

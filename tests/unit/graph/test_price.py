@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from captured import WIDTH, batch, net_on
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
-from captured import WIDTH, batch, net_on
 from shardwise.debug import CommDebugMode
 from shardwise.errors import CaptureError, NoDataError
 from shardwise.graph.memory import memory_of
@@ -76,7 +76,7 @@ def test_a_capture_runs_nothing() -> None:
 
 def test_what_only_records_does_not_run() -> None:
     step, x = made_on(sw.recording((64, 16), ("dp", "tp")), "meta")
-    compiled = sw.compile(step, backend="fx")
+    compiled = sw.compile(step, backend="fx", passes=())
     said = r"step is captured on a mesh that only records, and there are no data to run it on: capture\(…\) it"
     with pytest.raises(NoDataError, match=said):
         compiled(x)
@@ -90,7 +90,7 @@ def test_what_only_records_does_not_run() -> None:
 def test_flops_are_those_of_a_rank() -> None:
     step, x = made_on(sw.simulate((2, 4), ("dp", "tp")))
     step(x)
-    compiled = sw.compile(step, backend="fx")
+    compiled = sw.compile(step, backend="fx", passes=())
     compiled.capture(x)
     with FlopCounterMode(display=False) as counted:  # the simulator computes for all ranks
         step(x)
@@ -142,7 +142,7 @@ def test_time_is_what_the_model_says() -> None:
 
 def test_without_speeds_there_are_no_times() -> None:
     step, x = made_on(sw.recording((4, 2), ("dp", "tp")), "meta")
-    compiled = sw.compile(step, backend="fx")
+    compiled = sw.compile(step, backend="fx", passes=())
     compiled.capture(x)
     price = compiled.price()
     assert {price.seconds, price.comm_seconds, price.compute_seconds, price.overlapped_seconds} == {None}
@@ -155,7 +155,7 @@ def test_without_speeds_there_are_no_times() -> None:
 
 def test_a_price_is_a_table() -> None:
     step, x = made_on(sw.recording((512, 2), ("dp", "tp")), "meta")
-    compiled = sw.compile(step, backend="fx")
+    compiled = sw.compile(step, backend="fx", passes=())
     compiled.capture(x)
     lines = [line.split() for line in str(compiled.price(flops=1e12, bandwidth=1e9, latency=1e-6)).splitlines()]
     assert next(x for x in lines if "tp=2" in x)[:6] == ["│", "all_reduce", "tp=2", "│", "2", "│"]
@@ -220,7 +220,7 @@ def test_a_step_of_24_layers_on_1024_ranks() -> None:
         x.square().mean().backward()
         optimizer.step()
 
-    compiled = sw.compile(step, backend="fx")
+    compiled = sw.compile(step, backend="fx", passes=())
     compiled.capture(sw.distribute_tensor(torch.empty(128 * 512, 1024, device="meta"), mesh, [S(0), R]))
     price = compiled.price(flops=1e15, bandwidth={"dp": 5e10, "tp": 4e11})
     assert sum(price.flops.values()) == (24 * 2 * 3 - 1) * 2 * 512 * 1024 * 512  # the batch needs no gradient

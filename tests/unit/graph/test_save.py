@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from captured import WIDTH, Made, Net, assert_same, batch, net_on, state_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from captured import WIDTH, Made, Net, assert_same, batch, net_on, state_of
 from shardwise.errors import CaptureError, CaptureWarning, IndexRangeError, SavedProgramError
 from shardwise.graph.save.values import Reader, Writer
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -170,6 +170,13 @@ MADE: dict[str, Callable[[], Made]] = {
 @pytest.mark.parametrize("name", MADE)
 def test_a_loaded_program_does_what_the_saved_one_does(name: str, tmp_path: Path) -> None:
     saved_and_loaded(MADE[name], tmp_path)
+
+
+def test_what_passes_have_made_is_saved(tmp_path: Path) -> None:
+    loaded = saved_and_loaded(stepped, tmp_path)
+    (program,) = loaded.programs
+    assert {"bucket", "overlap"} <= {report.name for report in program.reports}
+    assert "\npasses    " in str(loaded) and "bucket: " in str(loaded) and " start all_reduce" in str(loaded)
 
 
 def test_a_loaded_program_checks_what_the_saved_one_does(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from captured import WIDTH, batch, net_on
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from captured import WIDTH, batch, net_on
 from shardwise.errors import CaptureWarning
 from shardwise.graph.show.lines import OpLine
 from shardwise.graph.show.repeats import Repeat, folded
@@ -51,11 +51,6 @@ def shown(compiled: Any, width: int = 120, *, every: bool = False) -> str:
     out = io.StringIO()
     compiled.show(out, width=width, every=every)
     return re.sub(r"\S*test_show\.py:\d+", "LINE", out.getvalue())
-
-
-def test_passes_say_what_they_did() -> None:
-    lines = [line.strip() for line in shown(stepped("default")).splitlines()]
-    assert "pass      bucket: 2 reductions of gradients in 1; 3 all_reduce, 2.3 kB → 2 all_reduce, 2.3 kB" in lines
 
 
 PROGRAM = """\
@@ -107,6 +102,36 @@ def test_a_program_is_read_line_by_line() -> None:
     assert program.partition("\nCollectives")[0].splitlines() == PROGRAM.splitlines()
     assert "all_reduce tp=2, forward" in program and "pending sum reduced" in program
     assert second.startswith("captured since scale: 2.0 is now 3.0\n")
+
+
+def test_what_passes_have_changed_is_said() -> None:
+    found = shown(stepped(("bucket", "overlap")))
+    said = "bucket: 2 reductions of gradients in 1; 3 all_reduce, 2.3 kB → 2 all_reduce, 2.3 kB"
+    assert f"\npasses    {said}\n" in found
+    assert "all_reduce[sum, dp](" in found and "2 gradients" in found
+    assert "passes" not in shown(stepped())
+
+
+class Chain(nn.Module):
+    """A collective that need not be waited for at once."""
+
+    def forward(self, x: Any, y: Any) -> Any:
+        whole = x.redistribute(placements=[R, R])
+        for _ in range(3):
+            y = y.sin() @ y
+        return whole.sum() + y.sum()
+
+
+def test_collectives_that_are_started_and_waited_for() -> None:
+    mesh = mesh_2x2()
+    x = sw.distribute_tensor(torch.ones(8, 8), mesh, [S(0), R])
+    y = sw.distribute_tensor(torch.ones(8, 8), mesh, [R, R])
+    compiled = sw.compile(Chain().forward, backend="fx", passes=("overlap",))
+    with torch.no_grad():
+        compiled(x, y)
+    found = shown(compiled)
+    assert "start all_gather[dp](x f32[8,8] S(0)@dp)" in found and " wait(%1" in found
+    assert [comm.kind for comm in compiled.comms()] == ["all_gather"]
 
 
 def test_every_op_is_shown_if_asked_for() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from captured import HIDDEN, WIDTH, Made, Net, batch, compare, net_on
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from captured import HIDDEN, WIDTH, Made, Net, batch, compare, net_on
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -73,7 +73,7 @@ class Loaded(Compiled):
     failed_elsewhere = SavedProgramError("no saved program serves this call on another rank, whose error says why")
 
     def __init__(self, folder: Path, function: Callable[..., Any], backend: Make, *, strict: bool) -> None:
-        super().__init__(function, backend, passes=(), fullgraph=True)
+        super().__init__(function, backend, passes=(), fullgraph=True)  # what is saved has been through them
         self.folder, self.strict = folder, strict
         self.origin = f"loaded from {folder}"
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):

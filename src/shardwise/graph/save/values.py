@@ -48,8 +48,8 @@ RECORDS: dict[str, type] = {
     cls.__qualname__: cls
     for cls in (
         *(Bound, Check, Collective, Comm, Differentiable, Facts, FromArgument, FromGradient, FromHost, FromSaved),
-        *(FromTangent, Given, Gradient, Leaf, Line, Output, Partial, PassReport, Refusal, Result, Seeded, Start),
-        Traffic,
+        *(FromTangent, Given, Gradient, Leaf, Line, Output, Partial, PassReport, Refusal, Result, Seeded),
+        *(Start, Traffic),
     )
 }
 """Values that are written as their fields, in order."""
@@ -59,8 +59,7 @@ NO_PROGRAM = "the file holds what is no program"
 
 _SHARED = (Collective, Comm, Facts, Layout, Line)
 _NAMED_FUNCTIONS = {f"{function.__module__}.{function.__name__}": function for function in FUNCTIONS}
-_NAMED_FUNCTIONS["operator.getitem"] = operator.getitem
-_NAMED_FUNCTIONS["wait"] = wait
+_NAMED_FUNCTIONS |= {"operator.getitem": operator.getitem, "wait": wait}
 _FUNCTION_NAMES = {function: name for name, function in _NAMED_FUNCTIONS.items()}
 _OF_TORCH = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
 _KINDS = {kind.__name__: kind for kind in (bool, int, float)}

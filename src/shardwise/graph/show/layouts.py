@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from shardwise.comm.record import Comm
-from shardwise.graph.nodes import Collective, collective_of, is_op, op_of
+from shardwise.graph.nodes import collective_of, is_op, op_of
 from shardwise.layout import Layout
 
 _aten = torch.ops.aten
@@ -87,7 +87,8 @@ def _pointwise(node: fx.Node, found: Mapping[fx.Node, Layout]) -> Layout | None:
 def _moved(node: fx.Node) -> Layout | None:
     """What a collective that gives one tensor brought it to."""
     comm: Comm | None = node.meta.get("comm")
-    one = isinstance(node.target, Collective) and node.target.kind in ("all_reduce", "reduce_scatter")
+    collective = collective_of(node)
+    one = collective is not None and collective.kind in ("all_reduce", "reduce_scatter")
     return comm.target if one and comm is not None else None
 
 

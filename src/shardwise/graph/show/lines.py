@@ -17,7 +17,7 @@ from torch import fx
 
 from shardwise.debug.table import place
 from shardwise.dispatch.planning.fallback import short_dtype
-from shardwise.graph.nodes import Seeded, collective_of, is_op, op_of
+from shardwise.graph.nodes import Seeded, Start, collective_of, is_op, op_of
 from shardwise.graph.program import Facts
 from shardwise.layout import Layout
 
@@ -102,10 +102,10 @@ class Lines:
 
     def _name(self, node: fx.Node) -> Styled:
         target: Any = node.target
-        collective = collective_of(node)
-        if collective is not None:
+        if (collective := collective_of(node)) is not None:
             op = f"{collective.how}, " if collective.kind in ("all_reduce", "reduce_scatter") else ""
-            return f"{target.__name__}[{op}{'×'.join(collective.axis_names)}]", "collective"
+            start = "start " if isinstance(target, Start) else ""
+            return f"{start}{collective.kind}[{op}{'×'.join(collective.axis_names)}]", "collective"
         if isinstance(target, Seeded):
             return f"{target.op.overloadpacket.__name__}[stream {target.stream}]", "op"
         if not is_op(target):

@@ -44,11 +44,9 @@ class Report:
             ("ops", f"{num_ops}{self._on_host()}"),
             ("sends", self._sends()),
             ("memory", self._memory()),
+            *(("" if number else "passes", words) for number, words in enumerate(self._passes())),
         ):
             yield from labelled(label, what, self.width)
-        for report in self.program.reports:
-            if report.notes or report.left_out:
-                yield from labelled("pass", str(report), self.width)
 
     def _given(self) -> Iterator[str]:
         """The arguments that it was captured for."""
@@ -76,8 +74,7 @@ class Report:
     def mesh(self) -> Mesh | None:
         """The mesh of all ranks that take part."""
         part = self.program.ranks[0]
-        made = [collective_of(node) for node in part.graph.nodes]
-        meshes = [collective.mesh for collective in made if collective is not None]
+        meshes = [x.mesh for node in part.graph.nodes if (x := collective_of(node)) is not None]
         places = [place for source in part.sources if (place := place_of(source)) is not None]
         meshes += [layout.mesh for place in places if (layout := self.guards.layout_at(place)) is not None]
         return meshes[0].root if meshes else None
@@ -97,6 +94,10 @@ class Report:
         named = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         sent = size(sum(comm.wire_bytes for comm in self.comms))
         return f"{sent} in {_some(len(self.comms), 'collective')} ({named})" if kinds else "nothing"
+
+    def _passes(self) -> list[str]:
+        """What passes have changed."""
+        return [str(x) for x in self.program.reports if x.notes or x.left_out or x.before != x.after]
 
     def _memory(self) -> str:
         need = memory_of(self.program.ranks[0].graph)

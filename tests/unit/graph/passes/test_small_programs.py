@@ -10,6 +10,7 @@ from captured import shards
 from optimised import SMALL, R, S, Small, case_of, kinds, only, ops, program_of, red, whole_numbers
 
 import shardwise as sw
+from shardwise.graph.memory import memory_of
 from shardwise.graph.nodes import collective_of
 from shardwise.graph.passes import Traffic
 
@@ -151,3 +152,15 @@ def test_reports_say_what_was_done() -> None:
         "tidy: nothing to do",
         "merge: 2 small collectives in 1; 2 all_reduce, 28 B → 1 all_reduce, 28 B",
     ]
+
+
+def test_what_is_reduced_in_place_needs_no_other_memory() -> None:
+    def function(x: Any) -> Any:
+        return red(x.sum(0), R).sum()
+
+    def make() -> list[Any]:
+        return [whole_numbers(mesh_of(2), (8, 64), [S(0)])]
+
+    before, after = (program_of(function, make, passes) for passes in (("tidy",), only("in_place")))
+    made = [memory_of(program.ranks[0].graph).made for program in (before, after)]
+    assert made == [2 * 4 * 64, 4 * 64 + 4]

@@ -1,7 +1,7 @@
 """What a captured train step costs: to run, to capture, and to look whether its program still serves.
 
-    python benchmarks/captured.py            print the tables
-    python benchmarks/captured.py --write    and write benchmarks/results/captured-<date>.md
+    python benchmarks/captured_steps.py            print the tables
+    python benchmarks/captured_steps.py --write    and write benchmarks/results/captured-steps-<date>.md
 
 Everything runs in one process on one thread, as one rank of torch's fake process group, whose collectives return at
 once. "Plain" is the same model on ordinary tensors of the sizes that one rank computes; compiled, that is its forward
@@ -208,7 +208,7 @@ def main() -> None:
             f"# Captured steps, {today}\n\nPython {platform.python_version()}, torch {torch.__version__}, one core.\n\n"
         )
         body = "\n".join(table.markdown() for table in tables)
-        (Path(__file__).parent / "results" / f"captured-{today}.md").write_text(head + body)
+        (Path(__file__).parent / "results" / f"captured-steps-{today}.md").write_text(head + body)
 
 
 if __name__ == "__main__":
