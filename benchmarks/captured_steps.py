@@ -40,7 +40,7 @@ import block as blocks
 import shardwise as sw
 from block import Training
 from race import Call, Row, Table, Timing, race, seconds
-from shardwise.graph import capture, programs_of
+from shardwise.graph import programs_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import gpt
@@ -165,7 +165,7 @@ def capture_table(num_rounds: int) -> Table:
 
 def capture_row(num_layers: int, num_rounds: int) -> Row:
     step, arguments = gpt_step(num_layers)
-    first, another = (processor_seconds(lambda: capture(step, *arguments)) for _ in range(2))
+    first, another = (processor_seconds(lambda: sw.compile(step, backend="fx").capture(*arguments)) for _ in range(2))
     compiled = sw.compile(step, backend="fx")
     compiled(*arguments)
     guards, run = programs_of(compiled).runs[0]

@@ -4,6 +4,7 @@ what a person would have written."""
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,15 @@ SMALL = 4096
 def test_eight_ranks(shape: Shape) -> None:
     found, _ = on_mesh(sw.simulate(shape, AXES), STEPS)
     assert max(differences(found, one_device(STEPS))) <= TOLERANCE
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (4, 1, 2), (1, 4, 2)], ids=str)
+def test_its_step_is_captured(shape: Shape) -> None:
+    """Bit for bit, with no more collectives."""
+    expected, of_eager = on_mesh(sw.simulate(shape, AXES), STEPS)
+    found, counts = on_mesh(sw.simulate(shape, AXES), STEPS, partial(sw.compile, backend="fx"))
+    assert found == expected
+    assert all(counts[kind] <= of_eager[kind] for kind in counts)
 
 
 def schedule(shape: Shape) -> Counter[tuple[Any, ...]]:
