@@ -103,5 +103,9 @@ class CaptureError(ShardwiseError):
     """A program cannot be captured as it is."""
 
 
+class SavedProgramError(ShardwiseError, ValueError):
+    """A program cannot be saved; or what was saved is damaged, or does not fit what it is to be run on."""
+
+
 class CaptureWarning(UserWarning):
     """A function that was to be captured runs as it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
 from launch import Case
-from shardwise.errors import CaptureError
+from shardwise.errors import CaptureError, SavedProgramError
 from shardwise.parallel import cross_entropy, linear_cross_entropy
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the ranks import this file without pytest's settings
-from captured import WIDTH, Made, Net, batch, compare, net_on
+from captured import WIDTH, Made, Net, assert_same, batch, compare, net_on, state_of
 
 R, S = sw.Replicate(), sw.Shard
 
@@ -95,6 +97,35 @@ def compiled_by_inductor(rank: int, size: int) -> None:
         torch.testing.assert_close(mine.detach().full_tensor(), theirs.detach().full_tensor())
 
 
+def saved_and_loaded(rank: int, size: int, shape: tuple[int, int]) -> None:
+    mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    (changed, step, arguments), (others, again, same) = made_on(mesh), made_on(mesh)
+    compiled = sw.compile(step, backend="fx")
+    for call in range(3):
+        for run, given in ((compiled, arguments), (again, same)):
+            torch.manual_seed(call)
+            run(*given(call))
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        compiled.save(folders[0])
+        loaded = sw.graph.load(folders[0], again, backend="fx")
+        for call in range(3, 5):
+            torch.manual_seed(call)
+            wanted = compiled(*arguments(call))
+            torch.manual_seed(call)
+            assert_same(loaded(*same(call)), wanted, f"call {call}, result")
+            assert_same(state_of(others), state_of(changed), f"call {call}, state")
+        assert len(loaded.runs) == 1
+
+        if rank == 1:
+            Path(folders[0], f"rank-{rank:05}.json").unlink()
+        said = "rank-00001.json is missing" if rank == 1 else "no saved program serves this call on another rank, whose"
+        with pytest.raises(SavedProgramError, match=said):
+            sw.graph.load(folders[0], again, backend="fx")(*same(5))
+        dist.barrier()
+
+
 def losses_of_a_head(rank: int, size: int) -> None:
     """Whose rows are sharded along the axis of the classes."""
     mesh = sw.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
@@ -154,6 +185,7 @@ CASES = [
     Case("captured-by-inductor", 2, compiled_by_inductor),
     Case("captured-losses-of-a-head", 2, losses_of_a_head),
     Case("captured-ranks-that-differ", 2, ranks_that_differ),
+    Case("captured-saved-dp-tp-4", 4, saved_and_loaded, ((2, 2),)),
 ]
 
 

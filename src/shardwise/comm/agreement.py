@@ -4,6 +4,7 @@ captured."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -20,11 +21,23 @@ def digest(facts: object) -> int:
 
 def compared(mesh: Mesh, number: int, flag: bool = False) -> tuple[bool, bool]:
     """Whether the ranks' numbers differ, and whether any flag is set. Those of one process need not be asked."""
-    mesh = running_mesh(mesh)
-    if len(mesh.held) >= mesh.size() or mesh.device_type == "meta":
+    if _is_of_one_process(running_mesh(mesh)):
         return False, False
-    with off_the_record(), _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
-        # the largest of `~number` is that of the smallest: one reduction finds both ends
-        ends = torch.tensor([number, ~number, flag], dtype=torch.int64, device=mesh.device_type)
-        high, low, flags = mesh.port.all_reduce([ends], mesh, tuple(range(mesh.ndim)), "max")[0].tolist()
+    # the largest of `~number` is that of the smallest: one reduction finds both ends
+    high, low, flags = largest(mesh, [number, ~number, flag])
     return high != ~low, bool(flags)
+
+
+def largest(mesh: Mesh, numbers: Sequence[int]) -> list[int]:
+    """Of each number, the largest that a rank has."""
+    mesh = running_mesh(mesh)
+    if _is_of_one_process(mesh):
+        return list(numbers)
+    with off_the_record(), _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
+        own = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
+        found: list[int] = mesh.port.all_reduce([own], mesh, tuple(range(mesh.ndim)), "max")[0].tolist()
+    return found
+
+
+def _is_of_one_process(mesh: Mesh) -> bool:
+    return len(mesh.held) >= mesh.size() or mesh.device_type == "meta"

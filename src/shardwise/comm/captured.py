@@ -102,7 +102,10 @@ class CapturedPort(Port):
         made: Callable[[Sequence[Any]], list[Any]],
     ) -> list[Any]:
         if not noters:
-            raise CaptureError(f"a tensor of a program that was captured on {mesh} is used outside of it")
+            raise CaptureError(
+                f"a tensor on {mesh} is used that has no data, since it was left behind by a capture: what is needed "
+                f"outside of a captured function must be returned by it"
+            )
         return noters[-1].collective(kind, brought, self.stands_for[mesh.names], axes, how, made)
 
     def rebuild_mesh(self, mesh: Mesh) -> tuple[Any, tuple]:

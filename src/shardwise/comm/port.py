@@ -94,14 +94,14 @@ class Port(ABC):
     alias: Callable[[Tensor, type[Tensor]], Tensor] = staticmethod(_as_subclass)
     """`alias(x, Tensor)` is a plain tensor with the storage and the history of a shard."""
 
-    def all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
-        """Each member gets the reduction (`sum`, `max`, `min`, `product`) over its group."""
-        return self._start("all_reduce", shards, mesh, axes, op, awaited=True).wait()
+    def all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str, *, owned: bool = False) -> list[Tensor]:
+        """Each member gets the reduction (`sum`, `max`, `min`, `product`) over its group. `owned` says that the shards
+        are contiguous and nobody else's: they may be written to."""
+        return self._start("all_reduce", shards, mesh, axes, op, awaited=True, owned=owned).wait()
 
     def start_all_reduce(
         self, shards: Shards, mesh: Mesh, axes: Axes, op: str, *, owned: bool = False
     ) -> Handle[list[Tensor]]:
-        """`owned` says that the shards are contiguous and nobody else's: they may be written to."""
         return self._start("all_reduce", shards, mesh, axes, op, owned=owned)
 
     def all_gather(self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes) -> list[list[Tensor]]:

@@ -131,7 +131,7 @@ class GroupPort(Port):
     ) -> Result[list[list[Tensor]]]:
         (x,) = shards
         flat = x.reshape(-1)
-        if not awaited and flat.untyped_storage()._cdata == x.untyped_storage()._cdata:
+        if self.overlaps and not awaited and flat.untyped_storage()._cdata == x.untyped_storage()._cdata:
             flat = flat.clone()  # what it is gathered from may be written to meanwhile
         rows = _gather(self.group(mesh, axes), flat, shapes[0], awaited)
         return lambda: [rows()]

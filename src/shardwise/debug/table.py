@@ -90,11 +90,14 @@ def _total(comms: Sequence[Comm]) -> Cells:
 
 def where(comm: Comm) -> str:
     """The user's line: its file as seen from where the program runs or, outside of that, the end of its path."""
-    if not comm.file:
-        return "line unknown"
-    near = os.path.relpath(comm.file) if os.path.isabs(comm.file) else comm.file
-    name = near if not near.startswith("..") else os.sep.join(["…", *Path(comm.file).parts[-2:]])
-    return f"{name}:{comm.line}"
+    return place(comm.file, comm.line) if comm.file else "line unknown"
+
+
+def place(file: str, line: int) -> str:
+    """A line, in the same way."""
+    near = os.path.relpath(file) if os.path.isabs(file) else file
+    name = near if not near.startswith("..") else os.sep.join(["…", *Path(file).parts[-2:]])
+    return f"{name}:{line}"
 
 
 def size(num_bytes: int) -> str:

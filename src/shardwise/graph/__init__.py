@@ -3,5 +3,6 @@
 from shardwise.graph.capture import capture
 from shardwise.graph.compile import compile, programs_of
 from shardwise.graph.program import Program
+from shardwise.graph.save.loading import load
 
-__all__ = ["Program", "capture", "compile", "programs_of"]
+__all__ = ["Program", "capture", "compile", "load", "programs_of"]

@@ -273,11 +273,12 @@ def _itself(x: Tensor) -> Tensor:
 
 @contextmanager
 def _listening(recorder: Recorder) -> Iterator[None]:
-    """Collectives are recorded with what they are for."""
+    """Collectives are recorded with what they are for, and by nobody else: there are none before the program runs."""
     watchers.append(recorder)
-    listeners.append(recorder.comms)
+    others = listeners[:]
+    listeners[:] = [recorder.comms]
     try:
         yield
     finally:
         watchers[:] = [x for x in watchers if x is not recorder]
-        listeners[:] = [x for x in listeners if x is not recorder.comms]
+        listeners[:] = others

@@ -8,22 +8,23 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import noters
-from shardwise.errors import CaptureError, CaptureWarning
+from shardwise.errors import CaptureError, CaptureWarning, NoDataError, ShardwiseError
+from shardwise.graph.call import Call
 from shardwise.graph.capture import capture
+from shardwise.graph.captured import Captured
 from shardwise.graph.function import DifferentiableRun
-from shardwise.graph.guards import Guards
+from shardwise.graph.guards import FIRST, Guards
 from shardwise.graph.inductor import by_inductor
-from shardwise.graph.nodes import Collective
+from shardwise.graph.nodes import collective_of
+from shardwise.graph.passes import DEFAULT, PASSES, optimised
 from shardwise.graph.program import Program
 from shardwise.graph.reached import Reached
 from shardwise.graph.run import Make, Run, by_nodes
-from shardwise.layout import Mesh
 from shardwise.parallel.agreement import agreed
-from shardwise.tensor import DTensor
 
 MAX_PROGRAMS = 8
 """Programs kept of one function. One that would need more is not the kind of function to capture."""
@@ -31,69 +32,140 @@ MAX_PROGRAMS = 8
 BACKENDS: dict[str, Make] = {"fx": by_nodes, "inductor": by_inductor}
 
 
-class Compiled:
+class Compiled(Captured):
     """A function, with the programs that were captured of it."""
 
-    def __init__(self, function: Callable[..., Any], backend: Make, *, fullgraph: bool) -> None:
-        self.function = function
+    failed_elsewhere: ShardwiseError = CaptureError(
+        "the program could not be captured on another rank, whose error says why"
+    )
+
+    def __init__(self, function: Callable[..., Any], backend: Make, *, passes: Sequence[str], fullgraph: bool) -> None:
+        super().__init__(function)
         self.backend = backend
+        self.passes = passes
         self.fullgraph = fullgraph
-        self.runs: list[tuple[Guards, Run]] = []
-        self._misses = 0
         self._warmed: set[int] = set()
-        self._gave_up = False
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._gave_up or noters:
+        if self.gave_up or noters:
             return self.function(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        missed = None
         for guards, run in self.runs:
-            missed = guards.miss(leaves, spec)
-            if missed is None and run.holds(leaves):
+            if guards.miss(leaves, spec) is None and run.holds(leaves):
                 return run(leaves)
-            missed = missed or "a number of the host that the program branches on"
-        return self._captured(leaves, spec, missed, args, kwargs)
+        return self._first(Call.of(self.function, args, kwargs, leaves, spec))
 
-    def _captured(self, leaves: list[Any], spec: Any, missed: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        reached = Reached.by(self.function, leaves)
-        if self._is_first_step(reached):
-            return self.function(*args, **kwargs)
+    def _first(self, call: Call) -> Any:
+        """A call that no program serves yet."""
+        missed = self._missed(call)
+        assert missed is not None
+        if call.is_recorded():
+            raise NoDataError(_NO_DATA.format(self.name))
+        if self._is_first_step(call.reached):
+            return call()
         if len(self.runs) >= MAX_PROGRAMS:
-            why = f"was captured {len(self.runs)} times, and again something differs ({missed}): it runs as it is"
-            return self._give_up(why, args, kwargs)
+            why = (
+                f"was captured {len(self.runs)} times, and again something differs ({missed}): from now on it runs as "
+                f"it is. Hand in numbers that change as tensors, and batches in few shapes"
+            )
+            return self._give_up(why, call)
         try:
-            program = self._agreed(reached, leaves, args, kwargs)
+            run = self._add(call, missed)
         except CaptureError as error:
             if self.fullgraph:
                 raise
-            return self._give_up(f"runs as it is: {error}", args, kwargs)
-        guards = Guards(leaves, spec, reached, program, missed or "the first call")
-        kind = Run if program.differentiable is None else DifferentiableRun
-        run = kind(program, self.backend)
+            return self._give_up(f"runs as it is: {error}", call)
+        return run(call.leaves)
+
+    def capture(self, *args: Any, **kwargs: Any) -> None:
+        """Capture the program that a call with these arguments would run, and run nothing: to look at it, or to price
+        what no machine here could run, on a mesh that only records (`shardwise.recording`).
+
+        An optimizer makes its state in its first step. So there must have been one, or none of it would be captured; on
+        a mesh that only records it is made here.
+        """
+        call = Call.of(self.function, args, kwargs, *tree_flatten((args, kwargs)))
+        missed = self._missed(call)
+        if missed is None:
+            return
+        if self._new(call.reached) and not call.is_recorded():
+            raise CaptureError(
+                f"{self.name} steps an optimizer that has not stepped yet, and so has no state to be captured: call it "
+                f"once, then capture"
+            )
+        if self._is_first_step(call.reached):
+            call()
+        self._add(call, missed)
+
+    def _missed(self, call: Call) -> str | None:
+        """Why none of the programs serves a call; None if one does."""
+        missed = None if self.runs else FIRST
+        for guards, run in self.runs:
+            differs = guards.miss(call.leaves, call.spec)
+            if differs is None and run.holds(call.leaves):
+                return None
+            missed = missed or differs or BRANCHES
+        return missed
+
+    def _add(self, call: Call, why: str) -> Run:
+        """One more program."""
+        program = self._agreed(call)
+        guards = Guards(call, program, why)
+        run = self._run_of(program, is_recorded=call.is_recorded())
         self.runs.insert(0, (guards, run))
-        return run(leaves)
+        return run
+
+    def _run_of(self, program: Program, *, is_recorded: bool) -> Run:
+        if is_recorded:
+            return Recorded(program, self.name)
+        kind = Run if program.differentiable is None else DifferentiableRun
+        return kind(program, self.backend)
 
     def _is_first_step(self, reached: Reached) -> bool:
         """Whether an optimizer has not stepped yet: it makes its state then, so this call runs as it is."""
-        new = {key for key, optimizer in reached.optimizers.items() if _is_new(optimizer)} - self._warmed
+        new = self._new(reached)
         self._warmed |= new
         return bool(new)
 
-    def _agreed(self, reached: Reached, leaves: Sequence[Any], args: tuple, kwargs: dict[str, Any]) -> Program:
-        """The program, if all ranks of the meshes that it runs on have captured the same."""
+    def _new(self, reached: Reached) -> set[int]:
+        return {key for key, optimizer in reached.optimizers.items() if _is_new(optimizer)} - self._warmed
 
-        find = partial(capture, self.function, *args, **kwargs)
-        for mesh in _meshes(reached, leaves):
-            find = partial(agreed, mesh, find, collectives_of, _FAILED_ELSEWHERE, _DIFFERS)
-        return find()
+    def _agreed(self, call: Call) -> Program:
+        """The program after passes, if all ranks of the meshes that it runs on have captured the same."""
+        meshes = call.meshes()
+        find = partial(self._find, call)
+        for mesh in meshes:
+            find = partial(agreed, mesh, find, collectives_of, self.failed_elsewhere, _DIFFERS)
+        return optimised(find(), self.passes, meshes) if self.passes else find()
 
-    def _give_up(self, why: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        self._gave_up = True
-        name = getattr(self.function, "__qualname__", type(self.function).__name__)
-        warnings.warn(f"shardwise.compile: {name} {why}", CaptureWarning, stacklevel=4)
-        return self.function(*args, **kwargs)
+    def _find(self, call: Call) -> Program:
+        return capture(call.function, *call.args, **call.kwargs)
+
+    def _give_up(self, why: str, call: Call) -> Any:
+        self.gave_up = why
+        warnings.warn(f"shardwise.compile: {self.name} {why}", CaptureWarning, stacklevel=4)
+        return call()
+
+
+class Recorded(Run):
+    """A program on tensors without data. It can be looked at."""
+
+    def __init__(self, program: Program, name: str) -> None:
+        self.program, self.name = program, name
+
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        return True
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        raise NoDataError(_NO_DATA.format(self.name))
+
+
+_NO_DATA = (
+    "{} is captured on a mesh that only records, and there are no data to run it on: capture(…) it, and then show() "
+    "it, list its comms() or price() it; called without shardwise.compile, its collectives are recorded"
+)
+BRANCHES = "a number that Python branches on, a count of steps say, is another one"
 
 
 def _is_new(optimizer: optim.Optimizer) -> bool:
@@ -102,41 +174,58 @@ def _is_new(optimizer: optim.Optimizer) -> bool:
     return not optimizer.state or all(param.grad is None for param in params)
 
 
-_FAILED_ELSEWHERE = CaptureError("the program could not be captured on another rank, whose error says why")
-_DIFFERS = CaptureError("the ranks' programs differ in what they communicate, so they cannot run together")
+_DIFFERS = CaptureError(
+    "the ranks' programs differ in what they communicate, so they cannot run together: look for what depends on a "
+    "rank's number, or on data of its own"
+)
 
 
 def collectives_of(program: Program) -> list[tuple[Any, ...]]:
     """What all ranks must have in common: the collectives, in their order."""
-    nodes = (node for part in program.ranks for node in part.graph.nodes)
-    return [(node.target.kind, node.target.axes) for node in nodes if isinstance(node.target, Collective)]
-
-
-def _meshes(reached: Reached, leaves: Sequence[Any]) -> list[Mesh]:
-    """The whole meshes of the DTensors that a call is about, in the order in which they are met."""
-    tensors = [x for _, x in reached.objects if isinstance(x, Tensor)]
-    tensors += [x for x in leaves if isinstance(x, Tensor)]
-    return list(dict.fromkeys(x._layout.mesh.root for x in tensors if isinstance(x, DTensor)))
+    made = (collective_of(node) for part in program.ranks for node in part.graph.nodes)
+    return [(collective.kind, collective.axes) for collective in made if collective is not None]
 
 
 def compile(
     target: Callable[..., Any],
     *,
     backend: str = "inductor",
+    passes: str | Sequence[str] = "default",
     cuda_graph: bool | str = "auto",
     dynamic: bool = False,
     fullgraph: bool = True,
 ) -> Any:
-    """A function that is captured at its first call, and then runs as a program."""
+    """A function that is captured at its first call, and then runs as a program.
+
+    `passes` are names of what is done to the program before it runs: those that only ever save something ("default"),
+    none of them, `()`, or some, as in `passes=[*DEFAULT, "gather_again"]` with `shardwise.graph.passes.DEFAULT`.
+    `programs` of what this returns have `reports` that say what each has done.
+    """
     if dynamic:
         raise ValueError("dynamic=True is not available: layouts, and so programs, are made for sizes")
+    make = make_of(backend, cuda_graph)
+    chosen = _chosen(passes)
+    if isinstance(target, nn.Module):
+        target._compiled_call_impl = Compiled(target._call_impl, make, passes=chosen, fullgraph=fullgraph)
+        return target
+    return Compiled(target, make, passes=chosen, fullgraph=fullgraph)
+
+
+def _chosen(passes: str | Sequence[str]) -> tuple[str, ...]:
+    """The names of passes."""
+    if passes == "default":
+        return DEFAULT
+    found = (passes,) if isinstance(passes, str) else tuple(passes)
+    if unknown := [name for name in found if name not in PASSES]:
+        raise ValueError(f"passes are 'default', or some of {', '.join(map(repr, PASSES))}; got {unknown[0]!r}")
+    return found
+
+
+def make_of(backend: str, cuda_graph: bool | str) -> Make:
+    """What makes parts run."""
     if backend not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
-    make: Make = partial(by_inductor, cuda_graph=cuda_graph) if backend == "inductor" else BACKENDS[backend]
-    if isinstance(target, nn.Module):
-        target._compiled_call_impl = Compiled(target._call_impl, make, fullgraph=fullgraph)
-        return target
-    return Compiled(target, make, fullgraph=fullgraph)
+    return partial(by_inductor, cuda_graph=cuda_graph) if backend == "inductor" else BACKENDS[backend]
 
 
 def programs_of(target: Any) -> Compiled:

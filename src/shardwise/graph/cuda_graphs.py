@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import ProcessGroupPort
-from shardwise.graph.nodes import Check, Collective, Seeded
+from shardwise.graph.nodes import Check, Collective, Seeded, collective_of
 from shardwise.graph.program import Facts, FromGroup, FromHost, FromObject, Part
 
 WARM_UP_RUNS = 2
@@ -31,8 +31,9 @@ def obstacle(part: Part) -> str | None:
             return "it draws random numbers by seeds that the host draws"
         if isinstance(node.target, Check):
             return "it checks indices on the host"
-        if isinstance(node.target, Collective) and not _is_nccl(node.target):
-            return f"{node.target} is not made by NCCL"
+        collective = collective_of(node)
+        if collective is not None and not _is_nccl(collective):
+            return f"{collective} is not made by NCCL"
         facts = node.meta.get("facts")
         if isinstance(facts, Facts) and facts.device.type != "cuda" and (node in inputs or facts.shape):
             return f"a tensor of shape {list(facts.shape)} is on {facts.device}"

@@ -11,6 +11,7 @@ from torch.autograd.function import _SingleLevelFunction, once_differentiable
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.plan import Mover, mover_for
+from shardwise.graph.comms import Told
 from shardwise.graph.differentiate import cut
 from shardwise.graph.program import Facts, FromArgument, FromTangent, Leaf, Part, Place, Program
 from shardwise.graph.run import Leaves, Make, Run, returned, shard_at
@@ -30,7 +31,7 @@ class DifferentiableRun(Run):
         self._passes = [cut(part, count) for part, count in pairs]
         super().__init__(program, make)
         self.back = [back for _, back in self._passes]
-        self.run_back = make(self.back, program.is_joint)
+        self.run_back = Told(make(self.back, program.is_joint), self.back, program.is_joint)
         self.expected = [_tangents(part) for part in self.back]
         self._slots = [_slots(self.parts, leaf.of) for leaf in self.facts.leaves]
         self._movers: dict[tuple[Layout, tuple[int, ...]], Mover] = {}

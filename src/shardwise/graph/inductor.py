@@ -21,9 +21,10 @@ from shardwise.comm.functional import functional_mesh
 from shardwise.errors import CaptureError
 from shardwise.graph.cuda_graphs import Replayed, obstacle
 from shardwise.graph.fused_steps import FUSED_STEPS
-from shardwise.graph.nodes import Check, Collective, Seeded
+from shardwise.graph.nodes import Check, Collective, Seeded, Start, collective_of
 from shardwise.graph.numbers_as_tensors import on_tensors
 from shardwise.graph.program import Part
+from shardwise.graph.run import taken
 from shardwise.graph.seeded_ops import seeded_op
 from shardwise.rules.kit.kernels import passes
 
@@ -38,7 +39,7 @@ def by_inductor(
         raise CaptureError('on a simulated mesh programs run node by node: use backend="fx"')
     why_not = obstacle(parts[0]) if cuda_graph else "cuda_graph=False"
     if cuda_graph is True and why_not is not None:
-        raise CaptureError(f"the program cannot be a CUDA graph: {why_not}")
+        raise CaptureError(f'the program cannot be a CUDA graph: {why_not}; cuda_graph="auto" runs it without one')
     return _Compiled(parts[0], why_not)
 
 
@@ -117,8 +118,8 @@ class _Interpreter:
                 return [*args[0], *looked_at]
             if isinstance(node.target, Check):
                 looked_at.append(args[0])
-            elif isinstance(node.target, Collective):
-                env[node] = _communicated(node.target, args[0])
+            elif collective_of(node) is not None:
+                env[node] = taken([_as_ops(node.target)], args)[0]
             elif isinstance(node.target, Seeded):
                 env[node] = seeded_op(node.target)(*args, **kwargs)
             elif (step := FUSED_STEPS.get(getattr(node.target, "overloadpacket", None))) is not None:
@@ -141,7 +142,9 @@ class _Interpreter:
         return env, {node for node, kind in zip(inputs, kinds, strict=True) if kind is not None}
 
 
-def _communicated(collective: Collective, brought: Any) -> Any:
+def _as_ops(target: Any) -> Any:
+    """A collective, or its start, as ops that write to nothing."""
+    if isinstance(target, Start):
+        return Start(_as_ops(target.collective))
     with _disable_current_modes():
-        mesh = functional_mesh(collective.mesh)
-    return getattr(mesh.port, collective.kind)([brought], mesh, collective.axes, collective.how)[0]
+        return Collective(target.kind, functional_mesh(target.mesh), target.axes, target.how)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from shardwise.comm.port import Handle
 from shardwise.comm.ring import ring_bytes_of
 from shardwise.dispatch.planning.randomness import default_generator
 from shardwise.layout import Mesh
@@ -17,19 +18,33 @@ from shardwise.layout import Mesh
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of the ranks along some axes, given what the ranks held here bring: a list, as a port takes it."""
+    """A collective of the ranks along some axes, given what the ranks held here bring: a list, as a port takes it.
+
+    An all-reduce that is given tensors of its own may leave its result in their memory.
+    """
 
     kind: str
     mesh: Mesh
     axes: tuple[int, ...]
     how: Any
+    owned: bool = field(default=False, compare=False)
 
     @property
     def __name__(self) -> str:
         return self.kind
 
     def __call__(self, brought: Sequence[Any]) -> list[Any]:
-        return getattr(self.mesh.port, self.kind)(brought, self.mesh, self.axes, self.how)
+        return getattr(self.mesh.port, self.kind)(brought, self.mesh, self.axes, self.how, **self._options)
+
+    def start(self, brought: Sequence[Any]) -> list[Begun]:
+        """Begin it: what each of the ranks held here may wait for."""
+        run = getattr(self.mesh.port, f"start_{self.kind}")
+        handle = run(brought, self.mesh, self.axes, self.how, **self._options)
+        return [Begun(handle, rank) for rank in range(len(brought))]
+
+    @property
+    def _options(self) -> dict[str, bool]:
+        return {"owned": True} if self.owned else {}
 
     def __hash__(self) -> int:
         return hash((self.kind, self.mesh, self.axes))
@@ -50,6 +65,48 @@ class Collective:
     def __str__(self) -> str:
         op = f"{self.how}, " if self.kind in ("all_reduce", "reduce_scatter") else ""
         return f"{self.kind}({op}{','.join(self.axis_names)})"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A collective that goes on while the program does, until it is waited for."""
+
+    collective: Collective
+
+    @property
+    def __name__(self) -> str:
+        return f"start_{self.collective.kind}"
+
+    def __call__(self, brought: Sequence[Any]) -> list[Begun]:
+        return self.collective.start(brought)
+
+    def __str__(self) -> str:
+        return f"start {self.collective}"
+
+
+class Begun:
+    """A collective under way, as one of the ranks held here knows it."""
+
+    __slots__ = ("handle", "rank")
+
+    def __init__(self, handle: Handle[list[Any]], rank: int) -> None:
+        self.handle, self.rank = handle, rank
+
+
+def wait(begun: Begun) -> Any:
+    """What a collective brings this rank, once it has."""
+    return begun.handle.wait()[begun.rank]
+
+
+def collective_at(target: Collective | Start) -> Collective:
+    """The collective that is made, or started."""
+    return target.collective if isinstance(target, Start) else target
+
+
+def collective_of(node: fx.Node) -> Collective | None:
+    """The collective that a node makes, or starts."""
+    target: Any = node.target
+    return collective_at(target) if isinstance(target, (Collective, Start)) else None
 
 
 @dataclass(frozen=True)
@@ -135,7 +192,7 @@ def has_effects(node: fx.Node) -> bool:
     """Whether a node does more than to give a result: it writes to its arguments, draws, communicates, or raises."""
     if node.op in ("placeholder", "output"):
         return True
-    if isinstance(node.target, (Check, Collective, Draw)):
+    if isinstance(node.target, (Check, Collective, Start, Draw)):
         return True
     op = op_of(node)
     return bool(is_op(op) and (op._schema.is_mutable or draws(node)))

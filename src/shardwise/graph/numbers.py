@@ -113,6 +113,9 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     **{"sym_float": float, "sym_int": int, "sym_max": max, "sym_min": min, "sym_not": operator.not_},
     **{"and_": _both, "or_": _either, "pos": operator.pos},
 }
+FUNCTIONS: tuple[Callable[..., Any], ...] = tuple(dict.fromkeys(_OPERATIONS.values()))
+"""What numbers are computed by."""
+
 for _name, _function in _OPERATIONS.items():
     setattr(Number, _name, _operation(_function))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.errors import CaptureError
+from shardwise.graph.program import at
 
 _aten = torch.ops.aten
 
@@ -28,12 +29,17 @@ def on_tensors(node: fx.Node, numbers: set[fx.Node], args: tuple, kwargs: dict[s
     in_place = name.endswith("_")
     form = _FORMS.get(name.rstrip("_"))
     if form is None:
-        raise CaptureError(
-            f'{node.target} takes a number that changes from run to run, which is not compiled: use backend="fx"'
-        )
+        raise _not_compiled(node)
     x = args[0]
     found = form(*args, **kwargs)
     return x.copy_(found) if in_place else found
+
+
+def _not_compiled(node: fx.Node) -> CaptureError:
+    return CaptureError(
+        f"{node.target} is given a number that changes from run to run{at(node.meta.get('line'))}, and has no compiled "
+        f'form that takes one: use backend="fx", or keep the number in a tensor'
+    )
 
 
 def _each(name: str, node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -41,9 +47,7 @@ def _each(name: str, node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> Any:
     in_place = name.endswith("_")
     form = _FORMS.get(name.removeprefix("_foreach_").rstrip("_"))
     if form is None:
-        raise CaptureError(
-            f'{node.target} takes a number that changes from run to run, which is not compiled: use backend="fx"'
-        )
+        raise _not_compiled(node)
     found = []
     for i, x in enumerate(args[0]):
         own = [arg[i] if isinstance(arg, (list, tuple)) else arg for arg in args]

@@ -16,7 +16,7 @@ from torch import fx
 
 from shardwise.errors import CaptureError
 from shardwise.graph.nodes import Collective, Draw, draws, has_effects, written
-from shardwise.graph.program import FromHost, Part, Source
+from shardwise.graph.program import FromHost, Part, Source, at
 
 _aten = torch.ops.aten
 
@@ -77,16 +77,20 @@ def is_number(node: fx.Node) -> bool:
 
 def _check_order(graph: fx.Graph, host: set[fx.Node]) -> None:
     """Whatever reads what the host writes to must come after it, since the host's part runs first."""
-    read: set[fx.Node] = set()
+    read: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node in host:
             for target in written(node):
                 if target in read:
                     raise CaptureError(
-                        "the program reads a tensor that counts something before it counts on: it cannot be captured"
+                        f"the program computes with a count{at(read[target].meta.get('line'))} before it counts "
+                        f"on{at(node.meta.get('line'))}, but a run knows its counts before it begins: count first, or "
+                        f"outside of it"
                     )
         elif node.op == "call_function":
-            read.update(arg for arg in node.all_input_nodes if arg in host)
+            for arg in node.all_input_nodes:
+                if arg in host:
+                    read.setdefault(arg, node)
 
 
 class Copying:

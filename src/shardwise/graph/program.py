@@ -42,6 +42,11 @@ class Line:
     backward: bool
 
 
+def at(line: Line | None) -> str:
+    """A line, as errors say it behind what is there."""
+    return f" ({line.file}, line {line.number})" if line is not None and line.file else ""
+
+
 # Where inputs come from
 
 
@@ -213,3 +218,5 @@ class Program:
     """Numbers of optimizers that may be others in every run, if the program reads them or not."""
     differentiable: Differentiable | None
     """If it is a node of a larger graph: then `ranks` run forward and backward in one go, and are to be cut."""
+    reports: tuple[Any, ...] = ()
+    """What passes did to `ranks`: a `PassReport` of each, in their order."""

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_any, tree_flatten, tree_map_only, tree_unflatten
 
+from shardwise.comm import shards_of
 from shardwise.comm.cause import users_line
 from shardwise.comm.faked import as_fakes, device_of, is_faked
 from shardwise.comm.record import Comm
@@ -30,7 +31,7 @@ from shardwise.errors import CaptureError
 from shardwise.graph.nodes import Check, Collective, Draw, Seeded
 from shardwise.graph.numbers import SYMBOLIC, Number, is_ours, symbolic
 from shardwise.graph.optimizers import Groups
-from shardwise.graph.program import Facts, Line
+from shardwise.graph.program import Facts, Line, at
 from shardwise.layout import Mesh
 
 _no_functions = torch._C.DisableTorchFunction
@@ -98,7 +99,7 @@ class Recorder(TorchDispatchMode):
         try:
             out = _run(func, [x.node.value if is_ours(x) else x for x in shown], spec)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            raise _needs_data(str(func)) from None
+            raise _needs_data(f"what {func.overloadpacket.__name__} gives is as long as they say") from None
         node = self._add(func, shown, spec, out)
         node.meta["host"] = _compute_on_host(func, shown, spec, out)
         return out
@@ -157,8 +158,12 @@ class Recorder(TorchDispatchMode):
     def _shown(self, x: Tensor) -> Tensor:
         """A tensor without data, for an argument: itself, or what stands for a real one."""
         if is_faked(x):
-            if NODE not in x.__dict__:
-                raise CaptureError("a tensor of another program that was captured is used in this one")
+            if NODE not in x.__dict__ or x.__dict__[NODE].graph is not self.graph:
+                raise CaptureError(
+                    f"the program uses a tensor of shape {list(x.size())}{at(_users_place())} that has no data, since "
+                    f"it was left behind by a capture, in an attribute or a list say: what is kept from call to call "
+                    f"must be returned, or written to in place"
+                )
             return x
         found = self._standing_for.get(id(x))
         return found if found is not None else self._lift(x)
@@ -167,8 +172,8 @@ class Recorder(TorchDispatchMode):
         with _disable_current_modes(), _no_functions():
             if x.grad_fn is not None and id(x) not in self.arguments:
                 raise CaptureError(
-                    f"the program uses a tensor of shape {list(x.size())} that was computed outside of it and needs a "
-                    f"gradient, which could not flow back: detach() it, or compute it inside"
+                    f"the program uses a tensor of shape {list(x.size())}{at(_users_place())} that was computed "
+                    f"outside of it and needs a gradient, which could not flow back: detach() it, or compute it inside"
                 )
             plain = x.detach()
             host = plain.clone() if x.device.type == "cpu" and x.numel() == 1 and not x.dim() else None
@@ -194,6 +199,7 @@ class Recorder(TorchDispatchMode):
             host = kept.clone() if kept.numel() == 1 and kept.device.type == "cpu" else None
         made = self.fakes.from_tensor(kept)
         node = self.placeholder(f"constant{len(self.constants)}")
+        node.meta["constant"] = True
         self.constants.append((kept, node))
         copied = self._call(_aten.clone.default, (node,))  # the program may write to it
         copied.meta["host"] = host is not None
@@ -285,18 +291,33 @@ def _is_new(x: Any) -> bool:
     return isinstance(x, Tensor) and NODE not in x.__dict__
 
 
+def _note_layout(x: Tensor, layout: Any) -> None:
+    """A DTensor's layout is that of the shards of all ranks held here."""
+    for shard in shards_of(x):
+        if NODE in shard.__dict__:
+            shard.__dict__[NODE].meta.setdefault("layout", layout)
+
+
 def _node_of(x: Any) -> Any:
     """What stands in a program for an argument of an op."""
     if isinstance(x, Tensor):
         layout = x.__dict__.get("_layout")
         node: fx.Node = x.__dict__[NODE]
         if layout is not None:
-            node.meta.setdefault("layout", layout)
+            _note_layout(x, layout)
         return node
     if isinstance(x, SYMBOLIC):
         if not isinstance(x.node, Number):
-            raise CaptureError("a program that is captured cannot use symbolic sizes")
+            raise CaptureError(
+                "sizes are numbers in a program that is captured, not symbols: call shardwise.compile outside of "
+                "torch.compile and torch.export"
+            )
         return x.node.node
+    if isinstance(x, torch.Generator):
+        raise CaptureError(
+            f"the program draws from a torch.Generator of its own{at(_users_place())}, which it cannot be given: draw "
+            f"from torch's default generator (torch.manual_seed), or hand in what was drawn"
+        )
     return x
 
 
@@ -336,11 +357,14 @@ def _compute_on_host(func: Any, shown: Sequence[Any], spec: Any, out: Any) -> bo
     return True
 
 
-def _needs_data(what: str) -> CaptureError:
+def _users_place() -> Line:
     file, number, _ = users_line()
-    where = f" ({file}, line {number})" if file else ""
+    return Line(file, number, False)
+
+
+def _needs_data(what: str) -> CaptureError:
     return CaptureError(
-        f"the program depends on the data it computes{where}: {what}. A captured program does the same in every run: "
-        f"compute with tensors (torch.where instead of if), return the tensor and look at it outside, or capture less; "
-        f"fullgraph=False runs such a function as it is"
+        f"the program depends on the data it computes{at(_users_place())}: {what}. A captured program does the same in "
+        f"every run: compute with tensors (torch.where instead of if), return the tensor and look at it outside, or "
+        f"capture less; fullgraph=False runs such a function as it is"
     )

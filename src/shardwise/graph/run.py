@@ -10,7 +10,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm import ranked, shards_of
-from shardwise.graph.nodes import Collective
+from shardwise.graph.comms import Runner, Told
+from shardwise.graph.nodes import Collective, Start, collective_at, collective_of, wait
 from shardwise.graph.program import (
     FromArgument,
     FromGradient,
@@ -37,10 +38,6 @@ Leaves = Sequence[Any]
 Values = Sequence[Any]
 """What the host has computed."""
 
-Runner = Callable[[Sequence[Sequence[Any]]], Sequence[Sequence[Any]]]
-"""What runs the programs of the ranks held here: from the inputs of each to the outputs of each."""
-
-
 Make = Callable[[Sequence[Part], bool], Runner]
 """Makes what runs the parts of the ranks held here; or one part, of all of them together."""
 
@@ -53,7 +50,7 @@ class Run:
         self.host = _Host(program.host)
         self._conditions = _Host(program.conditions)
         self.parts = self._forward()
-        self.runner = make(self.parts, program.is_joint)
+        self.runner = Told(make(self.parts, program.is_joint), self.parts, program.is_joint)
         self.inputs = [[_reader(source) for source in part.sources] for part in self.parts]
 
     def _forward(self) -> Sequence[Part]:
@@ -87,6 +84,11 @@ class _Host:
             return ()
         with _disabled(), torch.no_grad():
             return self._run(*[read(leaves, ()) for read in self._inputs])
+
+
+def holds(program: Program, leaves: Leaves) -> bool:
+    """Whether the numbers that a program depends on, which is not made to run yet, are what they were."""
+    return not program.expected or _Host(program.conditions)(leaves) == program.expected
 
 
 def compiled(graph: fx.Graph) -> Callable[..., Any]:
@@ -153,7 +155,7 @@ def _with_ports(graph: fx.Graph) -> fx.Graph:
     env: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         env[node] = made.node_copy(node, env.__getitem__)
-        if isinstance(node.target, Collective):
+        if collective_of(node) is not None:
             env[node].target = Alone(node.target)
     return made
 
@@ -161,12 +163,21 @@ def _with_ports(graph: fx.Graph) -> fx.Graph:
 class Alone:
     """A collective as the only rank of this process takes part in it."""
 
-    def __init__(self, collective: Collective) -> None:
-        self.collective = collective
-        self.__name__ = collective.kind
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.__name__ = target.__name__
 
     def __call__(self, brought: Any) -> Any:
-        return self.collective([brought])[0]
+        return taken([self.target], [brought])[0]
+
+
+def taken(targets: Sequence[Collective | Start], brought: Sequence[Any]) -> list[Any]:
+    """What each of the ranks held here gets of one collective, that it makes or starts."""
+    first = targets[0]
+    if all(type(target) is type(first) for target in targets):
+        return first(brought)
+    begun = collective_at(first).start(brought)  # in the simulator one rank may go on where another waits
+    return [one if isinstance(target, Start) else wait(one) for one, target in zip(begun, targets, strict=True)]
 
 
 class Lockstep:
@@ -179,12 +190,19 @@ class Lockstep:
         running = [_steps(part.graph, given) for part, given in zip(self.parts, inputs, strict=True)]
         waiting: list[Any] = [next(one) for one in running]
         while not all(isinstance(at, _Done) for at in waiting):
-            collective, _ = waiting[0]
-            if any(isinstance(at, _Done) or at[0] != collective for at in waiting):
+            met = {None if isinstance(at, _Done) else collective_at(at[0]) for at in waiting}
+            if len(met) > 1 or None in met:
                 raise AssertionError(f"ranks do not meet in one collective: {waiting}")
-            found = collective([brought for _, brought in waiting])
+            targets = [target for target, _ in waiting]
+            found = taken(targets, [_apart(target, brought) for target, brought in waiting])
             waiting = [one.send(got) for one, got in zip(running, found, strict=True)]
         return [at.outputs for at in waiting]
+
+
+def _apart(target: Collective | Start, brought: Any) -> Any:
+    """What a rank brings, as others may keep it: the simulator hands on what is gathered as it is, and this rank may
+    write to it before they have looked."""
+    return brought.clone() if collective_at(target).kind == "all_gather" else brought
 
 
 class _Done:
@@ -203,7 +221,7 @@ def _steps(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[Any, Any, None]:
             env[node] = next(given)
         elif node.op == "output":
             yield _Done(args[0])
-        elif isinstance(node.target, Collective):
+        elif collective_of(node) is not None:
             env[node] = yield node.target, args[0]
         else:
             env[node] = node.target(*args, **kwargs)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from shardwise.comm.agreement import compared, digest
+from shardwise.comm.agreement import compared, digest, largest
 from shardwise.errors import ShardwiseError
 from shardwise.layout import Mesh
 
@@ -29,3 +29,17 @@ def agreed(
         raise elsewhere if somewhere else differ
     assert found is not None
     return found
+
+
+def first_difference(mesh: Mesh, facts: Sequence[object]) -> int:
+    """The number of the first of some facts that do not read alike on all ranks of a mesh; their count, if all do.
+    There must be as many everywhere."""
+    numbers = [digest(fact) for fact in facts]
+    ends = largest(mesh, [*numbers, *(~number for number in numbers)])
+    high, low = ends[: len(facts)], ends[len(facts) :]
+    return next((i for i, (most, least) in enumerate(zip(high, low)) if most != ~least), len(facts))
+
+
+def least(mesh: Mesh, number: int) -> int:
+    """The least of the ranks' numbers."""
+    return ~largest(mesh, [~number])[0]

@@ -232,7 +232,8 @@ class DTensor(Tensor):
         that would see the global shape."""
         known = self.__dict__.get("_grad_set")
         if known is None or known[0] is not grad:
-            known = self.__dict__["_grad_set"] = grad, wrap(_as_subclass(grad, Tensor), self._layout.gradient)
+            alias = self._layout.mesh.port.alias(grad, Tensor)
+            known = self.__dict__["_grad_set"] = grad, wrap(alias, self._layout.gradient)
         return known[1]
 
     if TYPE_CHECKING:  # torch says that these return a Tensor; one is set in `tensor.in_flight`
@@ -392,7 +393,7 @@ def plain_shards(local: Tensor, layout: Layout) -> Tensor:
 
 def kernels_see(x: DTensor) -> Tensor:
     """A DTensor as torch's kernels may see it: itself, but on meta, where they are partly Python, its shard."""
-    return _on_shard(_as_subclass, (), (x, Tensor)) if x._layout.mesh.device_type == "meta" else x  # type: ignore[call-arg]
+    return localise(x) if x._layout.mesh.device_type == "meta" else x
 
 
 def localise(x: DTensor) -> Tensor:

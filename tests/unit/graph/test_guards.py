@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -47,26 +46,32 @@ def test_equal_calls_are_served_by_one_program() -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "rows": (lambda mesh: batch(mesh, 0, rows=12), r"argument 0: a tensor \[12,8\] S\(0\)@dp of float32"),
-    "layout": (lambda mesh: batch(mesh, 0).redistribute(placements=[sw.Replicate()] * 2), r"\[8,8\] R of float32"),
-    "dtype": (lambda mesh: batch(mesh, 0).double(), r"of float64"),
-    "strides": (lambda mesh: batch(mesh, 0).T.contiguous().T, r"argument 0: a tensor"),
-    "gradient": (lambda mesh: batch(mesh, 0).requires_grad_(), r"argument 0: a tensor"),
-    "mesh": (lambda mesh: batch(sw.simulate((4, 1), ("dp", "tp")), 0), r"argument 0: a tensor"),
+    "rows": (lambda mesh: batch(mesh, 0, rows=12), "x: f32[8,8] S(0)@dp is now f32[12,8] S(0)@dp"),
+    "layout": (
+        lambda mesh: batch(mesh, 0).redistribute(placements=[sw.Replicate()] * 2),
+        "x: f32[8,8] S(0)@dp is now f32[8,8] R",
+    ),
+    "dtype": (lambda mesh: batch(mesh, 0).double(), "x: f32[8,8] S(0)@dp is now f64[8,8] S(0)@dp"),
+    "strides": (lambda mesh: batch(mesh, 0).T.contiguous().T, "x: f32[8,8] S(0)@dp with other strides"),
+    "gradient": (
+        lambda mesh: batch(mesh, 0).requires_grad_(),
+        "x: requires_grad of f32[8,8] S(0)@dp: False is now True",
+    ),
+    "mesh": (lambda mesh: batch(sw.simulate((4, 1), ("dp", "tp")), 0), "x: f32[8,8] S(0)@dp on another mesh"),
+    "kind": (lambda mesh: 3.0, "x: f32[8,8] S(0)@dp is now 3.0"),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_argument(name: str) -> None:
     mesh = mesh_2x2()
-    compiled = sw.compile(lambda x: x.square().sum(), backend="fx")
+    compiled = sw.compile(lambda x: x * x, backend="fx")
     make, why = CHANGES[name]
     compiled(batch(mesh, 0))
     compiled(make(mesh))
     compiled(batch(mesh, 1))
     first, second = reasons(compiled)
-    assert first == "the first call"
-    assert re.search(why, second), second
+    assert (first, second) == ("the first call", why)
 
 
 def test_plain_values_are_part_of_a_program() -> None:
@@ -78,7 +83,7 @@ def test_plain_values_are_part_of_a_program() -> None:
         3,
         2,
     ]
-    assert len(reasons(compiled)) == 3 and reasons(compiled)[1] == "argument 1: 3"
+    assert reasons(compiled) == ["the first call", "n: 2 is now 3", "n: 3 is now 2"]
 
 
 def test_modes_are_part_of_a_program() -> None:
@@ -90,7 +95,7 @@ def test_modes_are_part_of_a_program() -> None:
         compiled(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert compiled(x).dtype is torch.bfloat16
-    assert len(reasons(compiled)) == 3 and "mode" in reasons(compiled)[1]
+    assert reasons(compiled)[1:] == ["grad mode: True is now False", "grad mode: False is now True"]
 
 
 def test_settings_of_modules_are_part_of_a_program() -> None:
@@ -106,9 +111,9 @@ def test_settings_of_modules_are_part_of_a_program() -> None:
         net.weight = nn.Parameter(torch.zeros(WIDTH))
         compiled(x)
     assert reasons(compiled)[1:] == [
-        "modules that train, or that do not",
+        "Scaled.training: True is now False",
         "scale: 1.0 is now 3.0",
-        "weight: another Parameter",
+        "weight is another Parameter",
     ]
 
 
@@ -157,7 +162,7 @@ def test_other_numbers_of_an_optimizer_are_part_of_a_program() -> None:
         compiled(batch(mesh, 0))
     optimizer.param_groups[0]["weight_decay"] = 0.5
     compiled(batch(mesh, 0))
-    assert reasons(compiled)[1:] == ["'weight_decay' of an optimizer's group: 0.01 is now 0.5"]
+    assert reasons(compiled)[1:] == ["optimizer.param_groups[0]['weight_decay']: 0.01 is now 0.5"]
 
 
 def test_state_that_is_loaded() -> None:
@@ -166,7 +171,7 @@ def test_state_that_is_loaded() -> None:
         compiled(batch(mesh, call))
     optimizer.load_state_dict(optimizer.state_dict())
     compiled(batch(mesh, 2))
-    assert reasons(compiled)[1:] == ["the state of an optimizer"]
+    assert reasons(compiled)[1:] == ["the state of optimizer is another one"]
     net.load_state_dict(net.state_dict())  # in place
     compiled(batch(mesh, 3))
     assert len(reasons(compiled)) == 2
@@ -183,7 +188,7 @@ def test_gradients_that_were_there() -> None:
     compiled = sw.compile(add, backend="fx")
     for _ in range(3):
         compiled(batch(mesh, 0))
-    assert reasons(compiled) == ["the first call", "which parameters have a gradient already"]
+    assert reasons(compiled) == ["the first call", "net.up.weight.grad is there already"]
     one = net_on(mesh)
     one(batch(mesh, 0)).square().mean().backward()
     assert torch.equal(net.down.weight.grad.full_tensor(), one.down.weight.grad.full_tensor() * 3)
@@ -198,7 +203,8 @@ def test_too_many_programs() -> None:
     for n in range(8):
         compiled(x, n)
     with pytest.warns(
-        CaptureWarning, match=r"was captured 8 times, and again something differs \(argument 1: 8\): it runs as it is"
+        CaptureWarning,
+        match=r"8 times, and again something differs \(n: 7 is now 8\): from now on it runs as it is. Hand",
     ):
         assert compiled(x, 8)[0] == 8
     with warnings.catch_warnings():

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from captured import Made, assert_same, compare
 from saved import fake_mesh
 from torch import Tensor, nn
 
 import shardwise as sw
-from captured import Made, assert_same, compare
 from shardwise.errors import IndexRangeError
 from shardwise.graph import inductor
 from shardwise.graph.inductor import lowered

@@ -41,15 +41,23 @@ def shown(value: Any, *, kinds: bool = False) -> str:
     """An argument as its user thinks of it; with `kinds`, whether a tensor is a DTensor."""
     if isinstance(value, DTensor):
         with _disabled():
-            dtype = str(value.dtype).removeprefix("torch.")
-        return f"{'DTensor ' if kinds else ''}{_SHORT.get(dtype, dtype)}{value._layout}"
+            dtype = short_dtype(value.dtype)
+        return f"{'DTensor ' if kinds else ''}{dtype}{value._layout}"
     if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"{'plain ' if kinds else ''}{_SHORT.get(dtype, dtype)}[{','.join(map(str, value.shape))}]"
+        return f"{'plain ' if kinds else ''}{short_dtype(value.dtype)}[{','.join(map(str, value.shape))}]"
     if isinstance(value, (list, tuple)):
         items = [shown(item, kinds=kinds) for item in value[:4]] + (["…"] if len(value) > 4 else [])
         return f"[{', '.join(items)}]"
     return repr(value)
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """
+    >>> short_dtype(torch.bfloat16), short_dtype(torch.bool)
+    ('bf16', 'bool')
+    """
+    name = str(dtype).removeprefix("torch.")
+    return _SHORT.get(name, name)
 
 
 _SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "i32"}

@@ -6,6 +6,7 @@ On the CPU only, where torch looks at the data itself. Elsewhere its checks come
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,17 +14,23 @@ from torch import Tensor
 from shardwise.rules.kit.types import Collectives
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Raises in these words for a number that is not zero. A value, so that a program that is saved has it."""
+
+    words: str
+
+    def __call__(self, found: int) -> None:
+        if found:
+            raise RuntimeError(self.words)
+
+
 def refuse(group: Collectives, bad: Callable[[Tensor], Tensor], x: Tensor, words: str) -> None:
     """Raise if any of a tensor is bad, on any rank of the group: one reduction of a number."""
-
-    def check(found: int) -> None:
-        if found:
-            raise RuntimeError(words)
-
     if x.is_meta:
         unknown(group, x, torch.int32)
     elif x.device.type == "cpu":
-        group.verify(group.reduce(group.map(_as_number, bad, x), "max"), check)
+        group.verify(group.reduce(group.map(_as_number, bad, x), "max"), Refusal(words))
 
 
 def agreed(group: Collectives, bad: Callable[[Tensor], Tensor], x: Tensor) -> bool:

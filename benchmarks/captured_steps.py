@@ -1,7 +1,7 @@
 """What a captured train step costs: to run, to capture, and to look whether its program still serves.
 
-    python benchmarks/captured.py            print the tables
-    python benchmarks/captured.py --write    and write benchmarks/results/captured-<date>.md
+    python benchmarks/captured_steps.py            print the tables
+    python benchmarks/captured_steps.py --write    and write benchmarks/results/captured-steps-<date>.md
 
 Everything runs in one process on one thread, as one rank of torch's fake process group, whose collectives return at
 once. "Plain" is the same model on ordinary tensors of the sizes that one rank computes; compiled, that is its forward
@@ -40,7 +40,7 @@ import block as blocks
 import shardwise as sw
 from block import Training
 from race import Call, Row, Table, Timing, race, seconds
-from shardwise.graph import capture, programs_of
+from shardwise.graph import programs_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import gpt
@@ -165,7 +165,7 @@ def capture_table(num_rounds: int) -> Table:
 
 def capture_row(num_layers: int, num_rounds: int) -> Row:
     step, arguments = gpt_step(num_layers)
-    first, another = (processor_seconds(lambda: capture(step, *arguments)) for _ in range(2))
+    first, another = (processor_seconds(lambda: sw.compile(step, backend="fx").capture(*arguments)) for _ in range(2))
     compiled = sw.compile(step, backend="fx")
     compiled(*arguments)
     guards, run = programs_of(compiled).runs[0]
@@ -208,7 +208,7 @@ def main() -> None:
             f"# Captured steps, {today}\n\nPython {platform.python_version()}, torch {torch.__version__}, one core.\n\n"
         )
         body = "\n".join(table.markdown() for table in tables)
-        (Path(__file__).parent / "results" / f"captured-{today}.md").write_text(head + body)
+        (Path(__file__).parent / "results" / f"captured-steps-{today}.md").write_text(head + body)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,144 @@
+"""What is said of functions that cannot be captured: where in the user's program, why, and what to do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from captured import batch
+from torch import Tensor, fx
+
+import shardwise as sw
+from shardwise.errors import CaptureError
+from shardwise.graph.numbers_as_tensors import on_tensors
+from shardwise.graph.program import Line
+
+ADVICE = (
+    "A captured program does the same in every run: compute with tensors (torch.where instead of if), return the "
+    "tensor and look at it outside, or capture less; fullgraph=False runs such a function as it is"
+)
+
+
+def refusal(function: Callable[..., Any], *given: Any, backend: str = "fx", **options: Any) -> str:
+    """What is said of a call, with LINE for the second line of the function."""
+    with pytest.raises(CaptureError) as caught:
+        sw.compile(function, backend=backend, **options)(*given)
+    where = f"{__file__}, line {inspect.getsourcelines(function)[1] + 1}"
+    return str(caught.value).replace(where, "LINE")
+
+
+def branches(x: Any) -> Any:
+    return x + 1 if x.sum() > 3 else x
+
+
+def picks(x: Any) -> Any:
+    return x[x > 0]
+
+
+def reads(x: Any) -> Any:
+    return x * x.max().item()
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (branches, "a number is read out of a tensor"),
+        (reads, "a number is read out of a tensor"),
+        (picks, "what index gives is as long as they say"),
+    ],
+)
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_what_depends_on_data(function: Callable[[Any], Any], why: str, is_distributed: bool) -> None:
+    x = batch(sw.simulate((2, 2), ("dp", "tp")), 0) if is_distributed else torch.ones(3)
+    assert refusal(function, x) == f"the program depends on the data it computes (LINE): {why}. {ADVICE}"
+
+
+def test_tensors_that_a_capture_leaves_behind() -> None:
+    kept: list[Any] = []
+
+    def keeps(x: Any) -> Any:
+        y = x + (kept[0] if kept else 1)
+        kept.append(y)
+        return y.sum()
+
+    sw.compile(keeps, backend="fx")(torch.ones(3))
+    assert refusal(keeps, torch.ones(3)) == (
+        "the program uses a tensor of shape [3] (LINE) that has no data, since it was left behind by a capture, in an "
+        "attribute or a list say: what is kept from call to call must be returned, or written to in place"
+    )
+    kept.clear()
+    sw.compile(keeps, backend="fx")(batch(sw.simulate((2, 2), ("dp", "tp")), 0))
+    with pytest.raises(CaptureError) as caught:
+        kept[0].full_tensor()
+    assert str(caught.value) == (
+        "a tensor on Mesh(dp=2, tp=2) is used that has no data, since it was left behind by a capture: what is needed "
+        "outside of a captured function must be returned by it"
+    )
+
+
+def test_gradients_that_could_not_flow_back() -> None:
+    computed = torch.ones(4, requires_grad=True) * 2
+
+    def uses(x: Tensor) -> Tensor:
+        return x * computed
+
+    assert refusal(uses, torch.ones(4)) == (
+        "the program uses a tensor of shape [4] (LINE) that was computed outside of it and needs a gradient, which "
+        "could not flow back: detach() it, or compute it inside"
+    )
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_generators_of_ones_own(is_distributed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draws(x: Any) -> Any:
+        return x * torch.empty_like(x).uniform_(generator=generator)
+
+    x = batch(sw.simulate((2, 2), ("dp", "tp")), 0) if is_distributed else torch.ones(3)
+    assert refusal(draws, x) == (
+        "the program draws from a torch.Generator of its own (LINE), which it cannot be given: draw from torch's "
+        "default generator (torch.manual_seed), or hand in what was drawn"
+    )
+
+
+def test_what_compiles_nowhere() -> None:
+    x = batch(sw.simulate((2, 2), ("dp", "tp")), 0)
+    said = 'on a simulated mesh programs run node by node: use backend="fx"'
+    assert refusal(lambda x: x + 1, x, backend="inductor") == said
+    assert refusal(lambda x: x + 1, torch.ones(3, 4), backend="inductor", cuda_graph=True) == (
+        'the program cannot be a CUDA graph: a tensor of shape [3, 4] is on cpu; cuda_graph="auto" runs it without one'
+    )
+
+
+def test_numbers_that_no_compiled_op_takes() -> None:
+    graph = fx.Graph()
+    number = graph.placeholder("lr")
+    node = graph.call_function(torch.ops.aten.hardtanh.default, (graph.placeholder("x"), -1.0, number))
+    node.meta["line"] = Line("train.py", 7, False)
+    with pytest.raises(CaptureError) as caught:
+        on_tensors(node, {number}, (torch.ones(2), -1.0, torch.ones(())), {})
+    assert str(caught.value) == (
+        "aten.hardtanh.default is given a number that changes from run to run (train.py, line 7), and has no compiled "
+        'form that takes one: use backend="fx", or keep the number in a tensor'
+    )
+
+
+def test_counts_that_are_read_before_they_count_on() -> None:
+    count = torch.zeros(())
+
+    def counts(x: Tensor) -> Tensor:
+        y = x * count
+        count.add_(1)
+        return y + float(count)
+
+    found = refusal(counts, torch.ones(2))
+    again = f"{__file__}, line {inspect.getsourcelines(counts)[1] + 2}"
+    assert found.replace(again, "NEXT") == (
+        "the program computes with a count (LINE) before it counts on (NEXT), but a run knows its counts before it "
+        "begins: count first, or outside of it"
+    )
+    assert count == 0
