@@ -85,6 +85,13 @@ def strided_bias(mesh: Any) -> list[sw.DTensor]:
     return [pairs.grad]
 
 
+def bias_of_a_convolution(mesh: Any) -> list[sw.DTensor]:
+    """Of two channels: where there are more ranks, some have no filters, and only add the bias."""
+    x, weight, bias = leaf(mesh, 0, (9, 2, 7, 5), R), leaf(mesh, 1, (3, 2, 2, 2), S(1)), leaf(mesh, 2, (3,), R)
+    F.conv2d(x, weight, bias, padding=1, dilation=2).tanh().sum().backward()
+    return [bias.grad]
+
+
 def bias_on_thin_inputs(mesh: Any) -> list[sw.DTensor]:
     """Inputs are strided where there is something of them, and contiguous on ranks that hold nothing."""
 

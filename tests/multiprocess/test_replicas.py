@@ -12,8 +12,18 @@ import torch.distributed as dist
 
 import shardwise as sw
 from bodies import AXES, held
-from bodies_replicas import bias_on_thin_inputs, biases, drawn, replicas, strided_bias, wide_bias
+from bodies_replicas import (
+    bias_of_a_convolution,
+    bias_on_thin_inputs,
+    biases,
+    drawn,
+    replicas,
+    strided_bias,
+    wide_bias,
+)
 from launch import Case
+
+BIASES = biases, wide_bias, strided_bias, bias_on_thin_inputs, bias_of_a_convolution
 
 
 def check(found: sw.DTensor, shards: Sequence[torch.Tensor], name: str) -> None:
@@ -30,7 +40,7 @@ def test_on_the_simulator(shape: tuple[int, ...]) -> None:
         for found in drawn(seed, mesh):
             check(found, list(held(found).values()), f"program {seed}")
     if len(shape) == 1:
-        for program in (biases, wide_bias, strided_bias, bias_on_thin_inputs):
+        for program in BIASES:
             for found in program(mesh):
                 check(found, list(held(found).values()), program.__name__)
 
@@ -41,7 +51,7 @@ def run(rank: int, size: int, shape: tuple[int, ...], seeds: range) -> None:
         f"program {seed}": lambda mesh, seed=seed: drawn(seed, mesh) for seed in seeds
     }
     if len(shape) == 1:
-        programs |= {made.__name__: made for made in (biases, wide_bias, strided_bias, bias_on_thin_inputs)}
+        programs |= {made.__name__: made for made in BIASES}
     for name, program in programs.items():
         for found in program(mesh):
             shards: list[Any] = [None] * size

@@ -100,7 +100,8 @@ def _convolution_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]
     x, out, num_dims = ins[0], outs[0], len(ins[0].shape) - 2
     by_groups = call["groups"] > 1 and bool(ins[1].splits[0])
     shards = [shape for layout in (*ins, *outs) for shape in layout.held_shapes]
-    if not any(x.splits[2:]) and not by_groups and all(map(math.prod, shards)):
+    some_lack = any(layout.has_empty for layout in ins)
+    if not any(x.splits[2:]) and not by_groups and not some_lack and all(map(math.prod, shards)):
         return None
     num_held = len(out.held_shapes)
     padding, output_padding = per_dim(call["padding"], num_dims), per_dim(call["output_padding"], num_dims)
@@ -115,7 +116,7 @@ def _convolution_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]
             padding[d] = output_padding[d] = 0
     channels = _channels(call, x, out) if by_groups else [(call["groups"], 0, None)] * num_held
     own = [_Part(*part) for part in zip(out.held_shapes, zip(*pads, strict=True), channels, strict=True)]
-    settings = [call["stride"], padding, call["dilation"], call["transposed"], output_padding]
+    settings = [call["stride"], padding, call["dilation"], call["transposed"], output_padding, some_lack]
     args = [call["input"], call["weight"], call["bias"], HeldValues(own), settings]
     return with_halo(_local_convolution, fetches, args)
 
@@ -173,17 +174,20 @@ def _fetched_groups(call: Call, ins: Sequence[Layout], out: Layout) -> list[Fetc
 
 
 def _local_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, part: _Part, settings: Sequence[Any]) -> Tensor:
-    stride, padding, dilation, transposed, output_padding = settings
+    """The bias comes last where it also belongs to what no input writes to, or some ranks lack input or filters: these
+    only add it, and replicas of its gradient are added up alike."""
+    stride, padding, dilation, transposed, output_padding, some_lack = settings
     if not math.prod(part.shape):
         return connected_zeros(x, part.shape, weight, unsaved=[bias])
     if not weight.numel() or not all(x.shape[2:]):
         return _biased(connected_zeros(x, part.shape, weight), bias)
     x, groups = part.taken(x), part.channels[0]
-    if not transposed:
-        x = part.padded(x)
-        return torch.convolution(x, weight, bias, stride, padding, dilation, False, output_padding, groups)
-    out = torch.convolution(x, weight, None, stride, padding, dilation, True, output_padding, groups)
-    return _biased(part.padded(out), bias)  # last: it also belongs where no input writes
+    if transposed:
+        out = torch.convolution(x, weight, None, stride, padding, dilation, True, output_padding, groups)
+        return _biased(part.padded(out), bias)
+    first, last = (None, bias) if some_lack else (bias, None)
+    out = torch.convolution(part.padded(x), weight, first, stride, padding, dilation, False, output_padding, groups)
+    return _biased(out, last)
 
 
 def _biased(out: Tensor, bias: Tensor | None) -> Tensor:
