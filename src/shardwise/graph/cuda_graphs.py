@@ -32,7 +32,7 @@ def obstacle(part: Part) -> str | None:
         if isinstance(node.target, Check):
             return "it checks indices on the host"
         collective = collective_of(node)
-        if collective is not None and not _is_nccl(collective):
+        if collective is not None and not _is_on_the_device(collective):
             return f"{collective} is not made by NCCL"
         facts = node.meta.get("facts")
         if isinstance(facts, Facts) and facts.device.type != "cuda" and (node in inputs or facts.shape):
@@ -40,12 +40,14 @@ def obstacle(part: Part) -> str | None:
     return None if inputs else "it has no inputs"
 
 
-def _is_nccl(collective: Collective) -> bool:
+def _is_on_the_device(collective: Collective) -> bool:
+    """By kernels that a graph can hold; a fake group has none."""
     port = collective.mesh.port
     if not isinstance(port, ProcessGroupPort):
         return False
     group = port.group(collective.mesh, collective.axes).process_group
-    return "nccl" in str(torch.distributed.get_backend(group))
+    backend = str(torch.distributed.get_backend(group))
+    return "nccl" in backend or backend == "fake"
 
 
 class Replayed:
