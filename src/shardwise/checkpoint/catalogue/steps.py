@@ -37,7 +37,7 @@ def checks_of(claims: list[Claim], files: Opened) -> list[Check]:
 
 
 def _check(claim: Claim, files: Opened) -> None:
-    checksums.check(files[claim.path], claim.region, claim.crc, key=claim.key, begin=claim.begin)
+    checksums.check(files[claim.path], claim.region, claim.checksum, key=claim.key, begin=claim.begin)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ class Claim:
     path: Path
     key: str
     region: Region
-    crc: int
+    checksum: int
     begin: int = 0
 
 
@@ -51,7 +51,7 @@ def _of_tensor(stored: Stored, sums: Sequence[Summed]) -> list[Claim]:
         raise DamagedFileError("its checksums are not of all its data", stored.path, key=stored.key, offset=8)
     region = contiguous_region(stored.begin, stored.shape, DTYPES[stored.code])
     begin = seed(stored.key, stored.code, stored.shape)
-    return [Claim(stored.path, stored.key, region.box(*one.box), one.crc, begin) for one in sums]
+    return [Claim(stored.path, stored.key, region.box(*one.box), one.checksum, begin) for one in sums]
 
 
 def are_whole(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
@@ -66,7 +66,7 @@ def verify(
     is returned are the bytes read; `done` is told of them as they are."""
     with Opened() as files:
         for claim in _share(claims, number, count):
-            check(files[claim.path], claim.region, claim.crc, key=claim.key, begin=claim.begin)
+            check(files[claim.path], claim.region, claim.checksum, key=claim.key, begin=claim.begin)
             done(claim.region.num_bytes)
         return files.num_read
 

@@ -6,13 +6,13 @@ import ctypes
 import errno
 import math
 import os
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
 
+from shardwise.checkpoint.files.checksums import Checksum
 from shardwise.checkpoint.files.memory import BUFFER, bytes_of
 from shardwise.checkpoint.files.reader import explained
 from shardwise.checkpoint.files.reading import Region, steps
@@ -34,31 +34,37 @@ class Writer:
                 count = os.pwrite(self._file, left, offset)
                 left, offset = left[count:], offset + count
 
-    def write_tensor(self, region: Region, x: Tensor, crc: int = 0) -> int:
+    def write_tensor(self, region: Region, x: Tensor, begin: int = 0) -> int:
         """Write a tensor where a region of its shape lies. What is returned is the checksum of its bytes in row-major
-        order, continued from that of what came before."""
+        order, which begins with a number."""
+        checksum = Checksum(begin)
+        self._write(region, x, checksum)
+        return checksum.value()
+
+    def _write(self, region: Region, x: Tensor, checksum: Checksum) -> None:
         if not x.numel():
-            return crc
+            return
         if x.device.type == "cpu" and x.is_contiguous():
-            return self._write_memory(region, x, crc)
+            self._write_memory(region, x, checksum)
+            return
         if x.numel() * x.element_size() <= BUFFER:
-            return self._write_memory(region, x.detach().contiguous().cpu(), crc)
+            self._write_memory(region, x.detach().contiguous().cpu(), checksum)
+            return
         rows = max(1, BUFFER * len(x) // (x.numel() * x.element_size()))
         rest = (0,) * (x.dim() - 1)
         for start in range(0, len(x), rows):
             some = x[start : start + rows]
             part = region.box((start, *rest), tuple(some.shape))
-            crc = self.write_tensor(part.without_first() if rows == 1 else part, some[0] if rows == 1 else some, crc)
-        return crc
+            self._write(part.without_first() if rows == 1 else part, some[0] if rows == 1 else some, checksum)
 
-    def _write_memory(self, region: Region, x: Tensor, crc: int) -> int:
+    def _write_memory(self, region: Region, x: Tensor, checksum: Checksum) -> None:
         memory, itemsize, at = bytes_of(x), x.element_size(), len(region.sizes)
         while at and region.strides[at - 1] == math.prod(region.sizes[at:]):
             at -= 1
         run = math.prod(region.sizes[at:]) * itemsize
         for number, there in enumerate(steps(region.sizes[:at], region.strides)):
             self.write(memory[number * run : (number + 1) * run], region.begin + there * itemsize)
-        return zlib.crc32(memory, crc)
+        checksum.add(memory)
 
     def close(self) -> None:
         os.close(self._file)

@@ -123,8 +123,8 @@ def save_parts(parts: Sequence[Writable], facts: Mapping[str, Any], path: Path, 
     unfinished = Path(ranks.told(ranks.first(doing, lambda: str(_begin(path)))))
     try:
         ranks.first(doing, lambda: _make_files(plans or [], unfinished))
-        crcs = ranks.collect(ranks.all(doing, lambda: _write(parts, places, unfinished)))
-        ranks.first(doing, lambda: _finish(plans or [], crcs or [], unfinished, path))
+        sums = ranks.collect(ranks.all(doing, lambda: _write(parts, places, unfinished)))
+        ranks.first(doing, lambda: _finish(plans or [], sums or [], unfinished, path))
     except BaseException:
         if ranks.is_first:
             with suppress(CheckpointFileError):  # what went wrong first is what counts
@@ -148,13 +148,13 @@ class _FilePlan:
     places: Mapping[str, Sequence[Place]]
     is_alone: bool
 
-    def header(self, crcs: Sequence[Sequence[int]] | None = None, save: str = "0" * 16) -> bytes:
+    def header(self, sums: Sequence[Sequence[int]] | None = None, save: str = "0" * 16) -> bytes:
         """Of the same length whatever the checksums are, of each rank's boxes, and the name of the save."""
-        sums = {
-            key: [Summed(box, crcs[rank][number] if crcs else 0) for box, rank, number in places]
+        said = {
+            key: [Summed(box, sums[rank][number] if sums else 0) for box, rank, number in places]
             for key, places in self.places.items()
         }
-        metadata = {"format": "pt", CHECKSUMS: as_text(sums)}
+        metadata = {"format": "pt", CHECKSUMS: as_text(said)}
         return make_header(self.tensors, metadata if self.is_alone else {**metadata, SET: save})
 
     def begins(self) -> dict[str, int]:
@@ -223,24 +223,24 @@ def _make_files(plans: Sequence[_FilePlan], unfinished: Path) -> None:
 
 def _write(parts: Sequence[Writable], places: Mapping[str, tuple[str, int]], unfinished: Path) -> list[int]:
     """Write this rank's boxes. What is returned are their checksums."""
-    crcs = [0] * len(parts)
+    sums = [0] * len(parts)
     for name in dict.fromkeys(places[part.key][0] for part in parts):
         with open_to_write(unfinished / name) as file:
             for number, part in enumerate(parts):
                 if places[part.key][0] == name:
                     data = part.data
                     region = contiguous_region(places[part.key][1], part.shape, data.dtype).box(*part.box)
-                    crc = seed(part.key, CODES[data.dtype], part.shape)
-                    crcs[number] = file.write_tensor(region, data, crc)
-    return crcs
+                    checksum = seed(part.key, CODES[data.dtype], part.shape)
+                    sums[number] = file.write_tensor(region, data, checksum)
+    return sums
 
 
-def _finish(plans: Sequence[_FilePlan], crcs: Sequence[Sequence[int]], unfinished: Path, path: Path) -> None:
+def _finish(plans: Sequence[_FilePlan], sums: Sequence[Sequence[int]], unfinished: Path, path: Path) -> None:
     """Headers, the index, and then the names that the files are to have."""
-    save = hashlib.sha256(repr([plan.header(crcs) for plan in plans]).encode()).hexdigest()[:16]
+    save = hashlib.sha256(repr([plan.header(sums) for plan in plans]).encode()).hexdigest()[:16]
     for plan in plans:
         with open_to_write(unfinished / plan.name) as file:
-            file.write(plan.header(crcs, save), 0)
+            file.write(plan.header(sums, save), 0)
     if len(plans) > 1:
         weight_map = {tensor.key: plan.name for plan in plans for tensor in plan.tensors}
         said = {"metadata": {"total_size": sum(plan.num_bytes for plan in plans)}, "weight_map": weight_map}

@@ -35,7 +35,7 @@ class SavedBox:
     box: Box
     file: str
     offset: int
-    crc: int
+    checksum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class StepIndex:
     def claims(self) -> list[Claim]:
         """What the data must be."""
         return [
-            Claim(self.folder / box.file, tensor.key, tensor.region(box), box.crc)
+            Claim(self.folder / box.file, tensor.key, tensor.region(box), box.checksum)
             for tensor in self.tensors.values()
             for box in tensor.boxes
         ]
@@ -150,7 +150,7 @@ def _tensor_said(tensor: SavedTensor) -> dict[str, Any]:
     said: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
     if (layout := tensor.layout) is not None:
         said["layout"] = layout_said(layout)
-    said["boxes"] = [[*map(list, box.box), box.file, box.offset, f"{box.crc:08x}"] for box in tensor.boxes]
+    said["boxes"] = [[*map(list, box.box), box.file, box.offset, f"{box.checksum:08x}"] for box in tensor.boxes]
     return said
 
 
@@ -202,8 +202,8 @@ def _index(folder: Path, said: Mapping[str, Any]) -> StepIndex:
 def _tensor(key: str, said: Mapping[str, Any]) -> SavedTensor:
     layout = layout_from(said["layout"]) if "layout" in said else None
     boxes = tuple(
-        SavedBox((_sizes(starts), _sizes(sizes)), file, _sizes([offset])[0], int(crc, 16))
-        for starts, sizes, file, offset, crc in said["boxes"]
+        SavedBox((_sizes(starts), _sizes(sizes)), file, _sizes([offset])[0], int(checksum, 16))
+        for starts, sizes, file, offset, checksum in said["boxes"]
     )
     return SavedTensor(key, dtype_named(said["dtype"]), _sizes(said["shape"]), layout, boxes)
 

@@ -139,7 +139,7 @@ def _begin(content: _Content) -> Path:
 def _write_parts(parts: Sequence[Part], unfinished: Path, name: str) -> dict[str, Any]:
     """This rank's file. What is returned says where in it the parts lie, in their order, and their checksums."""
     if not parts:
-        return {"file": name, "size": None, "offsets": [], "crcs": []}
+        return {"file": name, "size": None, "offsets": [], "sums": []}
     entries = [_entry(part) for part in parts]
     order = in_file_order(entries)
     header = make_header(order, {"format": "pt"})
@@ -151,11 +151,11 @@ def _write_parts(parts: Sequence[Part], unfinished: Path, name: str) -> dict[str
     with open_to_write(unfinished / name) as file:
         file.write(header, 0)
         places = [offsets[entry.key] for entry in entries]
-        crcs = [
+        sums = [
             file.write_tensor(contiguous_region(at, part.data.shape, part.data.dtype), part.data)
             for at, part in zip(places, parts, strict=True)
         ]
-    return {"file": name, "size": size, "offsets": places, "crcs": crcs}
+    return {"file": name, "size": size, "offsets": places, "sums": sums}
 
 
 def _entry(part: Part) -> Written:
@@ -204,7 +204,7 @@ def _complete(content: _Content, said: Sequence[Any], state: Mapping[str, Any], 
 def _saved(whole: Whole, said: Sequence[Any]) -> SavedTensor:
     layout = next((facts["layouts"][whole.key] for facts in said if whole.key in facts["layouts"]), None)
     boxes = tuple(
-        SavedBox(box, said[rank]["file"], said[rank]["offsets"][number], said[rank]["crcs"][number])
+        SavedBox(box, said[rank]["file"], said[rank]["offsets"][number], said[rank]["sums"][number])
         for box, rank, number in whole.places
     )
     return SavedTensor(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint import From, load, save
+from shardwise.checkpoint.files.checksums import CHECKSUMS
 from shardwise.checkpoint.files.file_sets import find_files
 from shardwise.checkpoint.files.folders import UNFINISHED
 from shardwise.checkpoint.files.verifying import _share, claims_of, verify
@@ -301,7 +302,7 @@ def test_ranks_share_what_is_to_be_verified(tmp_path: Path) -> None:
     ],
 )
 def test_checksums_that_are_none(said: str, words: str, tmp_path: Path) -> None:
-    save_file({"w": torch.ones(4)}, tmp_path / "x.safetensors", {"shardwise.crc32": said})
+    save_file({"w": torch.ones(4)}, tmp_path / "x.safetensors", {CHECKSUMS: said})
     net = nn.Module()
     net.w = nn.Parameter(torch.zeros(4))
     with pytest.raises(DamagedFileError, match=words):
