@@ -19,6 +19,9 @@ from torch import Tensor
 from shardwise.checkpoint.files.memory import bytes_of
 from shardwise.errors import CheckpointError, CheckpointFileError
 
+HEAD, BRIEF = 8, 1024
+"""Bytes: of a length, and of a message that is sent without asking how long it is. Most of what is said is brief."""
+
 _T = TypeVar("_T")
 _groups: dict[tuple[Any, tuple[int, ...]], Any] = {}
 atexit.register(_groups.clear)  # a group that outlives the interpreter may crash it
@@ -53,12 +56,16 @@ class Ranks:
         if self._group is None:
             return [json.loads(mine)]  # as others would hear it
         with _together():
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.members]
-            dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
-            room = max(int(size) for size in sizes)
-            rows = [torch.empty(room, dtype=torch.uint8) for _ in self.members]
-            dist.all_gather(rows, _padded(mine, room), group=self._group)
-        return [json.loads(_text(row, int(size))) for row, size in zip(rows, sizes, strict=True)]
+            rows = self._rows(_headed(mine), BRIEF)
+            sizes = [_size(row) for row in rows]
+            if max(sizes) > BRIEF - HEAD:
+                rows = self._rows(bytes(HEAD) + mine, HEAD + max(sizes))
+        return [json.loads(_text(row, size)) for row, size in zip(rows, sizes, strict=True)]
+
+    def _rows(self, text: bytes, room: int) -> list[Tensor]:
+        rows = [torch.empty(room, dtype=torch.uint8) for _ in self.members]
+        dist.all_gather(rows, _padded(text, room), group=self._group)
+        return rows
 
     def collect(self, facts: Any) -> list[Any] | None:
         """What each rank has to say, on the first: None on the others."""
@@ -67,8 +74,9 @@ class Ranks:
         mine = json.dumps(facts).encode()
         sizes = self.gather(len(mine))
         with _together():
-            rows = [torch.empty(max(sizes), dtype=torch.uint8) for _ in self.members] if self.is_first else None
-            dist.gather(_padded(mine, max(sizes)), rows, dst=self.members[0], group=self._group)
+            room = HEAD + max(sizes)
+            rows = [torch.empty(room, dtype=torch.uint8) for _ in self.members] if self.is_first else None
+            dist.gather(_padded(bytes(HEAD) + mine, room), rows, dst=self.members[0], group=self._group)
         if rows is None:
             return None
         return [json.loads(_text(row, size)) for row, size in zip(rows, sizes, strict=True)]
@@ -79,11 +87,13 @@ class Ranks:
             return self.gather(facts)[0]
         mine = json.dumps(facts).encode() if self.is_first else b""
         with _together():
-            size = torch.tensor([len(mine)])
-            dist.broadcast(size, self.members[0], group=self._group)
-            row = _padded(mine, int(size))
+            row = _padded(_headed(mine), BRIEF)
             dist.broadcast(row, self.members[0], group=self._group)
-        return json.loads(_text(row, int(size)))
+            size = _size(row)
+            if size > BRIEF - HEAD:
+                row = _padded(bytes(HEAD) + mine, HEAD + size)
+                dist.broadcast(row, self.members[0], group=self._group)
+        return json.loads(_text(row, size))
 
     def first(self, doing: str, do: Callable[[], _T]) -> _T | None:
         """The same of the first rank alone: None on the others."""
@@ -114,14 +124,24 @@ def _elsewhere(what: str, errno: int | None) -> CheckpointError:
     return CheckpointError(what) if errno is None else CheckpointFileError(errno, what)
 
 
+def _headed(text: bytes) -> bytes:
+    """A text behind its length."""
+    return len(text).to_bytes(HEAD, "little") + text
+
+
 def _padded(text: bytes, room: int) -> Tensor:
+    """As much of a text as there is room for."""
     row = torch.zeros(room, dtype=torch.uint8)
-    bytes_of(row)[: len(text)] = text
+    bytes_of(row)[: len(text)] = text[:room]
     return row
 
 
+def _size(row: Tensor) -> int:
+    return int.from_bytes(bytes_of(row)[:HEAD], "little")
+
+
 def _text(row: Tensor, size: int) -> bytes:
-    return bytes(bytes_of(row)[:size])
+    return bytes(bytes_of(row)[HEAD : HEAD + size])
 
 
 @contextmanager

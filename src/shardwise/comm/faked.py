@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-_DEVICE, _MODE = "_fake_device", "fake_mode"
+_MODE, _DEVICE, _DEVICE_2_11 = "fake_mode", "_fake_device", "fake_device"
 """What torch keeps on its fake tensors."""
 
 
@@ -22,7 +22,7 @@ def is_faked(x: Tensor) -> bool:
 
 def device_of(x: Tensor) -> torch.device:
     """The device of a shard; of one without data, that which it would be on."""
-    found: torch.device | None = x.__dict__.get(_DEVICE)
+    found: torch.device | None = x.__dict__.get(_DEVICE, x.__dict__.get(_DEVICE_2_11))
     return x.device if found is None else found
 
 
