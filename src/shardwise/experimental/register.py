@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import Tensor
 
 from shardwise.comm import Ranked
+from shardwise.comm.faked import plain_alias
 from shardwise.dispatch import clear_cache
 from shardwise.dispatch.planning.trace import map_tensors
 from shardwise.experimental.notation import Reduction, notation_rule
@@ -160,7 +160,7 @@ class _AsItself:
         self.op, self.names = op, names
 
     def __call__(self, *args: Any) -> Any:
-        args = map_tensors(args, lambda x: x.as_subclass(Tensor) if type(x) is Ranked else x)
+        args = map_tensors(args, lambda x: plain_alias(x) if type(x) is Ranked else x)
         split = len(args) - len(self.names)
         return self.op(*args[:split], **dict(zip(self.names, args[split:], strict=True)))
 

@@ -14,6 +14,7 @@ from shardwise.comm import running_mesh
 from shardwise.comm.record import Comm, listeners, off_the_record
 from shardwise.graph.nodes import collective_of
 from shardwise.graph.program import Facts, Line, Part, Place, Program
+from shardwise.graph.python_ops import given_shards
 from shardwise.layout import Layout
 from shardwise.layout.placement import SUM
 
@@ -87,7 +88,7 @@ class Told:
     program that is compiled."""
 
     def __init__(self, runner: Runner, parts: Sequence[Part], is_joint: bool) -> None:
-        self.runner, self.parts, self.is_joint = runner, parts, is_joint
+        self.runner, self.parts, self.is_joint = given_shards(runner, parts), parts, is_joint
 
     @cached_property
     def comms(self) -> list[Comm]:

@@ -183,3 +183,42 @@ def test_views_and_writes() -> None:
         expected += x.full_tensor()
         expected[:, :4] *= 2
         assert torch.equal(kept.full_tensor(), expected) and torch.equal(found.full_tensor(), expected[:, 2:6])
+
+
+@torch.library.custom_op("tests::row_shares", mutates_args=())
+def row_shares(x: Tensor) -> Tensor:
+    """An op in Python, which asks for its argument's shape."""
+    return x / x.shape[1]
+
+
+row_shares.register_fake(torch.empty_like)
+row_shares.register_autograd(
+    lambda ctx, grad: row_shares(grad) + 0 * ctx.saved_tensors[0].reshape(grad.shape[0], grad.shape[1]),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+@pytest.mark.parametrize("kind", ["step", "function"])
+@pytest.mark.parametrize("op", ["custom", "cross_entropy"])
+def test_ops_in_python_see_shards(op: str, kind: str) -> None:
+    """Also of what the program is given: a DTensor's shape is that of the whole."""
+    mesh = sw.simulate((2,), ("tp",))
+    if op == "custom":
+        sw.experimental.register_sharding(row_shares, rule="ij -> ij")
+    target = sw.distribute_tensor(torch.tensor([1, 8, 3, 0]), mesh)
+    losses = {
+        "custom": lambda x: row_shares(x).sum(),
+        "cross_entropy": lambda x: nn.functional.cross_entropy(x, target),
+    }
+    loss = losses[op]
+    x, y = (sw.distribute_tensor(torch.arange(36.0).view(4, 9), mesh, [sw.Shard(1)]).requires_grad_() for _ in range(2))
+
+    def step() -> None:
+        loss(y).backward()
+
+    compiled = sw.compile(step, backend="fx") if kind == "step" else sw.compile(loss, backend="fx")
+    for _ in range(2):
+        x.grad = y.grad = None
+        loss(x).backward()
+        compiled() if kind == "step" else compiled(y).backward()
+        assert torch.equal(x.grad.full_tensor(), y.grad.full_tensor())
