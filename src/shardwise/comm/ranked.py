@@ -193,6 +193,11 @@ def ranked(shards: Sequence[Tensor]) -> Ranked:
     return first
 
 
+def local_tensor(shards: Sequence[Tensor]) -> Tensor:
+    """What the ranks held here have, as one local tensor: one rank's shard itself, or a `Ranked` of several."""
+    return shards[0] if len(shards) == 1 else ranked(shards)
+
+
 def shards_of(x: Tensor) -> tuple[Tensor, ...]:
     """The tensors of the ranks held here, of a local tensor (a `Ranked` in the simulator)."""
     peers = x.__dict__.get("_peers")

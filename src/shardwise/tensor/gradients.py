@@ -23,7 +23,7 @@ def observe(x: DTensor) -> None:
 
 
 def gradient_shards(gradient: Tensor, layout: Layout, name: str) -> tuple[Tensor, ...]:
-    """A gradient for a tensor that lies as `layout`, as the held ranks' gradients. The terms of an average have equal
+    """A gradient for a tensor in `layout`, as the held ranks' gradients. The terms of an average have equal
     shares of it, for ranks may have used their term with other values: terms that merely add up to it will not do."""
     averaged = pending_axes(layout, "avg")
     dual = layout.gradient.with_(pending=[None if a in averaged else p for a, p in enumerate(layout.gradient.pending)])

@@ -129,7 +129,7 @@ def _by_tensor(leaves: Sequence[Tensor]) -> list[list[Tensor]]:
     """Shards, those of one tensor together."""
     known = {id(x) for x in leaves}
     peers = {id(peer) for x in leaves for peer in x.__dict__.get("_peers", ())}
-    tensors = [(x, *x.__dict__.get("_peers", ())) for x in leaves if id(x) not in peers]
+    tensors = [shards_of(x) for x in leaves if id(x) not in peers]
     return [[shard for shard in shards if id(shard) in known] for shards in tensors]
 
 
