@@ -16,8 +16,6 @@ from shardwise.from_local import check_strides, gradient_layout, laid_out, layou
 from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
 from shardwise.local import (
     check_strided,
-    empty_gradient,
-    give_strides,
     on_shards,
     part_held,
     plain_alias,
@@ -29,12 +27,8 @@ from shardwise.redistribute import (
     Gathered,
     Move,
     MoveGradient,
-    Typed,
-    drop,
     plan_moves,
     run_path,
-    transition,
-    unreduced,
 )
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -168,75 +162,8 @@ class DTensor(Tensor):
             raise TypeError("len() of a 0-d tensor")
         return self._layout.shape[0]
 
-    # Gradients: torch accumulates plain shards; they become DTensors when looked at.
-
-    @property
-    def grad(self) -> DTensor | None:
-        grad = _on_shard(_get_grad, (), (self,))  # type: ignore[call-arg]
-        if grad.__class__ is DTensor and "_peers" not in self.__dict__:
-            return grad
-        if grad is None and "_peers" in self.__dict__ and any(peer.grad is not None for peer in self._peers):
-            with _disabled():
-                grad = empty_gradient(self)
-        return None if grad is None else self._labelled(grad)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if unreduced:
-            drop(self)
-        if value is None:
-            _on_shard(_set_grad, (), (self, None))  # type: ignore[call-arg]
-            if "_peers" in self.__dict__:
-                for peer in self._peers:
-                    peer.grad = None
-            return
-        peers = self.__dict__.get("_peers", ())
-        with _disabled():
-            grad = as_layout(value, self._layout.gradient, "grad")
-            seen = kernels_see(grad)
-            _set_grad(self, seen)
-            if seen is not grad:
-                self.__dict__["_grad_set"] = seen, grad
-            for peer, piece in zip(peers, grad.__dict__.get("_peers", ()), strict=True):
-                peer.grad = piece
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    def _labelled(self, grad: Any) -> DTensor:
-        """What torch accumulated, as a DTensor."""
-        with _disabled():
-            peers = self.__dict__.get("_peers", ())
-            others: tuple[Any, ...] = tuple(empty_gradient(peer) if peer.grad is None else peer.grad for peer in peers)
-            if any(other is None for other in others):
-                raise RuntimeError(
-                    "only some of the simulated ranks have a gradient: a backward pass of a plain tensor was given "
-                    "this DTensor in inputs=; use torch.autograd.grad, or call backward on a DTensor"
-                )
-            if grad.requires_grad and pending_axes(self._layout, "sum"):
-                return gradient_tensor((grad, *others), self._layout)
-            if grad.is_meta and self._layout.mesh.device_type == "meta":
-                return self._labelled_on_meta(grad)
-            if not isinstance(grad, DTensor):
-                if self._layout.thinness:
-                    give_strides((self, *peers), (grad, *others))
-                grad.__class__ = DTensor
-                grad.__dict__["_layout"] = self._layout.gradient
-            if peers:
-                grad._peers = others
-            return grad
-
-    def _labelled_on_meta(self, grad: Tensor) -> DTensor:
-        """An alias of what torch accumulated: torch goes on adding to it, which on meta a function in Python does, and
-        that would see the global shape."""
-        known = self.__dict__.get("_grad_set")
-        if known is None or known[0] is not grad:
-            alias = self._layout.mesh.port.alias(grad, Tensor)
-            known = self.__dict__["_grad_set"] = grad, wrap(alias, self._layout.gradient)
-        return known[1]
-
-    if TYPE_CHECKING:  # torch says that these return a Tensor; one is set in `tensor.in_flight`
+    if TYPE_CHECKING:  # torch says that these return a Tensor; two are set in `tensor.gradients` and `tensor.in_flight`
+        grad: DTensor | None
 
         def detach(self) -> DTensor: ...
 
@@ -428,26 +355,6 @@ def as_layout(value: Tensor, layout: Layout, name: str) -> DTensor:
     if value._layout.shape != layout.shape:
         raise ShardShapeError(f"{name} has shape {list(value.shape)}, the tensor it belongs to {list(layout.shape)}")
     return wrap(run_path(localise(value), plan_moves(value._layout, layout)), layout)
-
-
-# A gradient of a pending sum is whole on every rank, and what each rank computes from it differs: `V` in the table of
-# transitions. Users see it replicated. The two meet only where a gradient is itself differentiated.
-
-
-def gradient_tensor(grads: Sequence[Tensor], layout: Layout, *, ours: bool = False) -> DTensor:
-    """The gradient of a tensor in `layout`, from the held ranks' plain gradients. Unless they are `ours`, and
-    nobody else has them, it is a view: autograd then sees that they are in use."""
-    with _disabled():
-        if not ours:
-            grads = [grads[0].view_as(grads[0]), *grads[1:]]
-        if (axes := pending_axes(layout, "sum")) and torch.is_grad_enabled():
-            varying = Typed(layout.gradient, frozenset(axes))
-            grads = transition(Move(varying, Typed(layout.gradient), axes), grads)
-        return wrap(local_tensor(grads), layout.gradient)
-
-
-def pending_axes(layout: Layout, reduce_op: str) -> tuple[int, ...]:
-    return tuple(axis for axis, p in enumerate(layout.pending) if p is not None and p.reduce_op == reduce_op)
 
 
 OURS = frozenset(DTensor.__annotations__)
