@@ -129,6 +129,10 @@ class Layout:
         """The same, of a tensor that has only what is pending."""
         return self.with_() if self.reduced else self
 
+    def along(self, axis: int) -> int | Partial | None:
+        """What an axis does: the dim that it splits, what is pending on it, or None where it does nothing."""
+        return self.pending[axis] or self.axis_dims[axis]
+
     @cached_property
     def without_pending(self) -> Layout:
         """The layout of the same tensor once everything pending is reduced."""
