@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from shardwise.dispatch.aliasing.copied_views import CopiedView
-from shardwise.dispatch.aliasing.global_strides import global_strides, globally_contiguous
+from shardwise.dispatch.aliasing.global_strides import globally_contiguous
 from shardwise.dispatch.aliasing.inplace_via_copy import plan_inplace_via_copy
 from shardwise.dispatch.aliasing.kept_operands import KeepsCopies
 from shardwise.dispatch.aliasing.out import plan_out
@@ -222,7 +222,7 @@ def _without_rules(trace: Trace, call: Asked) -> Plan | None:
     if terms := [at for at in trace.seen_arguments if has_terms(call.layouts[at])]:
         return reduced_first(call.asked, terms)
     if any(made.name.startswith("as_strided") for made in trace.calls) and not all(x.replicated for x in call.layouts):
-        return ContiguousOnly(call.gathered())
+        return Guarded(call.gathered(), [ContiguousOnly()])
     if trace.output is NotImplemented:
         return left_to_others
     is_number = not trace.results and trace.output is not None  # read off a meta tensor
@@ -321,33 +321,17 @@ def left_to_others(args: tuple, kwargs: dict[str, Any] | None) -> Any:
     return NotImplemented
 
 
-class ContiguousOnly:
-    """A plan of a function that reads memory by strides: it is gathered, and gathered tensors are contiguous."""
+class ContiguousOnly(Guard):
+    """Calls that read memory by strides: they are gathered, and gathered tensors are contiguous."""
 
-    __slots__ = ("plan",)
+    __slots__ = ()
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        if not all(map(globally_contiguous, flat_tensors((args, kwargs or {})))):
-            if (inside := _in_order_of_memory(args[0] if args else None)) is not None:
-                return torch.as_strided(inside, *args[1:], **(kwargs or {}))
+    def before(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not all(map(globally_contiguous, flat_tensors((args, kwargs)))):
             raise StrideError(
-                f"{describe('as_strided', args, kwargs or {})}: a sharded tensor that is not contiguous has no "
-                f"memory to take a view of by strides; call contiguous() first"
+                f"{describe('as_strided', args, kwargs)}: a sharded tensor that is not contiguous has no memory to "
+                f"take a view of by strides; call contiguous() first"
             )
-        return self.plan(args, kwargs)
-
-
-def _in_order_of_memory(x: Any) -> DTensor | None:
-    """The tensor with its dims in the order of their strides, if that makes it contiguous: it has the memory of `x`."""
-    if not isinstance(x, DTensor):
-        return None
-    strides = global_strides(x)
-    order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
-    inside: Any = x.permute(order) if order != list(range(x.ndim)) else None
-    return inside if inside is not None and globally_contiguous(inside) else None
 
 
 def _lost_constants(trace: Trace, device: torch.device) -> bool:
