@@ -19,11 +19,14 @@ from shardwise.comm import cause, record
 from shardwise.dispatch import modes
 from shardwise.layout import mesh
 from shardwise.rules.kit import registry
+from shardwise.rules.nn.row_passes import keeps_logits
 
 SEED = 0
 
 torch.set_num_threads(1)
-if not torch.cuda.is_available():
+if torch.cuda.is_available():
+    keeps_logits("cuda")  # so that kernels are not offered in the middle of a test
+else:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anybody imports Triton, which then runs programs on the CPU
 
 # `ci` gives the same examples in every run. For a search: pytest --hypothesis-profile=thorough

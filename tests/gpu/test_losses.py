@@ -44,7 +44,7 @@ def mesh_of(*shape: int) -> Any:
 
 def test_kernels_are_offered() -> None:
     assert row_passes.keeps_logits("cuda")
-    assert len(device_kernels.WRITTEN_IN_TRITON) == 9
+    assert sum(map(len, device_kernels.WRITTEN_IN_TRITON.values())) == 9
 
 
 @over_reductions
@@ -95,20 +95,21 @@ def test_logits_of_any_strides() -> None:
 
 @over_reductions
 def test_a_head_and_its_loss(reduction: str) -> None:
-    x, layer, target = normal(2, 40, 16), normal(75, 16), (torch.arange(80, device="cuda") % 75).view(2, 40)
+    target = (torch.arange(80, device="cuda") % 75).view(2, 40)
+    x, layer, rows = normal(2, 40, 16) * 0.3, normal(75, 16) * 0.3, {"none": 10, "sum": 80, "mean": 1}[reduction]
 
     def loss(x: Tensor, layer: Tensor, target: Tensor) -> Tensor:
         options = {"label_smoothing": 0.1, "ignore_index": 8, "z_loss": 0.1, "reduction": reduction}
         if not isinstance(x, sw.DTensor):
-            return with_logits(x, layer, target, **options)
-        return linear_cross_entropy(x, layer, target, chunk_size=12, **options)
+            return with_logits(x, layer, target, **options) / rows
+        return linear_cross_entropy(x, layer, target, chunk_size=12, **options) / rows
 
     for mesh, *where in (
         ((2,), [R], [S(0)], [R]),
         ((2,), [S(1)], [S(0)], [S(1)]),
         ((2, 2), [S(0), S(1)], [R, S(0)], [S(0), S(1)]),
     ):
-        compare(with_slopes(loss, 2), [x, layer, target], mesh_of(*mesh), where, atol=2e-3, rtol=2e-3)
+        compare(with_slopes(loss, 2), [x, layer, target], mesh_of(*mesh), where, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -10,6 +10,7 @@ common is here: axes of one rank are left out, so that a group of one communicat
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -110,6 +111,12 @@ class Port(ABC):
 
     def start_all_gather(self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes) -> Handle[list[list[Tensor]]]:
         return self._start("all_gather", shards, mesh, axes, shapes)
+
+    def stack(self, shards: Shards, mesh: Mesh, axes: Axes) -> list[Tensor]:
+        """Each member gets all members' shards, which are of one shape, along a new first dim."""
+        size = math.prod(mesh.shape[axis] for axis in axes)
+        rows = self.all_gather(shards, mesh, axes, [[tuple(shard.shape)] * size for shard in shards])
+        return [torch.stack(row) for row in rows]
 
     def reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
         """Each member brings one chunk per member and gets the reduction of the chunks meant for it."""

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import record
 from shardwise.comm.group import ALL_REDUCE, Group, Result
 from shardwise.comm.port import Axes, Chunks, Handle, Port, Shapes, Shards, communicating
-from shardwise.comm.wire import lent, padded, reducible, reducible_dtypes, restored
+from shardwise.comm.wire import KNOWN, lent, padded, reducible, reducible_dtypes, restored
 from shardwise.errors import MeshError
 from shardwise.layout import Mesh
 
@@ -105,6 +105,15 @@ class GroupPort(Port):
         self._by_roots[roots] = self.group_type(process_group, members)
         return self._by_roots[roots]
 
+    def stack(self, shards: Shards, mesh: Mesh, axes: Axes) -> list[Tensor]:
+        (x,), axes = shards, communicating(mesh, axes)
+        group = self.group(mesh, axes) if axes else None
+        if group is None or group.order is not None:
+            return super().stack(shards, mesh, axes)
+        if record.listeners:
+            record.note("all_gather", mesh, axes, [x])
+        return [group.all_gather(x.reshape(-1), True)().view(group.size, *x.shape)]
+
     def _begin(self, run: Callable[..., Any], *given: Any, awaited: bool = False, **options: bool) -> Handle[Any]:
         handle = Handle(run(*given, awaited, **options))
         if not awaited:
@@ -179,12 +188,12 @@ class ProcessGroupPort(GroupPort):
         super().release()
         self._reductions.clear()
 
-    def reducer(self, mesh: Mesh, axes: Axes, op: str) -> Callable[[Tensor], None]:
+    def reducer(self, mesh: Mesh, axes: Axes, op: str, *, keep_nans: bool = True) -> Callable[[Tensor], None]:
         """`all_reduce` of contiguous tensors of our own, in place and unknown to autograd, with everything looked up
         beforehand."""
         axes = communicating(mesh, axes)
         known, key, options = self._reductions, (mesh, axes, op), ALL_REDUCE[op][True]
-        direct = reducible_dtypes(op)
+        direct = reducible_dtypes(op) if keep_nans else KNOWN
 
         def reduce(x: Tensor) -> None:
             if x.dtype not in direct:

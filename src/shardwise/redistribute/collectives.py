@@ -31,19 +31,23 @@ _enabled = torch._C._EnableTorchFunction  # which a pass may have disabled
 class Group:
     """The ranks along some axes of a mesh; implements the `Collectives` that rules are written against."""
 
-    __slots__ = ("_psum", "_vary", "axes", "ins", "mesh")
+    __slots__ = ("_along", "_psum", "_reducers", "_vary", "axes", "ins", "mesh")
 
     def __init__(self, mesh: Mesh, axes: tuple[int, ...], ins: Sequence[Layout]) -> None:
         self.mesh = mesh
         self.axes = axes
         self.ins = ins
+        self._along: dict[tuple[int, ...], Group] = {}
+        self._reducers: dict[str, Callable[[Tensor], None]] = {}
         whole = Layout(mesh, ())
         pending = whole.with_(pending=[SUM if axis in axes else None for axis in range(mesh.ndim)])
         self._psum = (Move(Typed(pending), Typed(whole), axes),) if axes else ()
         self._vary = (Move(Typed(whole), Typed(whole, frozenset(axes)), axes),) if axes else ()
 
     def along(self, axes: tuple[int, ...]) -> Group:
-        return type(self)(self.mesh, axes, self.ins)
+        if axes not in self._along:
+            self._along[axes] = type(self)(self.mesh, axes, self.ins)
+        return self._along[axes]
 
     def psum(self, x: Tensor) -> Tensor:
         return self._run(x, self._psum)
@@ -61,12 +65,24 @@ class Group:
             shards = [shard.detach() for shard in shards_of(x)]
             return self._local(self.mesh.port.all_reduce(shards, self.mesh, self.axes, op), x)
 
+    def reduce_in_place(self, x: Tensor, op: str) -> None:
+        if not self.axes:
+            return
+        port, held = self.mesh.port, shards_of(x)
+        if hasattr(port, "reducer"):
+            reduce = self._reducers.get(op)
+            if reduce is None:
+                reduce = self._reducers[op] = port.reducer(self.mesh, self.axes, op, keep_nans=False)
+            reduce(x)
+            return
+        with _disabled():
+            for shard, found in zip(held, port.all_reduce(held, self.mesh, self.axes, op), strict=True):
+                shard.copy_(found)
+
     def stack(self, x: Tensor) -> Tensor:
         with _disabled():
             shards = [shard.detach() for shard in shards_of(x)]
-            shapes = [[tuple(shard.shape)] * self.size for shard in shards]
-            rows = self.mesh.port.all_gather(shards, self.mesh, self.axes, shapes)
-            return self._local([torch.stack(row) for row in rows], x)
+            return self._local(self.mesh.port.stack(shards, self.mesh, self.axes), x)
 
     def tells_all(self, numel: int) -> bool:
         gathered = transition_cost("all_gather", numel * self.size, self.size)

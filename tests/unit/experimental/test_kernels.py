@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.debug import CommDebugMode
 from shardwise.experimental import register_kernel
-from shardwise.rules.nn.class_losses import class_parallel_rows
+from shardwise.rules.nn.class_losses import class_parallel_loss
 
 R, S = sw.Replicate(), sw.Shard
 TARGET = torch.tensor([1, 3, 0, 6, -100, 5])
@@ -51,17 +51,18 @@ def local_rows(x: Tensor, target: Tensor, offset: int) -> tuple[Tensor, Tensor, 
     return largest, (x - largest[:, None]).exp().sum(1), torch.where(mine, picked, 0)
 
 
-def toy_rows(shards: Any, x: Tensor, target: Tensor, weight: Tensor | None, of: Any) -> tuple[Tensor, Tensor]:
+def toy_rows(shards: Any, x: Tensor, target: Tensor, weight: Tensor | None, of: Any) -> Tensor:
     """One look at the logits forward, one backward, and nothing sent there."""
     if of.probabilities or weight is not None or of.smoothing:
-        return class_parallel_rows(shards, x, target, weight, of)
+        return class_parallel_loss(shards, x, target, weight, of)
     offset = shards.offset(0, of.dim)
     largest, total, picked = shards.map(local_rows, x, target, offset)
     most = shards.reduce(largest, "max")
     total, picked = shards.reduce(torch.stack([total * (largest - most).exp(), picked]), "sum").unbind()
     log_sum, counts = total.log() + most, (target != of.ignore).to(x.dtype)
     index = shards.map(lambda target, offset: target - offset, target, offset)
-    return shards.map(Rows.apply, x, (log_sum - picked) * counts, log_sum, index, counts), counts
+    rows = shards.map(Rows.apply, x, (log_sum - picked) * counts, log_sum, index, counts)
+    return rows if of.reduction == "none" else rows.sum() / (counts.sum() if of.reduction == "mean" else 1)
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_a_step_of_a_rule_runs_as_its_kernel_backward_too(name: str, reduction: 
     plain = x.clone().requires_grad_()
     expected = loss(plain, TARGET)
     expected.sum().backward()
-    register_kernel(class_parallel_rows, "cpu")(toy_rows)
+    register_kernel(class_parallel_loss, "cpu")(toy_rows)
     mine = place(x, S(1)).requires_grad_()
     found = loss(mine, target)
     with CommDebugMode() as backward:
@@ -96,7 +97,7 @@ def test_a_step_of_a_rule_runs_as_its_kernel_backward_too(name: str, reduction: 
 
 
 def test_what_a_kernel_does_not_take_it_leaves_to_the_function(ran: Counter[str]) -> None:
-    register_kernel(class_parallel_rows, "cpu")(toy_rows)
+    register_kernel(class_parallel_loss, "cpu")(toy_rows)
     x = normal(6, 7)
     found = F.cross_entropy(place(x, S(1)), place(TARGET, R), label_smoothing=0.1)
     torch.testing.assert_close(found.full_tensor(), F.cross_entropy(x, TARGET, label_smoothing=0.1))
@@ -105,7 +106,7 @@ def test_what_a_kernel_does_not_take_it_leaves_to_the_function(ran: Counter[str]
 
 @pytest.mark.parametrize("device", ["cuda", "xpu"])
 def test_other_devices_have_other_kernels(device: str, ran: Counter[str]) -> None:
-    register_kernel(class_parallel_rows, device)(toy_rows)
+    register_kernel(class_parallel_loss, device)(toy_rows)
     x = normal(6, 7)
     found = F.cross_entropy(place(x, S(1)), place(TARGET, R))
     torch.testing.assert_close(found.full_tensor(), F.cross_entropy(x, TARGET))
@@ -118,7 +119,7 @@ def test_a_mesh_without_data_records_what_the_function_communicates(ran: Counter
     target = sw.distribute_tensor(torch.empty(6, dtype=torch.long, device="meta"), mesh, [R])
     with CommDebugMode() as before:
         F.cross_entropy(x, target)
-    register_kernel(class_parallel_rows, "cpu")(toy_rows)
+    register_kernel(class_parallel_loss, "cpu")(toy_rows)
     with CommDebugMode() as after:
         F.cross_entropy(x, target)
     assert [(c.kind, c.bytes) for c in after.comms] == [(c.kind, c.bytes) for c in before.comms]

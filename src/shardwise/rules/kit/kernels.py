@@ -7,6 +7,7 @@ from functools import update_wrapper
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -22,6 +23,7 @@ passes: dict[Any, Pass] = {}
 
 _providers: dict[str, Callable[[], None]] = {}
 _mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+_num_modes = torch._C._len_torch_dispatch_stack
 _library = torch.library.Library("shardwise", "FRAGMENT")
 
 
@@ -73,11 +75,14 @@ class Pass:
 
     def __call__(self, *args: Any) -> Any:
         x = args[0]
+        if x.__class__ is Tensor and not _num_modes():  # nobody looks on
+            return self._kernel(*args)
         is_op = has_kernel(self, x.device.type) or ("fake_mode" in x.__dict__ and not is_traced())
         return self._op(*args) if is_op else self.function(*args)
 
     def _kernel(self, *args: Any) -> Any:
-        return kernels.get((self, args[0].device.type), self.function)(*args)
+        device = args[0].device.type
+        return (kernels[self, device] if has_kernel(self, device) else self.function)(*args)
 
 
 def one_pass(schema: str) -> Callable[[Callable[..., Any]], Pass]:

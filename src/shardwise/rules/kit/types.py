@@ -134,6 +134,10 @@ class Collectives(Protocol):
     def reduce(self, x: Tensor, op: str) -> Tensor:
         """The `sum`, `max` or `min` over the group, without gradient."""
 
+    def reduce_in_place(self, x: Tensor, op: str) -> None:
+        """The same, written over `x`, which is contiguous and nobody else's. The largest of numbers and a NaN may be
+        either."""
+
     def stack(self, x: Tensor) -> Tensor:
         """Every member's tensor along a new first dim, without gradient."""
 

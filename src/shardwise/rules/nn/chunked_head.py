@@ -22,11 +22,12 @@ from shardwise.rules.nn.class_rows import (
     RowGradient,
     graph_is_kept,
     is_listened_to,
+    losses_of_rows,
     own_part,
-    reduced,
     weights_of,
 )
-from shardwise.rules.nn.row_passes import CACHED, row_sums
+from shardwise.rules.nn.row_numbers import asserts_itself
+from shardwise.rules.nn.row_passes import CACHED, row_sums, scale_by
 
 Axes = tuple[int, ...]
 
@@ -63,7 +64,7 @@ def losses_of_head(
 ) -> Tensor:
     """A term of the loss of all rows, or the losses of this rank's rows."""
     loss, rows = head.loss, _Rows(shards, head)
-    check_targets(shards.along(head.batch + head.tokens), target, loss)
+    check_targets(shards.along(head.batch + head.tokens), target, loss, own=asserts_itself(target))
     x = shards.along(head.others).vary(x.reshape(-1, head.width))
     inputs = [x, layer] if bias is None else [x, layer, bias]
     has_gradient = torch.is_grad_enabled() and any(given.requires_grad for given in inputs)
@@ -74,31 +75,29 @@ def losses_of_head(
         scale = _scale(shards.along(head.batch), saved["target"], weight, loss)
         gradient = _Gradient(head, start, may_overwrite=not is_listened_to())
         made = _Made(rows, inputs) if has_gradient and not head.is_for_each else None
-        together = shards.tells_all((4 if loss.smoothing else 3) * rows.count)
+        together = shards.tells_all((5 if loss.smoothing else 3) * rows.count)
         losses: list[Tensor] = []
-        known: dict[str, list[Tensor]] = {"less": [], "numbers": []}
-        if weight is not None:
-            known["weights"] = []
+        known: list[Tensor] = []
         for at in range(head.num_chunks):
             part, of_part = rows.chunk(x, at), rows.part(saved, at)
             logits = F.linear(part, layer, bias)
             given = of_part["target"], start, loss.dim, of_part.get("class_weights"), bool(loss.smoothing)
             sums = shards.map(row_sums, logits, *given)
-            found = reduced(shards, sums, logits, of_part["target"], weight, start, loss, together=together)
-            each, weights, numbers = found.losses(of_part["target"], loss, for_gradient=has_gradient)
+            of_chunk = sums, of_part["target"], weight, start, loss
+            each, numbers = losses_of_rows(shards, *of_chunk, together=together, for_gradient=has_gradient)
             losses.append(each)
-            of_part |= {"less": found.top, "numbers": numbers, "weights": weights}
-            for name, parts in known.items():
-                parts.append(of_part[name])
+            known.append(numbers)
             if made is not None:
-                gradient.of_rows.write(shards, scale, logits, logits, of_part)
+                gradient.of_rows.write(shards, scale, logits, logits, {**of_part, "numbers": numbers})
                 made.add(at, part, logits)
             del logits  # before the next are made
-        value = torch.cat(losses)
+        value, weights = torch.cat(losses, -1).unbind()
         value = rows.own(value, x).view_as(target) if head.is_for_each else value.sum() * scale
         value = value.to(loss.dtype)
+        if weight is not None:
+            saved["weights"] = weights
         if has_gradient:
-            saved |= {name: torch.cat(parts, -1) for name, parts in known.items()}
+            saved["numbers"] = torch.cat(known, -1)
         saved |= {"scale": scale} if made is None else {"scale": scale, **made.finished()}
     return shards.with_gradient(value, gradient, inputs, saved)
 
@@ -245,7 +244,9 @@ class _Gradient:
         if self.head.is_for_each:
             made = self._computed_again(shards, grad, inputs, saved)
         elif self.may_overwrite and not graph_is_kept():
-            made = {name: saved[name].mul_(grad) for name in INPUTS if name in saved}
+            made = {name: saved[name] for name in INPUTS if name in saved}
+            for gradient in made.values():
+                shards.map(scale_by, gradient, grad)
         else:
             made = {name: saved[name] * grad for name in INPUTS if name in saved}
         return [made.get(name) for name, _ in zip(INPUTS, inputs, strict=False)]

@@ -21,9 +21,9 @@ from shardwise.rules.kit.registry import register, register_function
 from shardwise.rules.kit.treatments import traced_form, treat
 from shardwise.rules.kit.types import SUM, AxisPlacement, Call, Collectives, Local, Rule, Strategy, replicated
 from shardwise.rules.math.reductions import PROGRAM_COST, wide
-from shardwise.rules.nn.class_rows import Loss, class_parallel_rows, weights_of
+from shardwise.rules.nn.class_rows import Loss, class_parallel_loss, reduced_evenly, rounded, weights_of
 from shardwise.rules.nn.losses import MEAN, NONE, TOTAL, reduction_of
-from shardwise.rules.nn.row_numbers import are_classes
+from shardwise.rules.nn.row_numbers import are_classes, asserts_itself, mean_loss
 
 
 def _loss_of(call: Call, ins: Sequence[Layout]) -> Loss:
@@ -39,6 +39,7 @@ def _loss_of(call: Call, ins: Sequence[Layout]) -> Loss:
         bool(ins[0].splits[dim]),
         len(ins) > 2 and any(ins[2].splits),
         call.outputs[0].dtype,
+        _batch_axes(ins[0], dim),
         call.bound.get("z_loss", 0.0),
         call.bound.get("inplace_backward", False),
     )
@@ -64,7 +65,7 @@ def _weight_ways(call: Call) -> list[list[AxisPlacement]]:
 def check_targets(batch: Collectives, target: Tensor, loss: Loss, *, own: bool = False) -> None:
     """Refuse targets that are no class, on all ranks alike: those that split the batch agree first."""
     bound = Bound(range(loss.num_classes), batch.size > 1, own, "target")
-    if target.device.type not in ("cpu", "meta"):  # asynchronously, as torch does there
+    if asserts_itself(target):
         if not own:
             torch._assert_async(are_classes(target, loss.ignore, loss.num_classes))
     elif bound.is_needed(target):
@@ -202,28 +203,18 @@ def _sharded_cross_entropy(
             "cannot have requires_grad True."
         )
     if not loss.probabilities:
-        check_targets(batch, target, loss, own=not loss.split_classes)
+        check_targets(batch, target, loss, own=not loss.split_classes or asserts_itself(target))
     if loss.split_classes or loss.is_only_ours:
-        run = kernel_for(class_parallel_rows, x.device.type)
-        rows, weights = run(shards, x, target, weight, loss)
-    elif loss.reduction == "sum":
+        run = kernel_for(class_parallel_loss, x.device.type)
+        return run(shards, x, target, weight, loss)
+    if loss.reduction == "sum":
         return batch.map(_local_loss, x, target, weight, loss)
-    else:
-        rows, weights = batch.map(_local_rows, x, target, weight, loss)
-    if loss.reduction == "none":
-        return _rounded(rows, loss)
-    if loss.reduction == "mean" and not loss.probabilities:
-        value, total = rows.sum(), weights.sum()
-        if batch.size > 1:
-            value, total = batch.psum(torch.stack([value, total]))
-        mean = value / total
-        return _rounded(torch.where(total == 0, math.nan, mean) if loss.smoothing else mean, loss)  # so says torch
-    return _rounded(rows.sum() / loss.num_rows if loss.reduction == "mean" else rows.sum(), loss)
-
-
-def _rounded(value: Tensor, loss: Loss) -> Tensor:
-    """A loss in its dtype. Autocast leaves one of half precision in single precision, which a trace does not see."""
-    return value if not value.is_meta and torch.is_autocast_enabled(value.device.type) else value.to(loss.dtype)
+    rows, weights = batch.map(_local_rows, x, target, weight, loss)
+    if loss.reduction == "none" or loss.probabilities:
+        return reduced_evenly(rows, loss)
+    sums = torch.stack([rows.sum(), weights.sum()])
+    value, total = batch.psum(sums) if batch.size > 1 else sums
+    return rounded(mean_loss(value, total, loss.smoothing > 0), loss)
 
 
 def _local_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, reduction: str = "sum") -> Tensor:

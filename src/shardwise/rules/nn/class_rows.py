@@ -18,11 +18,15 @@ from shardwise.rules.kit.kernels import step
 from shardwise.rules.kit.registry import repeats
 from shardwise.rules.kit.types import Collectives, Saved
 from shardwise.rules.math.reductions import maximum, wide
-from shardwise.rules.nn.row_numbers import AT_TARGET, LOG_SUM, MASS, NORM, in_order, row_losses, row_terms
+from shardwise.rules.nn.row_numbers import loss_of_rows, mean_loss, row_losses, row_terms
 from shardwise.rules.nn.row_passes import (
+    LARGEST,
+    LOG_SUM,
+    MASS,
     MAXIMUM,
-    PICKED,
+    NORM,
     TOTAL,
+    WEIGHT,
     keeps_logits,
     row_exponentials,
     row_gradient,
@@ -48,6 +52,7 @@ class Loss:
     split_classes: bool
     split_weight: bool
     dtype: torch.dtype
+    batch: tuple[int, ...] = ()  # axes that split rows, not classes
     z_loss: float = 0.0
     over_logits: bool = False  # the gradient may be written over the logits
 
@@ -63,13 +68,12 @@ class Loss:
 
 
 @step
-def class_parallel_rows(
-    shards: Collectives, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss
-) -> tuple[Tensor, Tensor]:
-    """The losses of rows whose classes are sharded, and the weights of their targets, on all ranks that share
-    the classes. Two reductions, each of a few numbers per row: the maximum, then every sum that the loss is made of."""
+def class_parallel_loss(shards: Collectives, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
+    """The loss of rows whose classes are sharded, on all ranks that share the classes; that of each row, the sum of a
+    rank's rows, or the mean of all. Two reductions, each of a few numbers per row: the maximum, then every sum that the
+    loss is made of."""
     if loss.probabilities:
-        return _rows_of_probabilities(shards, x, target, weight, loss)
+        return _of_probabilities(shards, x, target, weight, loss)
     has_gradient = torch.is_grad_enabled() and x.requires_grad
     of_logits = not has_gradient or loss.over_logits or keeps_logits(x.device.type)
     with torch.no_grad():
@@ -81,21 +85,45 @@ def class_parallel_rows(
             sums = shards.map(row_sums, *given)
         else:
             sums, saved["kept"] = shards.map(row_exponentials, *given)
-        found = reduced(shards, sums, x, target, weight, start, loss)
-        largest = None if of_logits else sums[MAXIMUM]
-        rows, weights, saved["numbers"] = found.losses(target, loss, largest, for_gradient=has_gradient)
+        options = {"of_logits": of_logits, "for_gradient": has_gradient}
+        rows, saved["numbers"] = losses_of_rows(shards, sums, target, weight, start, loss, **options)
+        value, total = _reduced(shards, rows, loss)
         if not has_gradient:
-            return rows, weights
+            return value
+        if total is not None:
+            saved["total"] = total
         if weight is not None:
-            saved["weights"] = weights
-        if of_logits:
-            saved["less"] = found.top
+            saved["weights"] = rows[1]
     if of_logits:
         may_overwrite = loss.over_logits and shards.map(_can_be_overwritten, x)
     else:
         may_overwrite = not is_listened_to()
     gradient = RowGradient(loss, start, may_overwrite)
-    return shards.with_gradient(rows, gradient, [x if of_logits else shards.place(x)], saved), weights
+    return shards.with_gradient(value, gradient, [x if of_logits else shards.place(x)], saved)
+
+
+def _reduced(shards: Collectives, rows: Tensor, loss: Loss) -> tuple[Tensor, Tensor | None]:
+    """From the losses of rows and their weights: the loss, and for a mean the weight of all rows."""
+    is_mean = loss.reduction == "mean"
+    if loss.reduction == "none":
+        return rounded(rows[0], loss), None
+    if is_mean and loss.batch:
+        sums = rows.unsqueeze(-1).flatten(1).sum(1)
+        shards.along(loss.batch).reduce_in_place(sums, "sum")
+        value, total = sums.unbind()
+        return rounded(mean_loss(value, total, loss.smoothing > 0), loss), total
+    value, total = shards.map(loss_of_rows, rows, is_mean, loss.smoothing > 0, _dtype(rows, loss))
+    return value, total if is_mean else None
+
+
+def rounded(value: Tensor, loss: Loss) -> Tensor:
+    """A loss in its dtype."""
+    return value.to(_dtype(value, loss))
+
+
+def _dtype(value: Tensor, loss: Loss) -> torch.dtype:
+    """Autocast leaves losses of half precision in single precision, which a trace does not see."""
+    return value.dtype if not value.is_meta and torch.is_autocast_enabled(value.device.type) else loss.dtype
 
 
 def is_listened_to() -> bool:
@@ -106,77 +134,47 @@ def is_listened_to() -> bool:
 # Forward
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Of rows, from all ranks: the largest logit, and the sums that losses are made of; if classes have weights, those
-    of the targets, and that of all classes."""
-
-    top: Tensor
-    sums: Tensor
-    weights: Tensor | None
-    of_classes: Tensor | None
-
-    def losses(
-        self, target: Tensor, loss: Loss, largest: Tensor | None = None, *, for_gradient: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The losses of rows, their weights, and what their gradients are made of."""
-        of_classes = self.of_classes if loss.smoothing else None
-        given = self.sums, self.top, largest, target, self.weights, of_classes
-        return row_losses(*given, loss.ignore, loss.smoothing, loss.num_classes, loss.z_loss, for_gradient)
-
-
-def reduced(
+def losses_of_rows(
     shards: Collectives,
     sums: Tensor,
-    x: Tensor,
     target: Tensor,
     weight: Tensor | None,
     start: Any,
     loss: Loss,
     *,
+    of_logits: bool = True,
     together: bool = False,
-) -> Found:
-    """What is known of rows from what each rank has found: by two reductions; or `together`, by one exchange."""
-    of_classes = shards.map(_weight_of_classes, x, weight, start, loss) if loss.smoothing else None
+    for_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """The losses of rows and their weights, and what their gradients are made of, from the sums that each rank has
+    found: by two reductions; or `together`, by one exchange. Without gradients `of_logits`, they are of exponentials
+    relative to what is largest here."""
+    top = weights = of_classes = None
     if together:
-        top, sums = _combined(shards, sums, of_classes)
+        each = shards.stack(sums)
     else:
-        top = in_order(shards.reduce(in_order(sums[MAXIMUM]), "max"))
-        row_terms(sums, top, of_classes)
-        more = shards.map(_weights_of_both, weight, target, start, sums, loss) if loss.split_weight else None
-        sums = shards.reduce(sums[TOTAL:] if more is None else torch.cat([sums[TOTAL:], more]), "sum")
-    if weight is None:
-        return Found(top, sums, None, None)
-    if loss.split_weight:
-        of_both = 2 if loss.smoothing else 1
-        return Found(top, sums[:-of_both], sums[-of_both], sums[-1])
-    return Found(top, sums, weights_of(weight, target, 0, loss), wide(weight).sum())
+        top = sums[MAXIMUM].clone()
+        shards.reduce_in_place(top, "max")  # where there is a NaN the total is one, too
+        row_terms(sums, top)
+        each = sums.unsqueeze(0)
+        if loss.split_weight:
+            more = shards.map(_weights_of_both, weight, target, start, sums, loss)
+            found = shards.reduce(torch.cat([sums[TOTAL:WEIGHT], more]), "sum")
+            each = torch.cat([sums[:TOTAL], found]).unsqueeze(0)
+            weights, of_classes = found[-len(more)], found[-1]
+        else:
+            shards.reduce_in_place(sums[TOTAL:WEIGHT], "sum")
+    if weight is not None and not loss.split_weight:
+        weights, of_classes = weights_of(weight, target, 0, loss), wide(weight).sum()
+    largest = None if of_logits else sums[MAXIMUM]
+    given = each, top, largest, target, weights, of_classes if loss.smoothing else None
+    return row_losses(*given, loss.ignore, loss.smoothing, loss.num_classes, loss.z_loss, for_gradient)
 
 
 def _weights_of_both(weight: Tensor, target: Tensor, start: int, sums: Tensor, loss: Loss) -> Tensor:
     """The weights of the targets that are here; and, with smoothing, of all classes that are."""
     weights = weights_of(weight, target, start, loss)
     return torch.stack([weights, wide(weight).sum().expand_as(weights)] if loss.smoothing else [weights])
-
-
-def _weight_of_classes(x: Tensor, weight: Tensor | None, start: int, loss: Loss) -> Tensor:
-    """How much the classes that are here weigh together."""
-    if weight is None:
-        return torch.full((), float(x.shape[loss.dim]), device=x.device)
-    return own_part(weight, x, start, loss).sum()
-
-
-def _combined(shards: Collectives, sums: Tensor, of_classes: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The largest logit of all ranks and the sums of their terms, from what every rank tells every other."""
-    if of_classes is not None:
-        sums = torch.cat([sums, of_classes.expand_as(sums[:1])])
-    each = shards.stack(sums)
-    top = each[:, MAXIMUM].amax(0)
-    shift = each[:, MAXIMUM] - top
-    found = [(each[:, TOTAL] * shift.exp()).sum(0), each[:, PICKED].sum(0)]
-    if of_classes is not None:
-        found.append((each[:, -2] + shift * each[:, -1]).sum(0))
-    return top, torch.stack(found)
 
 
 def weights_of(weight: Tensor, target: Tensor, start: int, loss: Loss) -> Tensor:
@@ -217,25 +215,33 @@ class RowGradient:
 
     def __call__(self, shards: Collectives, grad: Tensor, inputs: Sequence[Tensor], saved: Saved) -> Sequence[Tensor]:
         if torch.is_grad_enabled():
-            return [self.differentiable(shards, shards.vary(grad), inputs[0], saved)]
+            return [self.differentiable(shards, self.of_each_row(shards, grad, saved), inputs[0], saved)]
         kept = saved.get("kept", inputs[0]).detach()
         out = shards.map(_room, kept, not graph_is_kept() and self.may_overwrite)
         self.write(shards, grad, kept, out, saved)
         return [out]
 
+    def of_each_row(self, shards: Collectives, grad: Tensor, saved: Saved) -> Tensor:
+        """The gradient of rows, to be differentiated again."""
+        grad = shards.vary(grad)
+        if "total" in saved:
+            grad = shards.along(self.loss.batch).vary(grad) / saved["total"]
+        return grad.expand_as(saved["target"])
+
     def write(self, shards: Collectives, grad: Tensor, kept: Tensor, out: Tensor, saved: Saved) -> None:
         """Write the gradient to `out`, which may be what is kept."""
-        loss, numbers, target = self.loss, saved["numbers"], saved["target"]
-        mass = numbers[MASS] if len(numbers) > MASS else None
-        given = saved.get("less"), numbers[NORM], mass, grad, loss.share, saved.get("class_weights")
-        of_targets = target, numbers[AT_TARGET], loss.ignore, self.start, loss.dim
-        shards.map(row_gradient, kept, out, *given, *of_targets)
+        loss, of_logits = self.loss, "kept" not in saved
+        of_rows = saved["numbers"], grad, saved.get("total")
+        of_classes = loss.share, saved.get("class_weights"), saved["target"], loss.ignore, self.start, loss.dim
+        shards.map(row_gradient, kept, out, of_logits, *of_rows, *of_classes)
 
     def differentiable(self, shards: Collectives, grad: Tensor, x: Tensor, saved: Saved) -> Tensor:
         """The same in ordinary functions of the gradient and of a softmax."""
         loss, target, numbers = self.loss, saved["target"], saved["numbers"]
         counted = target != loss.ignore
-        exponentials = wide(saved["kept"]) if "kept" in saved else (wide(x.detach()) - along(saved["less"], loss)).exp()
+        exponentials = (
+            wide(saved["kept"]) if "kept" in saved else (wide(x.detach()) - along(numbers[LARGEST], loss)).exp()
+        )
         probabilities = known_softmax(shards, x, exponentials * along(numbers[NORM], loss), loss.dim)
         factors = probabilities
         if len(numbers) > MASS:
@@ -286,9 +292,7 @@ def _taken(
 # Targets that are probabilities: by ordinary functions, since they, and class weights beside them, have gradients too
 
 
-def _rows_of_probabilities(
-    shards: Collectives, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss
-) -> tuple[Tensor, Tensor]:
+def _of_probabilities(shards: Collectives, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
     x = wide(x)
     top = maximum(shards, x, (loss.dim,))
     x = x - top
@@ -300,7 +304,14 @@ def _rows_of_probabilities(
     rows = log_total * mass - weighted
     if loss.z_loss:
         rows = rows + loss.z_loss * (log_total + top.squeeze(loss.dim)).square()
-    return rows, log_total.detach()
+    return reduced_evenly(rows, loss)
+
+
+def reduced_evenly(rows: Tensor, loss: Loss) -> Tensor:
+    """Of rows that all weigh the same: each, or a rank's part of their sum or mean."""
+    if loss.reduction == "none":
+        return rounded(rows, loss)
+    return rounded(rows.sum() / loss.num_rows if loss.reduction == "mean" else rows.sum(), loss)
 
 
 def _probability_terms(x: Tensor, target: Tensor, weight: Tensor | None, start: int, loss: Loss) -> Tensor:

@@ -10,14 +10,16 @@ from shardwise.errors import KernelWarning
 from shardwise.rules.kit.kernels import kernels, provides
 from shardwise.rules.nn import row_numbers, row_passes
 
-OLDEST_TRITON = (3, 2)
+OLDEST_TRITON = (3, 6)
 
-WRITTEN_IN_TRITON = (
-    *(row_passes.row_sums, row_passes.row_gradient),
-    *(row_passes.row_softmax, row_passes.row_products, row_passes.row_softmax_gradient),
-    *(row_numbers.are_classes, row_numbers.in_order, row_numbers.row_terms, row_numbers.row_losses),
-)
-"""The steps that run as Triton programs on CUDA devices."""
+WRITTEN_IN_TRITON = {
+    "triton_rows": (
+        *(row_passes.row_sums, row_passes.row_gradient, row_passes.scale_by),
+        *(row_passes.row_softmax, row_passes.row_products, row_passes.row_softmax_gradient),
+    ),
+    "triton_numbers": (row_numbers.row_terms, row_numbers.row_losses, row_numbers.loss_of_rows),
+}
+"""The steps that run as Triton programs on CUDA devices, by the module that has these."""
 
 
 @provides("cuda")
@@ -30,8 +32,9 @@ def offer_triton() -> None:
             stacklevel=2,
         )
         return
-    programs = importlib.import_module("shardwise.rules.nn.triton_rows")
-    kernels.update({(step, "cuda"): getattr(programs, step.name) for step in WRITTEN_IN_TRITON})
+    for module, steps in WRITTEN_IN_TRITON.items():
+        programs = importlib.import_module(f"shardwise.rules.nn.{module}")
+        kernels.update({(step, "cuda"): getattr(programs, step.name) for step in steps})
 
 
 def _missing() -> str | None:

@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from shardwise.rules.kit.kernels import one_pass
-from shardwise.rules.nn.row_passes import MAXIMUM, PICKED, TOTAL
-
-NORM, AT_TARGET, MASS, LOG_SUM = range(4)
-"""What the gradient of a row is made of: what makes probabilities of its exponentials; the gradient at the target; what
-probabilities are multiplied by in it, if that is not one; and the logarithm of the sum of all exponentials, by which
-that changes with a z-loss."""
+from shardwise.rules.nn.row_passes import LOGITS, MAXIMUM, PICKED, TOTAL, WEIGHT
 
 
-@one_pass("(Tensor target, int ignore, int num_classes) -> Tensor")
 def are_classes(target: Tensor, ignore: int, num_classes: int) -> Tensor:
     """Whether all targets name classes that exist, but for those that are ignored."""
     return ((target == ignore) | ((target >= 0) & (target < num_classes))).all()
 
 
-@one_pass("(Tensor x) -> Tensor")
-def in_order(x: Tensor) -> Tensor:
-    """Floats as integers of the same order, and these as floats again. Every backend knows the maximum of integers,
-    and to most of them a NaN is the largest."""
-    bits = {torch.float32: torch.int32, torch.float64: torch.int64}
-    floats = {integer: x for x, integer in bits.items()}
-    integers = x if x.dtype in floats else x.view(bits[x.dtype])
-    sign = integers >> (8 * x.dtype.itemsize - 1)
-    flipped = integers ^ (sign & torch.iinfo(integers.dtype).max)
-    return flipped.view(floats[x.dtype]) if x.dtype in floats else flipped
+def asserts_itself(target: Tensor) -> bool:
+    """Whether targets are on a device that says itself, and later, that one names no class, as torch has it there."""
+    return target.device.type not in ("cpu", "meta")
 
 
-@one_pass("(Tensor(a!) sums, Tensor top, Tensor? of_classes) -> ()")
-def row_terms(sums: Tensor, top: Tensor, of_classes: Tensor | None) -> None:
-    """Bring what was summed up relative to the largest logit here to that of all ranks: the totals of exponentials
-    and, where there are weights of the classes here, the weighted sums of logits."""
+@one_pass("(Tensor(a!) sums, Tensor top) -> ()")
+def row_terms(sums: Tensor, top: Tensor) -> None:
+    """Bring what was summed up relative to the largest logit here to that of all ranks: totals of exponentials, and
+    weighted sums of logits."""
     shift = sums[MAXIMUM] - top
-    if of_classes is not None:
-        sums[-1].add_(shift * of_classes)
+    if len(sums) > WEIGHT:
+        sums[LOGITS].add_(shift * sums[WEIGHT])
     sums[TOTAL].mul_(shift.exp_())
 
 
 @one_pass(
-    "(Tensor sums, Tensor top, Tensor? largest, Tensor target, Tensor? weights, Tensor? of_classes, int ignore, "
-    "float smoothing, int num_classes, float z_loss, bool for_gradient) -> (Tensor, Tensor, Tensor)"
+    "(Tensor sums, Tensor? top, Tensor? largest, Tensor target, Tensor? weights, Tensor? of_classes, int ignore, "
+    "float smoothing, int num_classes, float z_loss, bool for_gradient) -> (Tensor, Tensor)"
 )
 def row_losses(
     sums: Tensor,
-    top: Tensor,
+    top: Tensor | None,
     largest: Tensor | None,
     target: Tensor,
     weights: Tensor | None,
@@ -58,25 +47,56 @@ def row_losses(
     num_classes: int,
     z_loss: float,
     for_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """From the sums of all ranks: the losses of rows, their weights, and what their gradients are made of. `largest` is
-    that here, if exponentials were taken relative to it and not to `top`."""
-    counted, total, picked = target != ignore, sums[TOTAL - 1], sums[PICKED - 1] - top
+) -> tuple[Tensor, Tensor]:
+    """The losses of rows and their weights; and what their gradients are made of. From the sums of all ranks, relative
+    to `top`; or, where there is none, from what each rank has found, one after the other. `largest` is that here, if
+    exponentials were taken relative to it and not to `top`."""
+    if asserts_itself(target):
+        torch._assert_async(are_classes(target, ignore, num_classes))
+    if top is None:
+        top, sums = _combined(sums)
+    else:
+        sums = sums[0]
+    counted, total, picked = target != ignore, sums[TOTAL], sums[PICKED] - top
     log_total, share = total.log(), smoothing / num_classes
     rows = log_total - picked if weights is None else (log_total - picked) * weights
     if smoothing:
-        spread = log_total * (num_classes if of_classes is None else of_classes) - sums[-1]
+        spread = log_total * (num_classes if of_classes is None else of_classes) - sums[LOGITS]
         rows = (1 - smoothing) * rows + share * spread
     if z_loss:
         rows = rows + z_loss * (log_total + top).square()
-    rows, counts = torch.where(counted, rows, 0), counted.to(rows.dtype) if weights is None else weights
+    found = torch.stack([torch.where(counted, rows, 0), counted.to(rows.dtype) if weights is None else weights])
     if not for_gradient:
-        return rows, counts, rows.new_empty(0)
+        return found, rows.new_empty(0)
     norm = total.reciprocal() if largest is None else (largest - top).exp_().div_(total)
     chance = picked.exp_().div_(total)
     if weights is None and not smoothing and not z_loss:
-        return rows, counts, torch.stack([norm, chance.sub_(1)])
-    log_sum = log_total.add_(top)
+        return found, torch.stack([top, norm, chance.sub_(1)])
+    log_sum, counts = log_total.add_(top), found[1]
     mass = (1 - smoothing) * counts + (smoothing if of_classes is None else share * of_classes) + 2 * z_loss * log_sum
     at_target = chance.mul_(mass).sub_((1 - smoothing + share) * counts)
-    return rows, counts, torch.stack([norm, at_target, mass, log_sum])
+    return found, torch.stack([top, norm, at_target, mass, log_sum])
+
+
+@one_pass("(Tensor rows, bool mean, bool smoothed, ScalarType dtype) -> (Tensor, Tensor)")
+def loss_of_rows(rows: Tensor, mean: bool, smoothed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The loss of all rows, a sum or a mean, from those of single rows and their weights; and the weight of all."""
+    value, total = rows.unsqueeze(-1).flatten(1).sum(1).unbind()
+    return (mean_loss(value, total, smoothed) if mean else value).to(dtype), total.clone()
+
+
+def mean_loss(value: Tensor, total: Tensor, smoothed: bool) -> Tensor:
+    """A sum of losses over their weight; if this is nothing, what torch says."""
+    mean = value / total
+    return torch.where(total == 0, math.nan, mean) if smoothed else mean
+
+
+def _combined(each: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of all ranks, and their sums relative to it."""
+    top = each[:, MAXIMUM].amax(0)
+    shift = each[:, MAXIMUM] - top
+    sums = each.sum(0)
+    sums[TOTAL] = (each[:, TOTAL] * shift.exp()).sum(0)
+    if len(sums) > WEIGHT:
+        sums[LOGITS] += (shift * each[:, WEIGHT]).sum(0)
+    return top, sums

@@ -16,10 +16,15 @@ from torch import Tensor
 
 from shardwise.rules.kit.kernels import has_kernel, is_traced, one_pass
 
-MAXIMUM, TOTAL, PICKED = range(3)
+MAXIMUM, TOTAL, PICKED, LOGITS, WEIGHT = range(5)
 """What `row_sums` gives for each row: the largest logit; the sum of the exponentials of all logits less that; if there
-are targets, the logit that the row's names, or zero if that is not here. Where labels are smoothed the last is the
-weighted sum of all logits less the largest."""
+are targets, the logit that the row's names, or zero if that is not here; where labels are smoothed, the weighted sum of
+all logits less the largest, and what they weigh."""
+
+LARGEST, NORM, AT_TARGET, MASS, LOG_SUM = range(5)
+"""What the gradient of a row is made of: the largest logit of all ranks; what makes probabilities of exponentials; the
+gradient at the target; what probabilities are multiplied by in it, if that is not one; and the logarithm of the sum of
+all exponentials, by which that changes with a z-loss."""
 
 CACHED = 1 << 19
 """Elements of a block on a CPU, two megabytes: the cache still holds them, and to begin a block costs little beside."""
@@ -56,7 +61,7 @@ def row_exponentials(
 def _sums(
     x: Tensor, kept: Tensor | None, target: Tensor | None, start: int, dim: int, weight: Tensor | None, smoothed: bool
 ) -> Tensor:
-    num_sums, dtype = 2 + (target is not None) + smoothed, _wide(x.dtype)
+    num_sums, dtype = 2 + (target is not None) + 2 * smoothed, _wide(x.dtype)
     sums = torch.empty((num_sums, *x.shape[:dim], *x.shape[dim + 1 :]), dtype=dtype, device=x.device)
     least = torch.finfo(dtype).min  # also of rows in which all logits are -inf, or that have none here
     if not x.shape[dim]:
@@ -71,10 +76,12 @@ def _sums(
         largest = torch.amax(part, dim, out=row[MAXIMUM]).clamp_(least)
         torch.sub(part, largest.unsqueeze(dim), out=into)
         if smoothed:
-            torch.sum(into if weight is None else into * _along(weight, x, dim), dim, out=row[-1])
+            torch.sum(into if weight is None else into * _along(weight, x, dim), dim, out=row[LOGITS])
         torch.sum(exponential_(into), dim, out=row[TOTAL])
         if kept is not None and kept.dtype != dtype:
             kept[block] = into
+    if smoothed:
+        sums[WEIGHT] = x.shape[dim] if weight is None else weight.sum()
     if target is not None:
         mine, index = _here(x, target, start, dim)
         sums[PICKED] = torch.where(mine, x.gather(dim, index.unsqueeze(dim)).squeeze(dim), 0)
@@ -82,28 +89,27 @@ def _sums(
 
 
 @one_pass(
-    "(Tensor kept, Tensor(a!) out, Tensor? less, Tensor norm, Tensor? mass, Tensor grad, float share, Tensor? weight, "
-    "Tensor target, Tensor at_target, int ignore, int start, int dim) -> ()"
+    "(Tensor kept, Tensor(a!) out, bool of_logits, Tensor numbers, Tensor grad, Tensor? total, float share, "
+    "Tensor? weight, Tensor target, int ignore, int start, int dim) -> ()"
 )
 def row_gradient(
     kept: Tensor,
     out: Tensor,
-    less: Tensor | None,
-    norm: Tensor,
-    mass: Tensor | None,
+    of_logits: bool,
+    numbers: Tensor,
     grad: Tensor,
+    total: Tensor | None,
     share: float,
     weight: Tensor | None,
     target: Tensor,
-    at_target: Tensor,
     ignore: int,
     start: int,
     dim: int,
 ) -> None:
-    """Write the gradient of logits to `out`, which may be `kept`, given those of their rows' losses. What is kept are
-    exponentials; or, where there is something `less` which they are taken, logits."""
-    grad = torch.where(target != ignore, grad, 0)  # it may be NaN, that of a mean over nothing
-    scale = norm * grad if mass is None else (norm * grad).mul_(mass)
+    """Write the gradient of logits to `out`, which may be `kept`, given those of their rows' losses, or that of all of
+    these over `total`. What is kept are exponentials, or logits."""
+    grad = torch.where(target != ignore, grad if total is None else grad / total, 0)  # NaN, that of a mean over nothing
+    scale = numbers[NORM] * grad if len(numbers) <= MASS else (numbers[NORM] * grad).mul_(numbers[MASS])
     smooth = grad * share if share else None
     if not kept.shape[dim]:
         return
@@ -113,8 +119,8 @@ def row_gradient(
         into = out[block] if out.dtype == dtype else spare.like(part)
         if part.dtype != dtype:
             part = into.copy_(part)
-        if less is not None:
-            part = exponential_(torch.sub(part, less[row].unsqueeze(dim), out=into))
+        if of_logits:
+            part = exponential_(torch.sub(part, numbers[LARGEST][row].unsqueeze(dim), out=into))
         torch.mul(part, scale[row].unsqueeze(dim), out=into)
         if smooth is not None:
             each = smooth[row].unsqueeze(dim)
@@ -123,7 +129,7 @@ def row_gradient(
             out[block] = into
     mine, index = _here(out, target, start, dim)
     places = _places(index, dim)  # `scatter_` would copy half precision first
-    out.index_put_(places, torch.where(mine, (at_target * grad).to(out.dtype), out[places]))
+    out.index_put_(places, torch.where(mine, (numbers[AT_TARGET] * grad).to(out.dtype), out[places]))
 
 
 @one_pass("(Tensor x, Tensor(a!) out, Tensor less, Tensor total, int dim, bool log) -> ()")
@@ -170,6 +176,12 @@ def row_softmax_gradient(grad: Tensor, known: Tensor, out: Tensor, total: Tensor
             torch.sub(into.copy_(part), each, out=into).mul_(y)
         if out.dtype != dtype:
             out[block] = into
+
+
+@one_pass("(Tensor(a!) x, Tensor factor) -> ()")
+def scale_by(x: Tensor, factor: Tensor) -> None:
+    """Multiply all of `x` by a number, which is mostly one: then a kernel does not touch it."""
+    x.mul_(factor)
 
 
 def exponential_(x: Tensor) -> Tensor:

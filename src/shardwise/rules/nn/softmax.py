@@ -13,7 +13,7 @@ from shardwise.rules.kit.notation import factor_rule, other_dims
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, Local, Rule, Saved, Strategy
 from shardwise.rules.math.reductions import PROGRAM_COST, is_inexact, wide
-from shardwise.rules.nn.row_numbers import in_order, row_terms
+from shardwise.rules.nn.row_numbers import row_terms
 from shardwise.rules.nn.row_passes import MAXIMUM, TOTAL, row_products, row_softmax, row_softmax_gradient, row_sums
 
 
@@ -37,9 +37,11 @@ def _softmax_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) ->
 def _sharded_softmax(group: Collectives, x: Tensor, dim: int, log: bool, to_float: bool) -> Tensor:
     with torch.no_grad():
         sums = group.map(row_sums, x, None, 0, dim, None, False)
-        top = in_order(group.reduce(in_order(sums[MAXIMUM]), "max"))
-        row_terms(sums, top, None)
-        total = group.reduce(sums[TOTAL], "sum")
+        top = sums[MAXIMUM].clone()
+        group.reduce_in_place(top, "max")  # where there is a NaN the total is one, too
+        row_terms(sums, top)
+        total = sums[TOTAL]
+        group.reduce_in_place(total, "sum")
         found = torch.empty_like(x, dtype=torch.float32 if to_float else None)
         group.map(row_softmax, x, found, top, total, dim, log)
     return known_softmax(group, group.place(x), found, dim, log=log)

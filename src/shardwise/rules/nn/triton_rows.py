@@ -1,4 +1,4 @@
-"""The passes over rows, and what is computed of their numbers, as Triton programs.
+"""The passes over rows as Triton programs.
 
 A program has a row, or some rows where these lie side by side in memory; a long row is shared by several programs where
 there are few rows. Rows may have any strides. All is computed in single precision; double is left to torch.
@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.rules.nn import row_numbers, row_passes
+from shardwise.rules.nn import row_passes
+from shardwise.rules.nn.row_passes import MASS
+from shardwise.rules.nn.triton_program import kinds, program
 
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 LOG2_E = tl.constexpr(math.log2(math.e))
 
-LONGEST = 32768
-"""Bytes that a program looks at together; more, one part after the other."""
+WORD = 16
+"""Bytes that a thread reads at once, the most that a GPU reads by one instruction."""
+
+THREADS, WORDS = 128, 4
+"""Of a program that goes through a row, and the words that each thread waits for together."""
+
+WRITING_THREADS, WORDS_WRITTEN = 256, 8
+"""Of a program that writes a tile as well, and the words that each thread has of it."""
 
 SIDE_BY_SIDE, FEW = 32, 64
 """Rows, and classes, that a program looks at together where neighbours in memory are of different rows."""
@@ -29,65 +37,76 @@ SIDE_BY_SIDE, FEW = 32, 64
 ENOUGH = 512
 """So many programs keep a device busy. Where there are fewer rows, each is shared by several."""
 
-ROWS_OF_NUMBERS = 512
-"""Rows whose numbers a program computes."""
+FLAT = 8192
+"""Elements that a program looks at where rows do not matter."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Where rows are in some tensors, and how many rows and classes a program looks at together."""
+    """Where rows are in some tensors, and how many rows and classes a program looks at together. It is the same object
+    for tensors of the same dtypes, shapes and strides."""
 
     num_rows: int
     num_classes: int
-    sizes: tuple[int, int]  # of the inner two of three batch dims
-    strides: tuple[tuple[int, int, int, int], ...]  # of each tensor: along the batch dims, and along the row
+    places: tuple[int, ...]
+    """The sizes of the inner two of three batch dims; of each tensor the strides along these, and along the row."""
     rows: int
+    lanes: int
+    """Classes that a program going through rows looks at by one instruction."""
+    num_warps: int
+    shares: tuple[int, int]
+    """Programs, if each goes through a share of some rows."""
+    share: int
+    """The classes of one."""
     classes: int
+    """Of a tile."""
+    tile_warps: int
+    tiles: tuple[int, int]
+    """Programs, if each writes one tile."""
 
-    @staticmethod
-    def of(dim: int, *tensors: Tensor) -> Layout | None:
-        """None if it is left to torch: in double precision, or if more than three numbers find a row."""
-        batch = [d for d in range(tensors[0].ndim) if d != dim]
-        sizes, steps = [tensors[0].shape[d] for d in batch], [[x.stride(d) for d in batch] for x in tensors]
-        at = 0
-        while at + 1 < len(sizes):  # two dims that are one in all tensors
-            if all(step[at] == step[at + 1] * sizes[at + 1] for step in steps):
-                sizes[at : at + 2] = [sizes[at] * sizes[at + 1]]
-                steps = [[*step[:at], *step[at + 1 :]] for step in steps]
-            else:
-                at += 1
-        if len(sizes) > 3 or any(x.dtype == torch.float64 for x in tensors):
-            return None
-        missing = 3 - len(sizes)
-        strides: Any = [(*[0] * missing, *step, x.stride(dim)) for step, x in zip(steps, tensors, strict=True)]
-        sizes = [1] * missing + sizes
-        num_classes, lies_together = tensors[0].shape[dim], all(stride[3] == 1 for stride in strides)
-        longest, most = triton.next_power_of_2(max(num_classes, 1)), LONGEST // max(x.itemsize for x in tensors)
-        rows, classes = (1, min(longest, most)) if lies_together else (SIDE_BY_SIDE, min(longest, FEW))
-        return Layout(math.prod(sizes), num_classes, (sizes[1], sizes[2]), tuple(strides), rows, classes)
 
-    @property
-    def blocks_of_rows(self) -> int:
-        return triton.cdiv(self.num_rows, self.rows)
+def layout_of(dim: int, *tensors: Tensor) -> Layout | None:
+    """None if it is left to torch: in double precision, or if more than three numbers find a row."""
+    return _layout(dim, tensors[0].shape, tuple([(x.stride(), x.dtype) for x in tensors]))
 
-    @property
-    def tiles(self) -> tuple[int, int]:
-        """Programs, if each looks at one tile."""
-        return self.blocks_of_rows, triton.cdiv(self.num_classes, self.classes)
 
-    @property
-    def shares(self) -> tuple[int, int]:
-        """By how many programs a row is shared, and how many classes each has."""
-        parts = triton.cdiv(self.num_classes, self.classes)
-        wanted = min(parts, triton.cdiv(ENOUGH, max(self.blocks_of_rows, 1)))
-        share = triton.cdiv(parts, max(wanted, 1)) * self.classes
-        return max(1, triton.cdiv(self.num_classes, share)), share
+@lru_cache(4096)
+def _layout(dim: int, shape: torch.Size, tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> Layout | None:
+    batch = [d for d in range(len(shape)) if d != dim]
+    sizes, steps = [shape[d] for d in batch], [[stride[d] for d in batch] for stride, _ in tensors]
+    at = 0
+    while at + 1 < len(sizes):  # two dims that are one in all tensors
+        if all(step[at] == step[at + 1] * sizes[at + 1] for step in steps):
+            sizes[at : at + 2] = [sizes[at] * sizes[at + 1]]
+            steps = [[*step[:at], *step[at + 1 :]] for step in steps]
+        else:
+            at += 1
+    if len(sizes) > 3 or any(dtype == torch.float64 for _, dtype in tensors):
+        return None
+    missing = 3 - len(sizes)
+    strides = [(*[0] * missing, *step, stride[dim]) for step, (stride, _) in zip(steps, tensors, strict=True)]
+    sizes = [1] * missing + sizes
+    longest = triton.next_power_of_2(max(shape[dim], 1))
+    if all(stride[3] == 1 for stride in strides):
+        rows, word = 1, WORD // max(dtype.itemsize for _, dtype in tensors)
+        lanes = min(longest, THREADS * word)
+        classes = min(longest, WRITING_THREADS * WORDS_WRITTEN * word)
+        tile_warps = max(1, min(WRITING_THREADS, classes // word) // 32)
+    else:
+        rows, lanes = SIDE_BY_SIDE, min(longest, FEW)
+        classes, tile_warps = lanes, 4
+    places = (sizes[1], sizes[2], *(step for stride in strides for step in stride))
+    num_warps = max(1, min(THREADS, rows * lanes) // 32)
+    num_rows, num_classes, least = math.prod(sizes), shape[dim], WORDS * lanes
+    blocks, parts = ceil_div(num_rows, rows), ceil_div(num_classes, least)
+    share = ceil_div(parts, max(1, min(parts, ceil_div(ENOUGH, max(blocks, 1))))) * least
+    shares, tiles = (blocks, max(1, ceil_div(num_classes, max(share, 1)))), (blocks, ceil_div(num_classes, classes))
+    through = rows, lanes, num_warps, shares, share
+    return Layout(num_rows, num_classes, places, *through, classes, tile_warps, tiles)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        of_a_warp = 1024 if self.rows == 1 else 512
-        num_warps = max(1, min(16, self.rows * self.classes // of_a_warp))
-        return {"ROWS": self.rows, "CLASSES": self.classes, "num_warps": num_warps}
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 @triton.jit
@@ -95,6 +114,21 @@ def _beginning(row, size_1, size_2, step_0, step_1, step_2):
     """How far from the first element a row begins."""
     outer = row // size_2
     return (outer // size_1) * step_0 + (outer % size_1) * step_1 + (row % size_2) * step_2
+
+
+@triton.jit
+def _places(begin, column, step, ROWS: tl.constexpr):
+    """Where the columns of rows are. Those of a single row follow one another."""
+    if ROWS == 1:
+        return begin[:, None] + column[None, :]
+    else:
+        return begin[:, None] + column[None, :].to(tl.int64) * step
+
+
+@triton.jit
+def _read(begin, column, step, exists, last, other, ROWS: tl.constexpr):
+    is_there = exists[:, None] & (column < last)[None, :]
+    return tl.load(_places(begin, column, step, ROWS), mask=is_there, other=other).to(tl.float32)
 
 
 @triton.jit
@@ -106,6 +140,15 @@ def _exponential(x):
 
 
 @triton.jit
+def _weighed(weight, column, last, WEIGHT: tl.constexpr):
+    """What classes weigh."""
+    if WEIGHT:
+        return tl.load(weight + column, mask=column < last, other=0.0).to(tl.float32)[None, :]
+    else:
+        return tl.where(column < last, 1.0, 0.0)[None, :]
+
+
+@program()
 def _sums(
     x,
     target,
@@ -125,51 +168,97 @@ def _sums(
     SMOOTHED: tl.constexpr,
     WEIGHT: tl.constexpr,
     NUM_SUMS: tl.constexpr,
+    SHARED: tl.constexpr,
     ROWS: tl.constexpr,
-    CLASSES: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """For each row and each part of it: the largest logit and the sum of exponentials, renewed whenever there is a
-    larger one; the target's logit; with smoothing, the weighted sum of logits, and of the weights."""
+    """For each row and each part of it what `row_passes.row_sums` gives. Each lane has a largest logit of its own, and
+    sums that are relative to it and renewed whenever it sees a larger one, for four at a time."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    part = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(1)
     exists = row < num_rows
     begin = x + _beginning(row, size_1, size_2, step_0, step_1, step_2)
-    first = part * share
-    last = tl.minimum(first + share, num_classes)
-    largest = tl.full([ROWS], LEAST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    logits = tl.zeros([ROWS], tl.float32)
-    weights = tl.zeros([ROWS], tl.float32)
-    for at in range(first, last, CLASSES):
-        column = at + tl.arange(0, CLASSES)
-        is_there = exists[:, None] & (column < last)[None, :]
-        some = tl.load(begin[:, None] + column[None, :] * step, mask=is_there, other=-float("inf")).to(tl.float32)
-        now = tl.maximum(largest, tl.max(some, 1))
-        shift, less = largest - now, some - now[:, None]
-        total = total * _exponential(shift) + tl.sum(_exponential(less), 1)
+    if SHARED:
+        first = part * share
+        last = tl.minimum(first + share, num_classes)
+    else:
+        first = 0
+        last = num_classes
+    lane = tl.arange(0, LANES)
+    largest = tl.full([ROWS, LANES], LEAST, tl.float32)
+    total = tl.zeros([ROWS, LANES], tl.float32)
+    logits = tl.zeros([ROWS, LANES], tl.float32)
+    weights = tl.zeros([ROWS, LANES], tl.float32)
+    for at in range(first, last, 4 * LANES):
+        column = at + lane
+        a = _read(begin, column, step, exists, last, -float("inf"), ROWS)
+        b = _read(begin, column + LANES, step, exists, last, -float("inf"), ROWS)
+        c = _read(begin, column + 2 * LANES, step, exists, last, -float("inf"), ROWS)
+        d = _read(begin, column + 3 * LANES, step, exists, last, -float("inf"), ROWS)
+        now = tl.maximum(largest, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
+        shift = largest - now
+        a -= now
+        b -= now
+        c -= now
+        d -= now
+        total = total * _exponential(shift) + (_exponential(a) + _exponential(b)) + (_exponential(c) + _exponential(d))
         if SMOOTHED:
-            if WEIGHT:
-                each = tl.load(weight + column, mask=column < last, other=0.0).to(tl.float32)
-            else:
-                each = tl.where(column < last, 1.0, 0.0)
-            logits += shift * weights + tl.sum(tl.where(is_there, less * each[None, :], 0.0), 1)
-            weights += tl.sum(each, 0)
+            of_a = _weighed(weight, column, last, WEIGHT)
+            of_b = _weighed(weight, column + LANES, last, WEIGHT)
+            of_c = _weighed(weight, column + 2 * LANES, last, WEIGHT)
+            of_d = _weighed(weight, column + 3 * LANES, last, WEIGHT)
+            logits += tl.where(weights != 0, shift * weights, 0.0)
+            logits += tl.where((column < last)[None, :], a * of_a, 0.0)
+            logits += tl.where((column + LANES < last)[None, :], b * of_b, 0.0)
+            logits += tl.where((column + 2 * LANES < last)[None, :], c * of_c, 0.0)
+            logits += tl.where((column + 3 * LANES < last)[None, :], d * of_d, 0.0)
+            weights += (of_a + of_b) + (of_c + of_d)
         largest = now
-    out = sums + part * NUM_SUMS * num_rows + row
-    tl.store(out, largest, mask=exists)
-    tl.store(out + num_rows, total, mask=exists)
+    top = tl.max(largest, 1)
+    shift = largest - top[:, None]
+    out = sums + part.to(tl.int64) * NUM_SUMS * num_rows + row
+    tl.store(out, top, mask=exists)
+    tl.store(out + num_rows, tl.sum(total * _exponential(shift), 1), mask=exists)
     if TARGET:
         local = tl.load(target + row, mask=exists, other=0).to(tl.int64) - start
         is_here = exists & (local >= first) & (local < last)
         picked = tl.load(begin + local * step, mask=is_here, other=0.0).to(tl.float32)
         tl.store(out + 2 * num_rows, picked, mask=exists)
     if SMOOTHED:
-        tl.store(out + (2 + TARGET) * num_rows, logits, mask=exists)
-        if NUM_SUMS > 3 + TARGET:
-            tl.store(out + (3 + TARGET) * num_rows, weights, mask=exists)
+        logits += tl.where(weights != 0, shift * weights, 0.0)
+        tl.store(out + 3 * num_rows, tl.sum(logits, 1), mask=exists)
+        tl.store(out + 4 * num_rows, tl.sum(weights, 1), mask=exists)
 
 
 @triton.jit
+def combined(
+    parts, row, exists, num_rows, num_parts, TARGET: tl.constexpr, SMOOTHED: tl.constexpr, NUM_SUMS: tl.constexpr
+):
+    """The sums of rows from those of their parts."""
+    largest = tl.full(row.shape, LEAST, tl.float32)
+    total = tl.zeros(row.shape, tl.float32)
+    picked = tl.zeros(row.shape, tl.float32)
+    logits = tl.zeros(row.shape, tl.float32)
+    weights = tl.zeros(row.shape, tl.float32)
+    for part in range(num_parts):
+        of_part = parts + part * NUM_SUMS * num_rows + row
+        found = tl.load(of_part, mask=exists, other=0.0)
+        now = tl.maximum(largest, found)
+        total *= _exponential(largest - now)
+        total += tl.load(of_part + num_rows, mask=exists, other=0.0) * _exponential(found - now)
+        if TARGET:
+            picked += tl.load(of_part + 2 * num_rows, mask=exists, other=0.0)
+        if SMOOTHED:
+            more = tl.load(of_part + 4 * num_rows, mask=exists, other=0.0)
+            logits += tl.where(weights != 0, (largest - now) * weights, 0.0)
+            logits += tl.where(more != 0, (found - now) * more, 0.0)
+            logits += tl.load(of_part + 3 * num_rows, mask=exists, other=0.0)
+            weights += more
+        largest = now
+    return largest, total, picked, logits, weights
+
+
+@program()
 def _joined(
     parts,
     sums,
@@ -180,76 +269,60 @@ def _joined(
     NUM_SUMS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The sums of rows from those of their parts."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
-    largest = tl.full([ROWS], LEAST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    picked = tl.zeros([ROWS], tl.float32)
-    logits = tl.zeros([ROWS], tl.float32)
-    weights = tl.zeros([ROWS], tl.float32)
-    for part in range(num_parts):
-        of_part = parts + part * NUM_SUMS * num_rows + row
-        found = tl.load(of_part, mask=exists, other=0.0)
-        now = tl.maximum(largest, found)
-        total = total * _exponential(largest - now)
-        total += tl.load(of_part + num_rows, mask=exists, other=0.0) * _exponential(found - now)
-        if TARGET:
-            picked += tl.load(of_part + 2 * num_rows, mask=exists, other=0.0)
-        if SMOOTHED:
-            more = tl.load(of_part + (3 + TARGET) * num_rows, mask=exists, other=0.0)
-            logits += (largest - now) * weights + (found - now) * more
-            logits += tl.load(of_part + (2 + TARGET) * num_rows, mask=exists, other=0.0)
-            weights += more
-        largest = now
+    found = combined(parts, row, exists, num_rows, num_parts, TARGET, SMOOTHED, NUM_SUMS)
+    largest, total, picked, logits, weights = found
     out = sums + row
     tl.store(out, largest, mask=exists)
     tl.store(out + num_rows, total, mask=exists)
     if TARGET:
         tl.store(out + 2 * num_rows, picked, mask=exists)
     if SMOOTHED:
-        tl.store(out + (2 + TARGET) * num_rows, logits, mask=exists)
+        tl.store(out + 3 * num_rows, logits, mask=exists)
+        tl.store(out + 4 * num_rows, weights, mask=exists)
 
 
 def row_sums(x: Tensor, target: Tensor | None, start: int, dim: int, weight: Tensor | None, smoothed: bool) -> Tensor:
-    layout = Layout.of(dim, x)
+    layout = layout_of(dim, x)
     if layout is None or not layout.num_rows or not layout.num_classes:
         return row_passes.row_sums.function(x, target, start, dim, weight, smoothed)
-    num_sums, (parts, share) = 2 + (target is not None) + smoothed, layout.shares
-    of_parts = num_sums + (smoothed and parts > 1)
-    batch = (*x.shape[:dim], *x.shape[dim + 1 :])
-    found = torch.empty((parts, of_parts, *batch), dtype=torch.float32, device=x.device)
-    kinds: dict[str, Any] = {"TARGET": target is not None, "SMOOTHED": smoothed, "NUM_SUMS": of_parts}
-    given = x, x if target is None else target.contiguous(), x if weight is None else weight.contiguous(), found
-    sizes = layout.num_rows, layout.num_classes, start, share, *layout.sizes, *layout.strides[0]
-    _sums[layout.blocks_of_rows, parts](*given, *sizes, **kinds, WEIGHT=weight is not None, **layout.options)
+    target, weight = (given if given is None else given.contiguous() for given in (target, weight))
+    has_target, num_rows, parts = target is not None, layout.num_rows, layout.shares[1]
+    num_sums, batch = 2 + has_target + 2 * smoothed, (*x.shape[:dim], *x.shape[dim + 1 :])
+    shape = (num_sums, *batch) if parts == 1 else (parts, num_sums, *batch)
+    found = torch.empty(shape, dtype=torch.float32, device=x.device)
+    given = x, x if target is None else target, x if weight is None else weight, found
+    sizes = num_rows, layout.num_classes, start, layout.share, *layout.places
+    which = has_target, smoothed, weight is not None, num_sums, parts > 1, layout.rows, layout.lanes
+    key = layout, start, smoothed, kinds(x, target, weight)
+    _sums(key, layout.shares, layout.num_warps, *given, *sizes, *which)
     if parts == 1:
-        return found[0]
-    sums = torch.empty((num_sums, *batch), dtype=torch.float32, device=x.device)
-    _joined[_of_numbers(layout.num_rows)](found, sums, layout.num_rows, parts, **kinds, ROWS=ROWS_OF_NUMBERS)
+        return found
+    sums, of_parts = found.new_empty(shape[1:]), (has_target, smoothed, num_sums, THREADS)
+    _joined((layout, *of_parts), (ceil_div(num_rows, THREADS), 1), 4, found, sums, num_rows, parts, *of_parts)
     return sums
 
 
-# Gradients of losses
+# Gradients
 
 
-@triton.jit
+@program()
 def _gradient(
     kept,
     out,
-    less,
-    norm,
-    mass,
+    numbers,
     grad,
+    total,
     weight,
     target,
-    at_target,
     num_rows,
     num_classes,
     start,
     ignore,
     part,
     grad_step,
+    numbers_step,
     size_1,
     size_2,
     step_0,
@@ -260,90 +333,100 @@ def _gradient(
     out_1,
     out_2,
     out_step,
-    LESS: tl.constexpr,
+    OF_LOGITS: tl.constexpr,
+    TOTAL: tl.constexpr,
     MASS: tl.constexpr,
     SMOOTHED: tl.constexpr,
     WEIGHT: tl.constexpr,
     ROWS: tl.constexpr,
     CLASSES: tl.constexpr,
 ):
-    """A tile: probabilities times their factor, less what smoothing takes; but the target's."""
+    """Exponentials of logits, or what is kept of them, times their row's factor, less what smoothing takes; but the
+    target's."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1).to(tl.int64) * CLASSES + tl.arange(0, CLASSES)
+    column = tl.program_id(1) * CLASSES + tl.arange(0, CLASSES)
     exists = row < num_rows
-    is_there = exists[:, None] & (column < num_classes)[None, :]
     begin = kept + _beginning(row, size_1, size_2, step_0, step_1, step_2)
-    some = tl.load(begin[:, None] + column[None, :] * step, mask=is_there, other=0.0).to(tl.float32)
+    found = _read(begin, column, step, exists, num_classes, 0.0, ROWS)
     named = tl.load(target + row, mask=exists, other=ignore).to(tl.int64)
     upstream = tl.load(grad + row * grad_step, mask=exists, other=0.0).to(tl.float32)
+    if TOTAL:
+        upstream /= tl.load(total)
     upstream = tl.where(named == ignore, 0.0, upstream)
-    factor = tl.load(norm + row, mask=exists, other=0.0) * upstream
+    of_row = numbers + row
+    factor = tl.load(of_row + numbers_step, mask=exists, other=0.0) * upstream
     if MASS:
-        factor *= tl.load(mass + row, mask=exists, other=0.0)
-    if LESS:
-        some = _exponential(some - tl.load(less + row, mask=exists, other=0.0)[:, None])
-    found = some * factor[:, None]
+        factor *= tl.load(of_row + 3 * numbers_step, mask=exists, other=0.0)
+    if OF_LOGITS:
+        found = _exponential(found - tl.load(of_row, mask=exists, other=0.0)[:, None])
+    found *= factor[:, None]
     if SMOOTHED:
-        each = (upstream * part)[:, None]
-        if WEIGHT:
-            each = each * tl.load(weight + column, mask=column < num_classes, other=0.0).to(tl.float32)[None, :]
-        found -= each
-    of_target = tl.load(at_target + row, mask=exists, other=0.0) * upstream
-    found = tl.where((column[None, :] == (named - start)[:, None]), of_target[:, None], found)
+        found -= (upstream * part)[:, None] * _weighed(weight, column, num_classes, WEIGHT)
+    of_target = tl.load(of_row + 2 * numbers_step, mask=exists, other=0.0) * upstream
+    local = (named - start).to(tl.int32)
+    found = tl.where(column[None, :] == local[:, None], of_target[:, None], found)
     begin = out + _beginning(row, size_1, size_2, out_0, out_1, out_2)
-    tl.store(begin[:, None] + column[None, :] * out_step, found.to(out.dtype.element_ty), mask=is_there)
+    is_there = exists[:, None] & (column < num_classes)[None, :]
+    tl.store(_places(begin, column, out_step, ROWS), found.to(out.dtype.element_ty), mask=is_there)
 
 
 def row_gradient(
     kept: Tensor,
     out: Tensor,
-    less: Tensor | None,
-    norm: Tensor,
-    mass: Tensor | None,
+    of_logits: bool,
+    numbers: Tensor,
     grad: Tensor,
+    total: Tensor | None,
     share: float,
     weight: Tensor | None,
     target: Tensor,
-    at_target: Tensor,
     ignore: int,
     start: int,
     dim: int,
 ) -> None:
-    layout = Layout.of(dim, kept, out)
+    layout = layout_of(dim, kept, out)
     if layout is None:
-        of_targets = target, at_target, ignore, start, dim
-        return row_passes.row_gradient.function(kept, out, less, norm, mass, grad, share, weight, *of_targets)
+        of_classes = share, weight, target, ignore, start, dim
+        return row_passes.row_gradient.function(kept, out, of_logits, numbers, grad, total, *of_classes)
     if not (layout.num_rows and layout.num_classes):
         return None
     one_for_all = not any(grad.stride())  # that of a sum, or of a mean
-    grad = grad if one_for_all else grad.contiguous()
-    rows = [x if x is None else x.contiguous() for x in (less, norm, mass)]
-    given = [
-        kept,
-        out,
-        *(kept if x is None else x for x in rows),
-        grad,
-        kept if weight is None else weight.contiguous(),
-    ]
-    sizes = layout.num_rows, layout.num_classes, start, ignore, share, int(not one_for_all), *layout.sizes
-    kinds = {"LESS": less is not None, "MASS": mass is not None, "SMOOTHED": bool(share), "WEIGHT": weight is not None}
-    _gradient[layout.tiles](
-        *given,
-        target.contiguous(),
-        at_target.contiguous(),
-        *sizes,
-        *layout.strides[0],
-        *layout.strides[1],
-        **kinds,
-        **layout.options,
-    )
+    if not one_for_all:
+        grad = grad.contiguous()
+    if not numbers.is_contiguous() and not numbers[0].is_contiguous():
+        numbers = numbers.contiguous()
+    target, weight = target.contiguous(), weight if weight is None else weight.contiguous()
+    rows = kept, out, numbers, grad, numbers if total is None else total
+    classes = kept if weight is None else weight, target
+    sizes = layout.num_rows, layout.num_classes, start, ignore, share, int(not one_for_all), numbers.stride(0)
+    which = of_logits, total is not None, numbers.size(0) > MASS, share != 0.0, weight is not None
+    key = layout, start, ignore, sizes[-2:], which, kinds(*rows, *classes)
+    tile = layout.rows, layout.classes
+    _gradient(key, layout.tiles, layout.tile_warps, *rows, *classes, *sizes, *layout.places, *which, *tile)
+    return None
+
+
+@program()
+def _scaled(x, factor, count, BLOCK: tl.constexpr):
+    by = tl.load(factor).to(tl.float32)
+    if by != 1.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        found = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32) * by
+        tl.store(x + at, found.to(x.dtype.element_ty), mask=at < count)
+
+
+def scale_by(x: Tensor, factor: Tensor) -> None:
+    if x.dtype == torch.float64 or not x.is_contiguous() or not x.numel():
+        return row_passes.scale_by.function(x, factor)
+    count = x.numel()
+    _scaled((count, kinds(x, factor)), (ceil_div(count, FLAT), 1), 8, x, factor, count, FLAT)
     return None
 
 
 # Softmax
 
 
-@triton.jit
+@program()
 def _softmax(
     x,
     out,
@@ -366,33 +449,33 @@ def _softmax(
     CLASSES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1).to(tl.int64) * CLASSES + tl.arange(0, CLASSES)
+    column = tl.program_id(1) * CLASSES + tl.arange(0, CLASSES)
     exists = row < num_rows
-    is_there = exists[:, None] & (column < num_classes)[None, :]
     begin = x + _beginning(row, size_1, size_2, step_0, step_1, step_2)
-    some = tl.load(begin[:, None] + column[None, :] * step, mask=is_there, other=0.0).to(tl.float32)
-    some -= tl.load(less + row, mask=exists, other=0.0)[:, None]
+    found = _read(begin, column, step, exists, num_classes, 0.0, ROWS)
+    found -= tl.load(less + row, mask=exists, other=0.0)[:, None]
     whole = tl.load(total + row, mask=exists, other=1.0)
     if LOG:
-        found = some - tl.log(whole)[:, None]
+        found -= tl.log(whole)[:, None]
     else:
-        found = _exponential(some) * (1.0 / whole)[:, None]
+        found = _exponential(found) * (1.0 / whole)[:, None]
     begin = out + _beginning(row, size_1, size_2, out_0, out_1, out_2)
-    tl.store(begin[:, None] + column[None, :] * out_step, found.to(out.dtype.element_ty), mask=is_there)
+    is_there = exists[:, None] & (column < num_classes)[None, :]
+    tl.store(_places(begin, column, out_step, ROWS), found.to(out.dtype.element_ty), mask=is_there)
 
 
 def row_softmax(x: Tensor, out: Tensor, less: Tensor, total: Tensor, dim: int, log: bool) -> None:
-    layout = Layout.of(dim, x, out)
+    layout = layout_of(dim, x, out)
     if layout is None:
         return row_passes.row_softmax.function(x, out, less, total, dim, log)
     if layout.num_rows and layout.num_classes:
-        rows = less.contiguous(), total.contiguous(), layout.num_rows, layout.num_classes
-        places = *layout.sizes, *layout.strides[0], *layout.strides[1]
-        _softmax[layout.tiles](x, out, *rows, *places, LOG=log, **layout.options)
+        given = x, out, less.contiguous(), total.contiguous()
+        sizes, which = (layout.num_rows, layout.num_classes, *layout.places), (log, layout.rows, layout.classes)
+        _softmax((layout, log, kinds(*given)), layout.tiles, layout.tile_warps, *given, *sizes, *which)
     return None
 
 
-@triton.jit
+@program()
 def _products(
     grad,
     known,
@@ -415,33 +498,34 @@ def _products(
     CLASSES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    part = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(1)
     exists = row < num_rows
     begin = grad + _beginning(row, size_1, size_2, step_0, step_1, step_2)
     beside = known + _beginning(row, size_1, size_2, known_0, known_1, known_2)
-    total = tl.zeros([ROWS], tl.float32)
-    for at in range(part * share, tl.minimum(part * share + share, num_classes), CLASSES):
+    last = tl.minimum(part * share + share, num_classes)
+    total = tl.zeros([ROWS, CLASSES], tl.float32)
+    for at in range(part * share, last, CLASSES):
         column = at + tl.arange(0, CLASSES)
-        is_there = exists[:, None] & (column < tl.minimum(part * share + share, num_classes))[None, :]
-        some = tl.load(begin[:, None] + column[None, :] * step, mask=is_there, other=0.0).to(tl.float32)
+        some = _read(begin, column, step, exists, last, 0.0, ROWS)
         if not LOG:
-            some *= tl.load(beside[:, None] + column[None, :] * known_step, mask=is_there, other=0.0).to(tl.float32)
-        total += tl.sum(some, 1)
-    tl.store(sums + part * num_rows + row, total, mask=exists)
+            some *= _read(beside, column, known_step, exists, last, 0.0, ROWS)
+        total += some
+    tl.store(sums + part.to(tl.int64) * num_rows + row, tl.sum(total, 1), mask=exists)
 
 
 def row_products(grad: Tensor, known: Tensor, dim: int, log: bool) -> Tensor:
-    layout = Layout.of(dim, grad, known)
+    layout = layout_of(dim, grad, known)
     if layout is None or not (layout.num_rows and layout.num_classes):
         return row_passes.row_products.function(grad, known, dim, log)
-    parts, share = layout.shares
+    parts = layout.shares[1]
     sums = torch.empty((parts, *grad.shape[:dim], *grad.shape[dim + 1 :]), dtype=torch.float32, device=grad.device)
-    places = layout.num_rows, layout.num_classes, share, *layout.sizes, *layout.strides[0], *layout.strides[1]
-    _products[layout.blocks_of_rows, parts](grad, known, sums, *places, LOG=log, **layout.options)
+    key, sizes = (layout, log, kinds(grad, known)), (layout.num_rows, layout.num_classes, layout.share)
+    tile = layout.rows, WORDS * layout.lanes
+    _products(key, layout.shares, layout.num_warps, grad, known, sums, *sizes, *layout.places, log, *tile)
     return sums[0] if parts == 1 else sums.sum(0)
 
 
-@triton.jit
+@program()
 def _softmax_gradient(
     grad,
     known,
@@ -468,186 +552,28 @@ def _softmax_gradient(
     CLASSES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1).to(tl.int64) * CLASSES + tl.arange(0, CLASSES)
+    column = tl.program_id(1) * CLASSES + tl.arange(0, CLASSES)
     exists = row < num_rows
-    is_there = exists[:, None] & (column < num_classes)[None, :]
     begin = grad + _beginning(row, size_1, size_2, step_0, step_1, step_2)
     beside = known + _beginning(row, size_1, size_2, known_0, known_1, known_2)
-    some = tl.load(begin[:, None] + column[None, :] * step, mask=is_there, other=0.0).to(tl.float32)
-    y = tl.load(beside[:, None] + column[None, :] * known_step, mask=is_there, other=0.0).to(tl.float32)
+    some = _read(begin, column, step, exists, num_classes, 0.0, ROWS)
+    y = _read(beside, column, known_step, exists, num_classes, 0.0, ROWS)
     whole = tl.load(total + row, mask=exists, other=0.0)[:, None]
     if LOG:
         found = some - _exponential(y) * whole
     else:
         found = (some - whole) * y
     begin = out + _beginning(row, size_1, size_2, out_0, out_1, out_2)
-    tl.store(begin[:, None] + column[None, :] * out_step, found.to(out.dtype.element_ty), mask=is_there)
+    is_there = exists[:, None] & (column < num_classes)[None, :]
+    tl.store(_places(begin, column, out_step, ROWS), found.to(out.dtype.element_ty), mask=is_there)
 
 
 def row_softmax_gradient(grad: Tensor, known: Tensor, out: Tensor, total: Tensor, dim: int, log: bool) -> None:
-    layout = Layout.of(dim, grad, known, out)
+    layout = layout_of(dim, grad, known, out)
     if layout is None:
         return row_passes.row_softmax_gradient.function(grad, known, out, total, dim, log)
     if layout.num_rows and layout.num_classes:
-        places = layout.num_rows, layout.num_classes, *layout.sizes, *(s for steps in layout.strides for s in steps)
-        _softmax_gradient[layout.tiles](grad, known, out, total.contiguous(), *places, LOG=log, **layout.options)
+        given = grad, known, out, total.contiguous()
+        sizes, which = (layout.num_rows, layout.num_classes, *layout.places), (log, layout.rows, layout.classes)
+        _softmax_gradient((layout, log, kinds(*given)), layout.tiles, layout.tile_warps, *given, *sizes, *which)
     return None
-
-
-# Numbers of rows
-
-
-def _of_numbers(num_rows: int) -> tuple[int]:
-    return (triton.cdiv(num_rows, ROWS_OF_NUMBERS),)
-
-
-@triton.jit
-def _judged(target, verdict, num_rows, ignore, num_classes, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    named = tl.load(target + row, mask=row < num_rows, other=ignore).to(tl.int64)
-    is_bad = (named != ignore) & ((named < 0) | (named >= num_classes))
-    if tl.max(is_bad.to(tl.int32), 0) > 0:
-        tl.store(verdict, 0)
-
-
-def are_classes(target: Tensor, ignore: int, num_classes: int) -> Tensor:
-    verdict = torch.ones((), dtype=torch.int32, device=target.device)
-    if num_rows := target.numel():
-        _judged[_of_numbers(num_rows)](
-            target.contiguous(), verdict, num_rows, ignore, num_classes, BLOCK=ROWS_OF_NUMBERS
-        )
-    return verdict
-
-
-@triton.jit
-def _ordered(x, out, count, BLOCK: tl.constexpr):
-    """The bits of x, which are integers to this program, with those of negative floats in reverse order."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    bits = tl.load(x + at, mask=at < count, other=0)
-    tl.store(out + at, bits ^ ((bits >> 31) & 0x7FFFFFFF), mask=at < count)
-
-
-def in_order(x: Tensor) -> Tensor:
-    if x.dtype not in (torch.float32, torch.int32) or not x.numel():
-        return row_numbers.in_order.function(x)
-    bits = x.contiguous().view(torch.int32)
-    out = torch.empty_like(bits)
-    _ordered[_of_numbers(bits.numel())](bits, out, bits.numel(), BLOCK=ROWS_OF_NUMBERS)
-    return out.view(torch.int32 if x.dtype == torch.float32 else torch.float32)
-
-
-@triton.jit
-def _terms(sums, top, of_classes, num_rows, last, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    exists = row < num_rows
-    shift = tl.load(sums + row, mask=exists, other=0.0) - tl.load(top + row, mask=exists, other=0.0)
-    total = tl.load(sums + num_rows + row, mask=exists, other=0.0)
-    tl.store(sums + num_rows + row, total * _exponential(shift), mask=exists)
-    if SMOOTHED:
-        logits = tl.load(sums + last * num_rows + row, mask=exists, other=0.0)
-        logits += shift * tl.load(of_classes).to(tl.float32)
-        tl.store(sums + last * num_rows + row, logits, mask=exists)
-
-
-def row_terms(sums: Tensor, top: Tensor, of_classes: Tensor | None) -> None:
-    num_rows = top.numel()
-    if sums.dtype != torch.float32 or not sums.is_contiguous() or not num_rows:
-        return row_numbers.row_terms.function(sums, top, of_classes)
-    given = sums, top.contiguous(), top if of_classes is None else of_classes, num_rows, len(sums) - 1
-    _terms[_of_numbers(num_rows)](*given, SMOOTHED=of_classes is not None, BLOCK=ROWS_OF_NUMBERS)
-    return None
-
-
-@triton.jit
-def _losses(
-    sums,
-    top,
-    largest,
-    target,
-    weights,
-    of_classes,
-    losses,
-    counts,
-    numbers,
-    num_rows,
-    last,
-    ignore,
-    smoothing,
-    part,
-    num_classes,
-    z_loss,
-    LARGEST: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """What `row_numbers.row_losses` gives for each row."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    exists = row < num_rows
-    counted = tl.load(target + row, mask=exists, other=0).to(tl.int64) != ignore
-    highest = tl.load(top + row, mask=exists, other=0.0)
-    total = tl.load(sums + row, mask=exists, other=1.0)
-    picked = tl.load(sums + num_rows + row, mask=exists, other=0.0) - highest
-    log_total = tl.log(total)
-    if WEIGHTED:
-        count = tl.load(weights + row, mask=exists, other=0.0).to(tl.float32)
-        of_all = tl.load(of_classes).to(tl.float32) if SMOOTHED else 0.0
-    else:
-        count = tl.where(counted, 1.0, 0.0)
-        of_all = num_classes
-    loss = log_total - picked
-    if WEIGHTED:
-        loss *= count
-    if SMOOTHED:
-        loss = (1 - smoothing) * loss
-        loss += part * (log_total * of_all - tl.load(sums + last * num_rows + row, mask=exists, other=0.0))
-    if Z_LOSS:
-        loss += z_loss * (log_total + highest) * (log_total + highest)
-    tl.store(losses + row, tl.where(counted, loss, 0.0), mask=exists)
-    tl.store(counts + row, count, mask=exists)
-    if NUMBERS:
-        norm = 1.0 / total
-        chance = _exponential(picked) * norm
-        if LARGEST:
-            norm *= _exponential(tl.load(largest + row, mask=exists, other=0.0) - highest)
-        tl.store(numbers + row, norm, mask=exists)
-        if NUMBERS == 2:
-            tl.store(numbers + num_rows + row, chance - 1.0, mask=exists)
-        else:
-            mass = (1 - smoothing) * count + 2.0 * z_loss * (log_total + highest)
-            if SMOOTHED:
-                mass += part * of_all
-            tl.store(numbers + num_rows + row, chance * mass - (1 - smoothing + part) * count, mask=exists)
-            tl.store(numbers + 2 * num_rows + row, mass, mask=exists)
-            tl.store(numbers + 3 * num_rows + row, log_total + highest, mask=exists)
-
-
-def row_losses(
-    sums: Tensor,
-    top: Tensor,
-    largest: Tensor | None,
-    target: Tensor,
-    weights: Tensor | None,
-    of_classes: Tensor | None,
-    ignore: int,
-    smoothing: float,
-    num_classes: int,
-    z_loss: float,
-    for_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows = top.numel()
-    if sums.dtype != torch.float32 or not num_rows or (of_classes is not None and of_classes.ndim):
-        options = ignore, smoothing, num_classes, z_loss, for_gradient
-        return row_numbers.row_losses.function(sums, top, largest, target, weights, of_classes, *options)
-    losses, counts = torch.empty_like(top), torch.empty_like(top)
-    plain = weights is None and not smoothing and not z_loss
-    numbers = top.new_empty((2 if plain else 4, *top.shape) if for_gradient else 0)
-    optional = (x if x is None else x.contiguous() for x in (largest, target, weights, of_classes))
-    given = [sums.contiguous(), top.contiguous(), *(top if x is None else x for x in optional), losses, counts, numbers]
-    sizes = num_rows, len(sums) - 1, ignore, smoothing, smoothing / num_classes, num_classes, z_loss
-    kinds: dict[str, Any] = {"LARGEST": largest is not None, "WEIGHTED": weights is not None}
-    kinds |= {"SMOOTHED": smoothing > 0, "Z_LOSS": z_loss > 0, "NUMBERS": len(numbers), "BLOCK": ROWS_OF_NUMBERS}
-    _losses[_of_numbers(num_rows)](*given, *sizes, **kinds)
-    return losses, counts, numbers

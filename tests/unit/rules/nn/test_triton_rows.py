@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,11 @@ from shardwise.rules.nn import device_kernels, row_numbers, row_passes
 
 R, S = sw.Replicate(), sw.Shard
 HALF = (torch.bfloat16, torch.float16)
+STEPS = [step for steps in device_kernels.WRITTEN_IN_TRITON.values() for step in steps]
 over_reductions = pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+"""Of Triton's interpreter."""
 
 
 @pytest.fixture
@@ -37,17 +42,22 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Any:
     if torch.cuda.is_available():
         pytest.skip("Triton's programs are compiled here, and run in tests/gpu")
     pytest.importorskip("triton", reason="needs Triton, whose interpreter runs programs on a CPU")
-    from shardwise.rules.nn import triton_rows
+    from shardwise.rules.nn import triton_numbers, triton_rows
 
-    monkeypatch.setattr(triton_rows, "LONGEST", 128)  # so that rows take several rounds
-    return triton_rows
+    monkeypatch.setattr(triton_rows, "THREADS", 2)
+    monkeypatch.setattr(triton_rows, "WRITING_THREADS", 2)  # so that rows take several rounds
+    triton_rows._layout.cache_clear()
+    yield SimpleNamespace(
+        **{s.name: getattr(m, s.name) for m in (triton_rows, triton_numbers) for s in STEPS if hasattr(m, s.name)}
+    )
+    triton_rows._layout.cache_clear()
 
 
 @pytest.fixture
 def on_cpu(programs: Any) -> Iterator[None]:
     """The programs as the kernels of CPUs."""
     with restored():
-        for step in device_kernels.WRITTEN_IN_TRITON:
+        for step in STEPS:
             register_kernel(step, "cpu")(getattr(programs, step.name))
         yield
     sw.clear_cache()
@@ -85,7 +95,9 @@ def test_sums_and_gradients_of_rows(
     dtype: torch.dtype, enough: int, programs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that are shared by several programs, and rows that are not."""
-    monkeypatch.setattr(programs, "ENOUGH", enough)
+    from shardwise.rules.nn import triton_rows
+
+    monkeypatch.setattr(triton_rows, "ENOUGH", enough)
     for x, dim in tensors(dtype):
         rows = (*x.shape[:dim], *x.shape[dim + 1 :])
         for width, smoothed, weighted in ((torch.int64, False, False), (torch.int32, True, True)):
@@ -94,16 +106,17 @@ def test_sums_and_gradients_of_rows(
             given = x, target, 2, dim, weight, smoothed
             sums = row_passes.row_sums.function(*given)
             check(programs.row_sums(*given), sums, dtype)
-            mass = torch.rand(rows) if weighted else None
-            grad = torch.rand(rows) if smoothed else torch.tensor(0.7).expand(rows)
-            more = torch.rand(rows), mass, grad, 0.1 * smoothed, weight, target, torch.rand(rows), -2, 2, dim
+            numbers = torch.rand(5 if weighted else 3, *rows)
+            numbers[row_passes.LARGEST] = sums[row_passes.MAXIMUM]
+            grad, total = (torch.rand(rows), None) if smoothed else (torch.tensor(0.7), torch.tensor(3.0))
+            more = numbers, grad, total, 0.1 * smoothed, weight, target, -2, 2, dim
             ours, theirs = torch.empty_like(x), torch.empty_like(x)
-            for less in (sums[0], None):
-                programs.row_gradient(x, ours, less, *more)
-                row_passes.row_gradient.function(x, theirs, less, *more)
+            for of_logits in (True, False):
+                programs.row_gradient(x, ours, of_logits, *more)
+                row_passes.row_gradient.function(x, theirs, of_logits, *more)
                 check(ours, theirs, dtype)
             inplace = x.clone(memory_format=torch.preserve_format)
-            programs.row_gradient(inplace, inplace, None, *more)
+            programs.row_gradient(inplace, inplace, False, *more)
             check(inplace, theirs, dtype)
 
 
@@ -130,29 +143,28 @@ def test_softmax_of_rows(log: bool, programs: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_numbers_of_rows(programs: Any) -> None:
     torch.manual_seed(0)
-    numbers = torch.tensor([0.0, -0.0, 1.5, -1.5, torch.inf, -torch.inf, torch.nan, 1e-40])
-    bits = row_numbers.in_order.function(numbers)
-    assert torch.equal(programs.in_order(numbers), bits)
-    assert torch.equal(programs.in_order(bits).view(torch.int32), numbers.view(torch.int32))
-    for bad in (None, -1, 9):
-        target = torch.tensor([3, 0, 8, -100, 3] * 200).index_fill(0, torch.tensor([700]), 3 if bad is None else bad)
-        assert bool(programs.are_classes(target, -100, 9)) is (bad is None)
-        assert bool(row_numbers.are_classes.function(target, -100, 9)) is (bad is None)
     for smoothing, z_loss in itertools.product((0.0, 0.1), (0.0, 0.2)):
         for weighted, is_kept, for_gradient in itertools.product((False, True), repeat=3):
-            sums, top, target = torch.rand(4 if smoothing else 3, 70) + 0.5, torch.randn(70), torch.randint(9, (70,))
-            of_classes = torch.tensor(3.7)
-            weights, largest = torch.rand(70) if weighted else None, torch.randn(70) if is_kept else None
-            given = sums[1:], top, largest, target, weights, of_classes if weighted else None, 3, smoothing, 9, z_loss
-            ours, theirs = (
-                programs.row_losses(*given, for_gradient),
-                row_numbers.row_losses.function(*given, for_gradient),
-            )
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-            both = sums.clone(), sums.clone()
-            programs.row_terms(both[0], top, of_classes if smoothing else None)
-            row_numbers.row_terms.function(both[1], top, of_classes if smoothing else None)
+            each, top, target = torch.rand(2, 5 if smoothing else 3, 170) + 0.5, torch.randn(170), torch.arange(170) % 9
+            of_classes = torch.tensor(3.7) if weighted else None
+            weights, largest = torch.rand(170) if weighted else None, torch.randn(170) if is_kept else None
+            for sums, highest in ((each, None), (each[:1], top)):
+                given = sums, highest, largest, target, weights, of_classes, 3, smoothing, 9, z_loss, for_gradient
+                ours, theirs = programs.row_losses(*given), row_numbers.row_losses.function(*given)
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+            both = each[0].clone(), each[0].clone()
+            programs.row_terms(both[0], top)
+            row_numbers.row_terms.function(both[1], top)
             torch.testing.assert_close(*both)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_multiples_of_all_elements(programs: Any) -> None:
+    for dtype, factor in itertools.product((torch.float32, torch.bfloat16), (1.0, 0.3)):
+        x = torch.randn(90, 101).to(dtype)
+        found = x.clone()
+        programs.scale_by(found, torch.tensor(factor))
+        check(found, x * factor, dtype)
 
 
 @pytest.mark.slow
@@ -164,7 +176,7 @@ def test_programs_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
     compiled = {line.split()[0] for line in ended.stdout.splitlines()}
-    assert {"_sums", "_joined", "_gradient", "_softmax", "_products", "_softmax_gradient"} < compiled
+    assert {"_sums", "_joined", "_gradient", "_softmax", "_products", "_softmax_gradient", "_losses"} < compiled
 
 
 # Whole losses
@@ -256,6 +268,6 @@ def test_without_triton_it_is_said_once(found: str | None, monkeypatch: pytest.M
     monkeypatch.setitem(table._providers, "cuda", device_kernels.offer_triton)
     said = "Triton is not installed" if found is None else "Triton 2.9.1 is too old"
     with restored():
-        with pytest.warns(KernelWarning, match=f"{said}: losses .* Install triton 3.2 or newer"):
+        with pytest.warns(KernelWarning, match=f"{said}: losses .* Install triton 3.6 or newer"):
             assert not row_passes.keeps_logits("cuda")
         assert not row_passes.keeps_logits("cuda")
