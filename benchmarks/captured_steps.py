@@ -11,7 +11,6 @@ Inductor takes is not counted as capturing. A missed target prints MISS; the exi
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -33,7 +32,7 @@ from torch.utils._pytree import tree_flatten
 import block as blocks
 import shardwise as sw
 from block import Training
-from race import Call, Row, Table, Timing, race, report, seconds
+from race import Call, Row, Table, Timing, options_of, race, report, seconds
 from ranks import fake_world
 from shardwise.graph import programs_of
 
@@ -175,10 +174,7 @@ def processor_seconds(call: Call) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--rounds", type=int, default=31)
-    options = parser.parse_args()
+    options = options_of(__doc__, num_rounds=31).parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     tables = []

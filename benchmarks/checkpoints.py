@@ -14,7 +14,6 @@ stays 0.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import os
 import pstats
@@ -38,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
-from race import Row, Table, Timing, report, seconds
+from race import Row, Table, Timing, options_of, report, seconds
 from ranks import on_gloo
 
 NUM_BLOCKS, NUM_RANKS, NUM_ROUNDS, WIDTH, VOCABULARY = 12, 4, 9, 1216, 32000
@@ -214,10 +213,8 @@ def timings(samples: Samples) -> tuple[Timing, Timing]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    parser = options_of(__doc__, num_rounds=NUM_ROUNDS)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--folder", help="where to write (the system's for temporary files)")
     options = parser.parse_args()

@@ -11,7 +11,6 @@ slower rank. A missed target prints MISS; the exit status stays 0.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 
@@ -24,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
-from race import Row, Table, report, seconds
+from race import Row, Table, options_of, report, seconds
 from ranks import Times, on_gloo, race_on_ranks
 from scheduled import Size
 from transformer import GPT, Variant, token_ids
@@ -86,10 +85,8 @@ def row(num_ranks: int, num_rounds: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    parser = options_of(__doc__, num_rounds=NUM_ROUNDS)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     options = parser.parse_args()
     rows = [row(num_ranks, options.rounds) for num_ranks in options.ranks]
     columns = ("ranks", DDP, SHARDWISE, "shardwise / DDP", "target", "")

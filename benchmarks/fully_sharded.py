@@ -13,7 +13,6 @@ machine does not lengthen. A missed target prints MISS; the exit status stays 0.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
-from race import Call, Row, Table, report, seconds
+from race import Call, Row, Table, options_of, report, seconds
 from ranks import Times, fake_world, on_gloo, profile, race_on_ranks
 from scheduled import Size
 from transformer import GPT, Variant, token_ids
@@ -162,10 +161,8 @@ def _table(title: str, found: Found, at: int) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    parser = options_of(__doc__, num_rounds=NUM_ROUNDS)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     options = parser.parse_args()
     found = on_gloo(NUM_RANKS, on_rank, options.rounds, options.profile)
     host = on_host(options.rounds, options.profile)

@@ -10,7 +10,6 @@ a step, all included. A missed target prints MISS; the exit status stays 0.
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +23,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from on_device import clock_of
-from race import Table, race, report, seconds
+from race import Table, options_of, race, report, seconds
 from ranks import fake_world
 
 NUM_RANKS, TARGET = 8, 1.05
@@ -104,10 +103,8 @@ def peak(start: Callable[[], Callable[[], Tensor]]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    parser = options_of(__doc__, num_rounds=7)
     parser.add_argument("--tiny", action="store_true", help="a size that a CPU can run, for trying this out")
-    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     device = "cpu" if options.tiny else "cuda"
     sizes, rows, length = ((64, 2, 2, 256), 2, 16) if options.tiny else ((2048, 16, 18, 32768), 4, 2048)

@@ -14,7 +14,6 @@ stays 0.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 
@@ -29,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import shardwise as sw
-from race import Call, Row, Table, report, seconds
+from race import Call, Row, Table, options_of, report, seconds
 from ranks import Times, middle_half, on_gloo, profile, race_on_ranks
 
 WIDTH, HIDDEN, NUM_RANKS = 1024, 4096, 2
@@ -170,10 +169,8 @@ def on_rank(num_rounds: int, profiled: bool) -> dict[int, Found]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    parser = options_of(__doc__, num_rounds=NUM_ROUNDS)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     options = parser.parse_args()
     found = on_gloo(NUM_RANKS, on_rank, options.rounds, options.profile)
     if options.profile:

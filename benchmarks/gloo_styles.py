@@ -14,7 +14,6 @@ stays 0.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from torch.nn import functional as F
 
 import shardwise
 import shardwise.parallel
-from race import Call, Row, Table, Timing, race, report, seconds
+from race import Call, Row, Table, Timing, options_of, race, report, seconds
 from ranks import Times, fake_world, middle_half, on_gloo, profile, race_on_ranks
 
 NUM_RANKS, HEAD_DIM = 2, 32
@@ -220,10 +219,8 @@ def _row(measured: tuple[Case, Found]) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    parser = options_of(__doc__, num_rounds=NUM_ROUNDS)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     options = parser.parse_args()
     found = on_gloo(NUM_RANKS, on_rank, options.rounds, options.profile)
     if options.profile:

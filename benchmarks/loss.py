@@ -11,7 +11,6 @@ pass add, gradients included. A missed target prints MISS; the exit status stays
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from loss_gpu import HEAD, IN_PLACE, NUM_RANKS, OURS, PLAIN, RANK, Bench, Program, heads, losses
-from race import Call, Table, race, report, seconds
+from race import Call, Table, options_of, race, report, seconds
 from ranks import fake_world
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -94,10 +93,7 @@ def head_losses(bench: Bench) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write a dated report")
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds per measurement")
-    options = parser.parse_args()
+    options = options_of(__doc__, num_rounds=9).parse_args()
     torch.set_num_threads(1)
     with fake_world(RANK, NUM_RANKS):
         bench = Bench(init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",)), options.rounds)

@@ -10,7 +10,6 @@ prints MISS; the exit status stays 0.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from race import Row, Table, race, report, seconds
+from race import Row, Table, options_of, race, report, seconds
 from ranks import fake_world
 
 NUM_PARAMETERS, NUM_RANKS, WIDTHS = 100, 4, (64, 256, 1024)
@@ -55,10 +54,7 @@ def row(name: str, width: int, mesh: Any, num_rounds: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--rounds", type=int, default=30)
-    options = parser.parse_args()
+    options = options_of(__doc__, num_rounds=30).parse_args()
     torch.set_num_threads(1)
     with fake_world(1, NUM_RANKS):
         mesh = sw.init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("dp",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import gc
@@ -116,6 +117,14 @@ class Table:
         lines = [self.columns, tuple("---" for _ in self.columns), *self.rows]
         body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         return f"## {self.title}\n\n{body}\n"
+
+
+def options_of(about: str | None, *, num_rounds: int) -> argparse.ArgumentParser:
+    """The options that benchmarks have which measure in rounds."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write a dated report")
+    parser.add_argument("--rounds", type=int, default=num_rounds, help="interleaved rounds per measurement")
+    return parser
 
 
 def report(stem: str, title: str, about: str, tables: list[Table], *, write: bool) -> None:
