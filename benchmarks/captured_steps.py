@@ -11,35 +11,29 @@ Inductor takes is not counted as capturing. A missed target prints MISS; the exi
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import os
-import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor as their_tensors
 import torch.distributed.tensor.parallel as their_styles
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_flatten
 
 import block as blocks
 import shardwise as sw
 from block import Training
-from race import Call, Row, Table, Timing, race, seconds
+from race import Call, Row, Table, Timing, options_of, race, report, seconds
+from ranks import fake_world
 from shardwise.graph import programs_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -49,15 +43,6 @@ RATIO_TARGET, CAPTURE_TARGET, GUARDS_TARGET = 0.75, 60.0, 20e-6
 NUM_LAYERS = (6, 12, 24)
 PLAIN, COMPILED = "plain", "plain, compiled"
 CAPTURED = "captured, Inductor"
-
-
-@contextmanager
-def fake_world(rank: int, num_ranks: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def verdict(met: bool) -> str:
@@ -189,10 +174,7 @@ def processor_seconds(call: Call) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--rounds", type=int, default=31)
-    options = parser.parse_args()
+    options = options_of(__doc__, num_rounds=31).parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     tables = []
@@ -200,15 +182,7 @@ def main() -> None:
         tables.append(block_table(options.rounds))
     with fake_world(3, 8):
         tables.append(capture_table(options.rounds))
-    for table in tables:
-        table.print(Console(width=160))
-    if options.write:
-        today = datetime.date.today()
-        head = (
-            f"# Captured steps, {today}\n\nPython {platform.python_version()}, torch {torch.__version__}, one core.\n\n"
-        )
-        body = "\n".join(table.markdown() for table in tables)
-        (Path(__file__).parent / "results" / f"captured-steps-{today}.md").write_text(head + body)
+    report("captured-steps", "Captured steps", "One thread.", tables, write=options.write)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,8 @@ stays 0.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
-import datetime
 import os
-import platform
 import pstats
 import random
 import shutil
@@ -36,13 +33,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor as theirs
-import torch.multiprocessing
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
-from race import Row, Table, Timing, seconds
+from race import Row, Table, Timing, options_of, report, seconds
+from ranks import on_gloo
 
 NUM_BLOCKS, NUM_RANKS, NUM_ROUNDS, WIDTH, VOCABULARY = 12, 4, 9, 1216, 32000
 TORCH, COPY = "dcp, torch's DTensor", "a rank's copy"
@@ -174,20 +170,14 @@ def measure(found: dict[str, System], folder: Path, num_rounds: int) -> Found:
     return {**samples, COPY: {"save": copies}}
 
 
-def on_rank(rank: int, folder: str, width: int, num_rounds: int, profile: bool) -> None:
-    torch.set_num_threads(1)
+def on_rank(folder: Path, width: int, num_rounds: int, profile: bool) -> Found:
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
     made = systems(width, init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("dp",)))
-    check(made, Path(folder))
-    if profile:
-        _profile(made, Path(folder))
-    else:
-        found = measure(made, Path(folder), num_rounds)
-        if rank == 0:
-            torch.save(found, f"{folder}/found")
-    dist.barrier()
-    dist.destroy_process_group()
+    check(made, folder)
+    if not profile:
+        return measure(made, folder, num_rounds)
+    _profile(made, folder)
+    return {}
 
 
 def _profile(made: dict[str, System], folder: Path) -> None:
@@ -223,38 +213,23 @@ def timings(samples: Samples) -> tuple[Timing, Timing]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    parser = options_of(__doc__, num_rounds=NUM_ROUNDS)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--folder", help="where to write (the system's for temporary files)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=options.folder) as folder:
-        arguments = folder, options.width, options.rounds, options.profile
-        torch.multiprocessing.spawn(on_rank, arguments, nprocs=NUM_RANKS)
-        found = None if options.profile else torch.load(f"{folder}/found")
-    if found is None:
+        found = on_gloo(NUM_RANKS, on_rank, Path(folder), options.width, options.rounds, options.profile)
+    if options.profile:
         return
     num_bytes = 4 * sum(torch.Size(shape).numel() for shape in shapes(options.width).values())
     tables = [table(what, found, num_bytes) for what in ("save", "load")]
-    for one in tables:
-        one.print(Console(width=160))
-    if options.write:
-        _write(tables, num_bytes, options.rounds)
-
-
-def _write(tables: list[Table], num_bytes: int, num_rounds: int) -> None:
-    today = datetime.date.today().isoformat()
     about = (
-        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPUs, "
         f"{NUM_RANKS} Gloo ranks, one thread each; {num_bytes / 1e9:.2f} GB in {len(shapes(WIDTH))} tensors. Seconds "
-        f"of the slowest rank, and CPU seconds of all ranks; medians of {num_rounds} interleaved rounds. Ratios are "
-        f"medians of the rounds' ratios."
+        f"of the slowest rank, and CPU seconds of all ranks; medians of {options.rounds} interleaved rounds. Ratios "
+        f"are medians of the rounds' ratios."
     )
-    path = Path(__file__).parent / "results" / f"checkpoints-{today}.md"
-    body = "\n".join(one.markdown() for one in tables)
-    path.write_text(f"# Checkpoints, {today}\n\n`python benchmarks/checkpoints.py --write`: {about}\n\n{body}")
+    report("checkpoints", "Checkpoints", about, tables, write=options.write)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import os
-import platform
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -26,12 +23,10 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
-from rich.console import Console
 
 import shardwise as sw
-from race import Row, Table
+from race import Row, Table, report
+from ranks import on_gloo
 from shardwise.debug import CommDebugMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -92,24 +87,12 @@ def all_ways(mesh: Any, steps: int, *more: str) -> list[Found]:
     return [on_mesh(mesh, steps, compiled) for compiled in ways]
 
 
-def rank_main(rank: int, folder: str, shape: Shape, steps: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    found = all_ways(sw.init_device_mesh("cpu", shape, mesh_dim_names=AXES), steps, "inductor")
-    if rank == 0:
-        torch.save(found, f"{folder}/found")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def on_gloo(shape: Shape, steps: int) -> list[Found]:
-    with tempfile.TemporaryDirectory(prefix="factorisations-") as folder:
-        torch.multiprocessing.spawn(rank_main, (folder, shape, steps), nprocs=4)
-        return torch.load(f"{folder}/found")
+def on_rank(shape: Shape, steps: int) -> list[Found]:
+    return all_ways(sw.init_device_mesh("cpu", shape, mesh_dim_names=AXES), steps, "inductor")
 
 
 def row(port: str, shape: Shape, steps: int) -> Row:
-    ways = on_gloo(shape, steps) if port == "Gloo" else all_ways(sw.simulate(shape, AXES), steps)
+    ways = on_gloo(4, on_rank, shape, steps) if port == "Gloo" else all_ways(sw.simulate(shape, AXES), steps)
     (found, counts), (captured, _), *others = ways
     loss, norm = differences(found, one_device(steps))
     off_by = [max(differences(other, found)) for other, _ in others]
@@ -130,14 +113,9 @@ def main() -> None:
     rows = [row("simulated", shape, options.steps) for shape in factorisations(8)]
     rows += [row("Gloo", shape, options.steps) for shape in factorisations(4)]
     columns = ("ranks", *AXES, "last loss", "loss off by", "norm off by", *WAYS, "collectives", "after passes", "")
-    table = Table(f"{options.steps} steps of a GPT; one device: {one_device(options.steps)[-1][0]:.5f}", columns, rows)
-    table.print(Console(width=160))
-    if options.write:
-        today = datetime.date.today()
-        head = (
-            f"# One GPT on many meshes, {today}\n\nPython {platform.python_version()}, torch {torch.__version__}.\n\n"
-        )
-        (Path(__file__).parent / "results" / f"factorisations-{today}.md").write_text(head + table.markdown())
+    title = f"{options.steps} steps of a GPT; one device: {one_device(options.steps)[-1][0]:.5f}"
+    tables = [Table(title, columns, rows)]
+    report("factorisations", "One GPT on many meshes", "One thread a rank.", tables, write=options.write)
 
 
 if __name__ == "__main__":

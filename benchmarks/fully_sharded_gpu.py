@@ -10,27 +10,21 @@ a step, all included. A missed target prints MISS; the exit status stays 0.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import gc
-import platform
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
 from on_device import clock_of
-from race import Table, race, seconds
+from race import Table, options_of, race, report, seconds
+from ranks import fake_world
 
 NUM_RANKS, TARGET = 8, 1.05
 PLAIN, TORCH, SHARDWISE, LAYOUTS = "plain", "FSDP2", "shardwise, a batch per rank", "shardwise, DTensors"
@@ -109,21 +103,19 @@ def peak(start: Callable[[], Callable[[], Tensor]]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    parser = options_of(__doc__, num_rounds=7)
     parser.add_argument("--tiny", action="store_true", help="a size that a CPU can run, for trying this out")
-    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     device = "cpu" if options.tiny else "cuda"
     sizes, rows, length = ((64, 2, 2, 256), 2, 16) if options.tiny else ((2048, 16, 18, 32768), 4, 2048)
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=NUM_RANKS)
-    mesh = init_device_mesh(device, (NUM_RANKS,), mesh_dim_names=("dp",))
-    tokens = torch.randint(sizes[-1], (rows, length + 1), device=device)
-    systems = (PLAIN, TORCH, SHARDWISE, LAYOUTS)
-    starts = {system: partial(made, system, sizes, mesh, tokens) for system in systems}
-    peaks = {system: peak(start) if device == "cuda" else 0 for system, start in starts.items()}
-    steps = {system: start() for system, start in starts.items()}
-    timings = race(steps, num_rounds=options.rounds, clock=clock_of(torch.device(device)))
+    with fake_world(1, NUM_RANKS):
+        mesh = init_device_mesh(device, (NUM_RANKS,), mesh_dim_names=("dp",))
+        tokens = torch.randint(sizes[-1], (rows, length + 1), device=device)
+        systems = (PLAIN, TORCH, SHARDWISE, LAYOUTS)
+        starts = {system: partial(made, system, sizes, mesh, tokens) for system in systems}
+        peaks = {system: peak(start) if device == "cuda" else 0 for system, start in starts.items()}
+        steps = {system: start() for system, start in starts.items()}
+        timings = race(steps, num_rounds=options.rounds, clock=clock_of(torch.device(device)))
     table = []
     for system, timing in timings.items():
         ratio = timing.ratio_to(timings[PLAIN])
@@ -132,17 +124,10 @@ def main() -> None:
         table.append((system, seconds(timing.median), f"{ratio:.3f}", memory, str(TARGET) if verdict else "", verdict))
     params = sum(p.numel() for p in model(sizes, "meta").parameters())
     title = f"A step of {params / 1e9:.2f} billion parameters, {rows} × {length} tokens"
-    found = Table(title, ("system", "a step", "/ plain", "peak", "target", ""), table)
-    found.print(Console(width=140))
-    if options.write:
-        today, name = datetime.date.today(), torch.cuda.get_device_name() if device == "cuda" else "CPU"
-        head = f"# One rank's share of a fully sharded model, {today}\n\n"
-        head += (
-            f"Python {platform.python_version()}, torch {torch.__version__}, {name}, bfloat16; rank 1 of {NUM_RANKS} "
-        )
-        head += f"in a fake group; {options.rounds} interleaved rounds.\n\n"
-        (Path(__file__).parent / "results" / f"fully-sharded-gpu-{today}.md").write_text(head + found.markdown())
-    dist.destroy_process_group()
+    tables = [Table(title, ("system", "a step", "/ plain", "peak", "target", ""), table)]
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    about = f"{name}, bfloat16; rank 1 of {NUM_RANKS} in a fake group; {options.rounds} interleaved rounds."
+    report("fully-sharded-gpu", "One rank's share of a fully sharded model", about, tables, write=options.write)
 
 
 if __name__ == "__main__":

@@ -14,41 +14,29 @@ stays 0.
 
 from __future__ import annotations
 
-import argparse
-import cProfile
-import datetime
 import os
-import platform
-import pstats
-import random
-import statistics
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as styles
-import torch.multiprocessing
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import shardwise as sw
-from race import Row, Table, Timing, seconds
+from race import Call, Row, Table, options_of, report, seconds
+from ranks import Times, middle_half, on_gloo, profile, race_on_ranks
 
 WIDTH, HIDDEN, NUM_RANKS = 1024, 4096, 2
 NUM_TOKENS = (1024, 64)
-NUM_ROUNDS, NUM_CALLS, NUM_WARM_UP = 15, {1024: 2, 64: 10}, 1
+NUM_ROUNDS, NUM_CALLS = 15, {1024: 2, 64: 10}
 PLAIN, TORCH, SHARDWISE = "plain", "torch's module styles", "shardwise"
 TARGET = 1.0
-Step = Callable[[], object]
-Found = dict[str, tuple[tuple[float, ...], tuple[float, ...]]]
+Found = dict[str, Times]
 
 
 class MLP(nn.Module):
@@ -64,13 +52,13 @@ class MLP(nn.Module):
 # The three systems, each as a module and its input
 
 
-def by_styles(mesh: DeviceMesh, x: Tensor) -> Step:
+def by_styles(mesh: DeviceMesh, x: Tensor) -> Call:
     plan = {"up": styles.ColwiseParallel(), "down": styles.RowwiseParallel()}
     module = styles.parallelize_module(MLP(), mesh, plan)
     return _step(module, x.clone().requires_grad_())
 
 
-def by_layouts(mesh: DeviceMesh, x: Tensor) -> Step:
+def by_layouts(mesh: DeviceMesh, x: Tensor) -> Call:
     where = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 
     def lay(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -105,7 +93,7 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-def by_hand(mesh: DeviceMesh, x: Tensor) -> Step:
+def by_hand(mesh: DeviceMesh, x: Tensor) -> Call:
     whole, rank = MLP(), mesh.get_rank()
     up, down = nn.Linear(WIDTH, HIDDEN // NUM_RANKS), nn.Linear(HIDDEN // NUM_RANKS, WIDTH, bias=False)
     bias = nn.Parameter(whole.down.bias.detach().clone())
@@ -124,7 +112,7 @@ def by_hand(mesh: DeviceMesh, x: Tensor) -> Step:
 
 def _step(
     module: nn.Module, x: Tensor, finish: Callable[[Tensor], Tensor] = lambda y: y, call: Callable | None = None
-) -> Step:
+) -> Call:
     """Forward and backward, gradients of parameters and input included, with a gradient that is whole on every rank."""
     leaves = [x, *module.parameters()]
     forward, grad = call or module, None
@@ -148,38 +136,13 @@ def _await(y: Tensor) -> None:
         y.wait()
 
 
-SYSTEMS: dict[str, Callable[[DeviceMesh, Tensor], Step]] = {PLAIN: by_hand, TORCH: by_styles, SHARDWISE: by_layouts}
+SYSTEMS: dict[str, Callable[[DeviceMesh, Tensor], Call]] = {PLAIN: by_hand, TORCH: by_styles, SHARDWISE: by_layouts}
 
 
 # On each rank
 
 
-def measure(steps: dict[str, Step], num_calls: int, num_rounds: int) -> Found:
-    """Seconds per call, on the wall and of this process, of the rank that takes longer. All ranks shuffle alike, and
-    begin each slice together."""
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    order, chance = list(steps), random.Random(0)
-    for _ in range(num_rounds):
-        chance.shuffle(order)
-        for name in order:
-            for _ in range(NUM_WARM_UP):
-                steps[name]()
-            dist.barrier()
-            start, worked = time.perf_counter(), time.process_time()
-            for _ in range(num_calls):
-                steps[name]()
-            wall, work = time.perf_counter() - start, time.process_time() - worked
-            samples[name].append((wall / num_calls, work / num_calls))
-    found = {}
-    for name, own in samples.items():
-        longer = torch.tensor(own, dtype=torch.float64)
-        dist.all_reduce(longer, dist.ReduceOp.MAX)
-        wall, work = longer.T.tolist()
-        found[name] = (tuple(wall), tuple(work))
-    return found
-
-
-def check(steps: dict[str, Step]) -> None:
+def check(steps: dict[str, Call]) -> None:
     """All systems compute the same."""
     results = [step() for step in steps.values()]
     plain = [y.to_local() if isinstance(y, sw.DTensor) else y for y in results]
@@ -187,9 +150,7 @@ def check(steps: dict[str, Step]) -> None:
         torch.testing.assert_close(y, plain[0], atol=1e-4, rtol=1e-4)
 
 
-def rank_main(rank: int, folder: str, num_rounds: int, profile: bool) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
+def on_rank(num_rounds: int, profiled: bool) -> dict[int, Found]:
     mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",))
     found = {}
     for num_tokens in NUM_TOKENS:
@@ -197,47 +158,30 @@ def rank_main(rank: int, folder: str, num_rounds: int, profile: bool) -> None:
         x = torch.randn(1, num_tokens, WIDTH)
         steps = {name: make(mesh, x) for name, make in SYSTEMS.items()}
         check(steps)
-        if profile:
-            _profile(steps, NUM_CALLS[num_tokens] * 5, rank, num_tokens)
+        if profiled:
+            profile(steps, NUM_CALLS[num_tokens] * 5, f"{num_tokens} tokens, ")
         else:
-            found[num_tokens] = measure(steps, NUM_CALLS[num_tokens], num_rounds)
-    if rank == 0:
-        torch.save(found, f"{folder}/found")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _profile(steps: dict[str, Step], num_calls: int, rank: int, num_tokens: int) -> None:
-    for name, step in steps.items():
-        with torch.profiler.profile() as ops, cProfile.Profile() as functions:
-            for _ in range(num_calls):
-                step()
-        if rank == 0:
-            print(f"{name}, {num_tokens} tokens, {num_calls} calls")
-            print(ops.key_averages().table(sort_by="self_cpu_time_total", row_limit=12))
-            pstats.Stats(functions).sort_stats("tottime").print_stats(12)
-        dist.barrier()
+            found[num_tokens] = race_on_ranks(steps, num_calls=NUM_CALLS[num_tokens], num_rounds=num_rounds)
+    return found
 
 
 # Here
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    parser = options_of(__doc__, num_rounds=NUM_ROUNDS)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="gloo-mlp-") as folder:
-        given = (folder, options.rounds, options.profile)
-        torch.multiprocessing.spawn(rank_main, given, nprocs=NUM_RANKS)
-        found = torch.load(f"{folder}/found")
+    found = on_gloo(NUM_RANKS, on_rank, options.rounds, options.profile)
     if options.profile:
         return
-    table = Table("Forward and backward of a tensor-parallel MLP", COLUMNS, list(map(_row, found.items())))
-    table.print(Console(width=180))
-    if options.write:
-        _write(table)
+    about = (
+        f"{NUM_RANKS} ranks on Gloo with one thread each; width {WIDTH}, hidden {HIDDEN}, float32. Medians of "
+        f"{options.rounds} interleaved rounds, of the slower rank; ratios are medians of the rounds' ratios, with "
+        f"their middle half."
+    )
+    tables = [Table("Forward and backward of a tensor-parallel MLP", COLUMNS, list(map(_row, found.items())))]
+    report("gloo-mlp", "Two Gloo ranks", about, tables, write=options.write)
 
 
 COLUMNS = ("tokens", PLAIN, TORCH, SHARDWISE, "shardwise / torch's", "of CPU time", "shardwise / plain", "target", "")
@@ -245,34 +189,14 @@ COLUMNS = ("tokens", PLAIN, TORCH, SHARDWISE, "shardwise / torch's", "of CPU tim
 
 def _row(measured: tuple[int, Found]) -> Row:
     num_tokens, found = measured
-    walls, works = ({name: Timing(own[i]) for name, own in found.items()} for i in range(2))
-    ours, ratio = walls[SHARDWISE], walls[SHARDWISE].ratio_to(walls[TORCH])
-    medians = tuple(seconds(walls[name].median) for name in (PLAIN, TORCH, SHARDWISE))
-    beside_torch = f"{ratio:.2f} {_spread(ours, walls[TORCH])}"
-    of_work = f"{works[SHARDWISE].ratio_to(works[TORCH]):.2f} {_spread(works[SHARDWISE], works[TORCH])}"
+    ours, theirs = found[SHARDWISE], found[TORCH]
+    ratio = ours.wall.ratio_to(theirs.wall)
+    medians = tuple(seconds(found[name].wall.median) for name in (PLAIN, TORCH, SHARDWISE))
+    beside_torch = f"{ratio:.2f} {middle_half(ours.wall, theirs.wall)}"
+    of_work = f"{ours.work.ratio_to(theirs.work):.2f} {middle_half(ours.work, theirs.work)}"
     verdict = "pass" if ratio <= TARGET else "MISS"
-    plain = f"{ours.ratio_to(walls[PLAIN]):.2f}"
+    plain = f"{ours.wall.ratio_to(found[PLAIN].wall):.2f}"
     return f"1 x {num_tokens}", *medians, beside_torch, of_work, plain, f"{TARGET:.2f}", verdict
-
-
-def _spread(ours: Timing, theirs: Timing) -> str:
-    """The middle half of the rounds' ratios."""
-    low, _, high = statistics.quantiles([a / b for a, b in zip(ours.samples, theirs.samples, strict=True)], n=4)
-    return f"({low:.2f} to {high:.2f})"
-
-
-def _write(table: Table) -> None:
-    today = datetime.date.today().isoformat()
-    about = (
-        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, "
-        f"{os.cpu_count()} CPUs, {NUM_RANKS} ranks on Gloo with one thread each; width {WIDTH}, hidden {HIDDEN}, "
-        f"float32. Medians of {NUM_ROUNDS} interleaved rounds, of the slower rank; ratios are medians of the rounds' "
-        f"ratios, with their middle half."
-    )
-    path = Path(__file__).parent / "results" / f"gloo-mlp-{today}.md"
-    path.write_text(
-        f"# Two Gloo ranks, {today}\n\n`python benchmarks/gloo_mlp.py --write`: {about}\n\n{table.markdown()}"
-    )
 
 
 if __name__ == "__main__":

@@ -14,38 +14,29 @@ stays 0.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import datetime
 import os
-import platform
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor as their_tensors
 import torch.distributed.tensor.parallel as their_styles
-import torch.multiprocessing
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
 import shardwise.parallel
-from gloo_mlp import NUM_RANKS, Found, Step, _profile, _spread, measure
-from race import Row, Table, Timing, race, seconds
+from race import Call, Row, Table, Timing, options_of, race, report, seconds
+from ranks import Times, fake_world, middle_half, on_gloo, profile, race_on_ranks
 
-HEAD_DIM = 32
+NUM_RANKS, HEAD_DIM = 2, 32
 PLAIN, TORCH, SHARDWISE = "plain", "torch's styles", "shardwise's styles"
 SIZES = ((64, 256), (64, 1024), (1024, 256), (1024, 1024))  # tokens, width
 TARGETS = {64: 0.7, 1024: 1.0}
@@ -116,7 +107,7 @@ PLANS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
 LIBRARIES = {TORCH: (their_styles, their_tensors), SHARDWISE: (shardwise.parallel, shardwise)}
 
 
-def steps_of(mesh: DeviceMesh, plan: str, num_tokens: int, width: int) -> dict[str, Step]:
+def steps_of(mesh: DeviceMesh, plan: str, num_tokens: int, width: int) -> dict[str, Call]:
     torch.manual_seed(1)
     x = torch.randn(1, num_tokens, width)
     given = x if plan == "tensor parallel" else x.chunk(NUM_RANKS, 1)[mesh.get_local_rank()]
@@ -127,7 +118,7 @@ def steps_of(mesh: DeviceMesh, plan: str, num_tokens: int, width: int) -> dict[s
     return steps
 
 
-def _step(block: nn.Module, x: Tensor) -> Step:
+def _step(block: nn.Module, x: Tensor) -> Call:
     """Forward and backward, gradients of parameters and input included."""
     x = x.clone().requires_grad_()
     leaves = [x, *block.parameters()]
@@ -146,48 +137,41 @@ def _step(block: nn.Module, x: Tensor) -> Step:
     return step
 
 
-def check(steps: dict[str, Step]) -> None:
+def check(steps: dict[str, Call]) -> None:
     """Both libraries compute the same."""
     for ours, theirs in zip(steps[SHARDWISE](), steps[TORCH](), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 Case = tuple[str, int, int]
+Found = dict[str, Times]
 
 
-def rank_main(rank: int, folder: str, num_rounds: int, profile: bool) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
+def on_rank(num_rounds: int, profiled: bool) -> dict[Case, Found]:
     mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",))
     found: dict[Case, Found] = {}
     for plan in PLANS:
         for num_tokens, width in SIZES:
-            steps = steps_of(mesh, plan, num_tokens, width)
+            steps, num_calls = steps_of(mesh, plan, num_tokens, width), NUM_CALLS[num_tokens]
             check(steps)
-            if profile:
-                _profile(steps, NUM_CALLS[num_tokens] * 5, rank, num_tokens)
+            if profiled:
+                profile(steps, num_calls * 5, f"{plan}, {num_tokens} tokens, ")
             else:
-                found[plan, num_tokens, width] = measure(steps, NUM_CALLS[num_tokens], num_rounds)
-    if rank == 0:
-        torch.save(found, f"{folder}/found")
-    dist.barrier()
-    dist.destroy_process_group()
+                found[plan, num_tokens, width] = race_on_ranks(steps, num_calls=num_calls, num_rounds=num_rounds)
+    return found
 
 
-def host_main(rank: int, folder: str, num_rounds: int) -> None:
+def on_host(num_rounds: int) -> dict[str, dict[str, Timing]]:
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
-    mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",))
-    calls = {plan: steps_of(mesh, plan, *HOST_SIZE) for plan in PLANS}
-    if find_spec("transformers"):
-        calls |= llama_calls(mesh)
-    timings = {name: race(systems, num_rounds=num_rounds) for name, systems in calls.items()}
-    torch.save(
-        {plan: {name: t.samples for name, t in found.items()} for plan, found in timings.items()}, f"{folder}/host"
-    )
+    with fake_world(0, NUM_RANKS):
+        mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",))
+        calls = {plan: steps_of(mesh, plan, *HOST_SIZE) for plan in PLANS}
+        if find_spec("transformers"):
+            calls |= llama_calls(mesh)
+        return {name: race(systems, num_rounds=num_rounds) for name, systems in calls.items()}
 
 
-def llama_calls(mesh: DeviceMesh) -> dict[str, dict[str, Step]]:
+def llama_calls(mesh: DeviceMesh) -> dict[str, dict[str, Call]]:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -212,14 +196,13 @@ def llama_calls(mesh: DeviceMesh) -> dict[str, dict[str, Step]]:
 HOST_COLUMNS = ("plan", PLAIN, TORCH, SHARDWISE, "ours / torch's", "target", "")
 
 
-def _host_row(measured: tuple[str, dict[str, tuple[float, ...]]]) -> Row:
-    plan, found = measured
-    timings = {name: Timing(samples) for name, samples in found.items()}
+def _host_row(measured: tuple[str, dict[str, Timing]]) -> Row:
+    plan, timings = measured
     ratio = timings[SHARDWISE].ratio_to(timings[TORCH])
     medians = [seconds(timings[name].median) for name in (PLAIN, TORCH, SHARDWISE)]
     target = HOST_TARGET if plan in PLANS else 1.0
     verdict = "pass" if ratio <= target else "MISS"
-    return plan, *medians, f"{ratio:.2f} {_spread(timings[SHARDWISE], timings[TORCH])}", f"{target:.2f}", verdict
+    return plan, *medians, f"{ratio:.2f} {middle_half(timings[SHARDWISE], timings[TORCH])}", f"{target:.2f}", verdict
 
 
 COLUMN_NAMES = ("plan", "tokens", "width", PLAIN, TORCH, SHARDWISE, "ours / torch's", "of CPU time", "target", "")
@@ -227,26 +210,22 @@ COLUMN_NAMES = ("plan", "tokens", "width", PLAIN, TORCH, SHARDWISE, "ours / torc
 
 def _row(measured: tuple[Case, Found]) -> Row:
     (plan, num_tokens, width), found = measured
-    walls, works = ({name: Timing(own[i]) for name, own in found.items()} for i in range(2))
-    ratio, target = walls[SHARDWISE].ratio_to(walls[TORCH]), TARGETS[num_tokens]
-    beside = [f"{t[SHARDWISE].ratio_to(t[TORCH]):.2f} {_spread(t[SHARDWISE], t[TORCH])}" for t in (walls, works)]
-    medians = [seconds(walls[name].median) for name in (PLAIN, TORCH, SHARDWISE)]
+    ours, theirs, target = found[SHARDWISE], found[TORCH], TARGETS[num_tokens]
+    pairs = (ours.wall, theirs.wall), (ours.work, theirs.work)
+    ratio, beside = ours.wall.ratio_to(theirs.wall), [f"{a.ratio_to(b):.2f} {middle_half(a, b)}" for a, b in pairs]
+    medians = [seconds(found[name].wall.median) for name in (PLAIN, TORCH, SHARDWISE)]
     verdict = "pass" if ratio <= target else "MISS"
     return plan, str(num_tokens), str(width), *medians, *beside, f"{target:.2f}", verdict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    parser = options_of(__doc__, num_rounds=NUM_ROUNDS)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="gloo-styles-") as folder:
-        torch.multiprocessing.spawn(rank_main, (folder, options.rounds, options.profile), nprocs=NUM_RANKS)
-        if options.profile:
-            return
-        torch.multiprocessing.spawn(host_main, (folder, options.rounds), nprocs=1)
-        found, host = torch.load(f"{folder}/found"), torch.load(f"{folder}/host")
+    found = on_gloo(NUM_RANKS, on_rank, options.rounds, options.profile)
+    if options.profile:
+        return
+    host = on_host(options.rounds)
     tokens, width = HOST_SIZE
     tables = [
         Table("Forward and backward of a transformer block", COLUMN_NAMES, list(map(_row, found.items()))),
@@ -254,24 +233,11 @@ def main() -> None:
             f"On the host: {tokens} tokens, width {width}, fake group", HOST_COLUMNS, list(map(_host_row, host.items()))
         ),
     ]
-    for table in tables:
-        table.print(Console(width=180))
-    if options.write:
-        _write(tables, options.rounds)
-
-
-def _write(tables: list[Table], num_rounds: int) -> None:
-    today = datetime.date.today().isoformat()
     about = (
-        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPUs, "
-        f"{NUM_RANKS} ranks on Gloo with one thread each, float32. Medians of {num_rounds} interleaved rounds, of the "
-        f"slower rank; ratios are medians of the rounds' ratios, with their middle half."
+        f"{NUM_RANKS} ranks on Gloo with one thread each, float32. Medians of {options.rounds} interleaved rounds, of "
+        f"the slower rank; ratios are medians of the rounds' ratios, with their middle half."
     )
-    path = Path(__file__).parent / "results" / f"gloo-styles-{today}.md"
-    path.write_text(
-        f"# Module styles on two Gloo ranks, {today}\n\n`python benchmarks/gloo_styles.py --write`: {about}\n\n"
-        + "\n".join(table.markdown() for table in tables)
-    )
+    report("gloo-styles", "Module styles on two Gloo ranks", about, tables, write=options.write)
 
 
 if __name__ == "__main__":

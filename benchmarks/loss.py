@@ -11,24 +11,17 @@ pass add, gradients included. A missed target prints MISS; the exit status stays
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from loss_gpu import HEAD, IN_PLACE, NUM_RANKS, OURS, PLAIN, RANK, Bench, Program, heads, losses
-from race import Call, Table, race, seconds
+from race import Call, Table, options_of, race, report, seconds
+from ranks import fake_world
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from saved import on_cpu
@@ -100,24 +93,13 @@ def head_losses(bench: Bench) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write a dated report")
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds per measurement")
-    options = parser.parse_args()
+    options = options_of(__doc__, num_rounds=9).parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=NUM_RANKS)
-    bench = Bench(init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",)), options.rounds)
-    console, tables = Console(width=160), []
-    for made in (partial(cross_entropies, bench), partial(head_losses, bench)):
-        tables.append(made())
-        tables[-1].print(console)
-    if options.write:
-        today = datetime.date.today()
-        text = f"# Losses over a sharded vocabulary on a CPU, {today}\n\nPython {platform.python_version()}, torch "
-        text += f"{torch.__version__}, one thread, {os.cpu_count()} cores; rank {RANK} of {NUM_RANKS} in a fake group; "
-        text += f"{options.rounds} interleaved rounds.\n\n" + "\n".join(table.markdown() for table in tables)
-        (Path(__file__).parent / "results" / f"loss-{today}.md").write_text(text)
-    dist.destroy_process_group()
+    with fake_world(RANK, NUM_RANKS):
+        bench = Bench(init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",)), options.rounds)
+        tables = [cross_entropies(bench), head_losses(bench)]
+    about = f"One thread; rank {RANK} of {NUM_RANKS} in a fake group; {options.rounds} interleaved rounds."
+    report("loss", "Losses over a sharded vocabulary on a CPU", about, tables, write=options.write)
 
 
 if __name__ == "__main__":

@@ -34,11 +34,11 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
 from on_device import clock_of, measure_memory
 from race import Call, Table, Timing, race, seconds
+from ranks import fake_world
 from shardwise.parallel import cross_entropy, linear_cross_entropy
 
 NUM_RANKS, RANK, WIDTH = 8, 1, 4096
@@ -385,23 +385,22 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*DTensor.*")
     case, others = ((64, 1000), ((8, 100), (16, 257))) if options.tiny else (CASE, SHAPES)
     width, tokens = (32, (64, 128)) if options.tiny else (WIDTH, TOKENS)
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=NUM_RANKS)
-    bench = Bench(init_device_mesh(options.device, (NUM_RANKS,), mesh_dim_names=("tp",)), options.rounds)
-    console, tables = Console(width=140), []
-    with unpacked(options.liger) as liger:
-        for made in (
-            partial(cross_entropies, bench, case, liger),
-            partial(shapes, bench, others),
-            partial(head_table, bench, case, width, liger),
-            partial(growth, bench, tokens, case[1], width),
-        ):
-            tables.append(made())
-            tables[-1].print(console)
-    for failure in bench.failures:
-        console.print(f"could not be run: {failure}", style="yellow", markup=False)
-    if options.write:
-        write(bench, tables)
-    dist.destroy_process_group()
+    with fake_world(RANK, NUM_RANKS):
+        bench = Bench(init_device_mesh(options.device, (NUM_RANKS,), mesh_dim_names=("tp",)), options.rounds)
+        console, tables = Console(width=140), []
+        with unpacked(options.liger) as liger:
+            for made in (
+                partial(cross_entropies, bench, case, liger),
+                partial(shapes, bench, others),
+                partial(head_table, bench, case, width, liger),
+                partial(growth, bench, tokens, case[1], width),
+            ):
+                tables.append(made())
+                tables[-1].print(console)
+        for failure in bench.failures:
+            console.print(f"could not be run: {failure}", style="yellow", markup=False)
+        if options.write:
+            write(bench, tables)
 
 
 def write(bench: Bench, tables: list[Table]) -> None:

@@ -10,25 +10,19 @@ prints MISS; the exit status stays 0.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import os
-import platform
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
-from race import Row, Table, race, seconds
+from race import Row, Table, options_of, race, report, seconds
+from ranks import fake_world
 
 NUM_PARAMETERS, NUM_RANKS, WIDTHS = 100, 4, (64, 256, 1024)
 TARGETS = {"AdamW, foreach": 1.1, "AdamW, fused": 1.15, "clip_grad_norm_": 1.2}
@@ -60,23 +54,14 @@ def row(name: str, width: int, mesh: Any, num_rounds: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--rounds", type=int, default=30)
-    options = parser.parse_args()
+    options = options_of(__doc__, num_rounds=30).parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=NUM_RANKS)
-    mesh = sw.init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("dp",))
-    rows = [row(name, width, mesh, options.rounds) for name in TARGETS for width in WIDTHS]
+    with fake_world(1, NUM_RANKS):
+        mesh = sw.init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("dp",))
+        rows = [row(name, width, mesh, options.rounds) for name in TARGETS for width in WIDTHS]
     columns = ("measure", "width", "plain", "shardwise", "x plain", "target", "")
-    table = Table(f"{NUM_PARAMETERS} parameters, sharded over {NUM_RANKS} ranks", columns, rows)
-    table.print(Console(width=120))
-    if options.write:
-        today = datetime.date.today()
-        versions = f"Python {platform.python_version()}, torch {torch.__version__}, one thread."
-        head = f"# Optimizers and clipping, {today}\n\n{versions}\n\n"
-        (Path(__file__).parent / "results" / f"optimizers-{today}.md").write_text(head + table.markdown())
-    dist.destroy_process_group()
+    tables = [Table(f"{NUM_PARAMETERS} parameters, sharded over {NUM_RANKS} ranks", columns, rows)]
+    report("optimizers", "Optimizers and clipping", "One thread.", tables, write=options.write)
 
 
 if __name__ == "__main__":

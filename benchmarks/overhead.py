@@ -27,27 +27,25 @@ import time
 import tracemalloc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor
 import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import block as blocks
 from block import Training
 from op_profile import profile
 from race import Call, Row, Table, Timing, race, seconds
+from ranks import fake_world
 
 PLAIN, TORCH, TORCH_STYLES = "plain", "torch DTensor", "torch styles"
 SHARDWISE, SHARDWISE_STYLES = "shardwise", "shardwise styles"
@@ -113,15 +111,6 @@ class Target:
 
 def verdict(met: bool) -> str:
     return "pass" if met else "MISS"
-
-
-@contextmanager
-def fake_world(num_ranks: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=num_ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class Bench:
@@ -495,11 +484,11 @@ def main() -> None:
     bench = Bench(load_libraries(), num_rounds=options.rounds, num_steps=options.steps)
 
     if options.first_call:
-        with fake_world(num_ranks=torch.Size(FIRST_CALL_MESHES[options.first_call]).numel()):
+        with fake_world(RANK, torch.Size(FIRST_CALL_MESHES[options.first_call]).numel()):
             print_first_calls(bench, options.first_call)
         return
 
-    with fake_world(NUM_RANKS):
+    with fake_world(RANK, NUM_RANKS):
         mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",))
         models = build_models(bench, mesh)
         tables: list[Table] = []

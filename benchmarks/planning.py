@@ -38,8 +38,9 @@ from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
-from overhead import FIRST_CALL_MESHES, FIRST_CALL_TARGETS, fake_world, versions
+from overhead import FIRST_CALL_MESHES, FIRST_CALL_TARGETS, RANK, versions
 from race import Row, Table, seconds
+from ranks import fake_world
 from shardwise.dispatch.planning import first_call as dispatch_call
 from shardwise.proof.kit.samples import Sample, all_operators, operators, replaced
 from shardwise.redistribute import windows
@@ -172,7 +173,7 @@ def timed(call: Callable[[], object]) -> float:
 def print_costs(num_axes: int, pattern: str, num_samples: int) -> None:
     """The dearest call of every operator, as lines of JSON."""
     shape = FIRST_CALL_MESHES[num_axes]
-    with fake_world(torch.Size(shape).numel()):
+    with fake_world(RANK, torch.Size(shape).numel()):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("x", "y", "z")[:num_axes])
         torch.mm(*(sw.distribute_tensor(torch.randn(8, 8), mesh, [sw.Shard(0)] * num_axes) for _ in range(2)))
         gc.collect()
@@ -309,7 +310,7 @@ def write_report(tables: Sequence[Table], costs: Costs, options: argparse.Namesp
 
 def profile(name: str, num_samples: int) -> None:
     """Where the time goes, over all calls of one operator on three axes."""
-    with fake_world(8):
+    with fake_world(RANK, 8):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("x", "y", "z"))
         watched = cProfile.Profile()
         for _, call in calls_of(mesh, name, num_samples):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import datetime
 import gc
+import os
+import platform
 import random
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table as RichTable
 
@@ -111,3 +117,22 @@ class Table:
         lines = [self.columns, tuple("---" for _ in self.columns), *self.rows]
         body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         return f"## {self.title}\n\n{body}\n"
+
+
+def options_of(about: str | None, *, num_rounds: int) -> argparse.ArgumentParser:
+    """The options that benchmarks have which measure in rounds."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write a dated report")
+    parser.add_argument("--rounds", type=int, default=num_rounds, help="interleaved rounds per measurement")
+    return parser
+
+
+def report(stem: str, title: str, about: str, tables: list[Table], *, write: bool) -> None:
+    """Print tables and, if asked to, write them to results/<stem>-<date>.md, with what they were measured on."""
+    for table in tables:
+        table.print(Console(width=180))
+    if write:
+        today, body = datetime.date.today(), "\n".join(table.markdown() for table in tables)
+        machine = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}"
+        path = Path(__file__).parent / "results" / f"{stem}-{today}.md"
+        path.write_text(f"# {title}, {today}\n\n{machine}, {os.cpu_count()} cores. {about}\n\n{body}")

@@ -30,15 +30,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
 from on_device import Kernels, Memory, clock_of, host_seconds, kernels_of, measure_memory
 from race import Call, Row, Table, Timing, race, seconds
+from ranks import fake_world
 from real_models import PLAIN, PROGRAMS, SHARDWISE, SYSTEMS, TORCH, VARIANTS, Case, Work, whole_block
 from scheduled import Size
 from transformer import Block
@@ -297,11 +296,8 @@ def raw(results: list[Result], bench: Bench, rank: int) -> dict[str, Any]:
 
 @contextmanager
 def fake_mesh(rank: int, device: str) -> Iterator[DeviceMesh]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=NUM_RANKS)
-    try:
+    with fake_world(rank, NUM_RANKS):
         yield init_device_mesh(device, (NUM_RANKS,), mesh_dim_names=("tp",))
-    finally:
-        dist.destroy_process_group()
 
 
 def quieten_torch() -> None:

@@ -9,12 +9,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
+from ranks import fake_world
 from shardwise.debug import CommDebugMode
 from shardwise.redistribute.backward import buckets
 from wire import Collective, Comparison, Schedule, Small, compare
@@ -123,11 +122,8 @@ def mesh_on(port: str, size: Size) -> Iterator[Any]:
     elif port == "simulated":
         yield sw.simulate(shape, names)
     else:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size.dp * size.tp)
-        try:
+        with fake_world(0, size.dp * size.tp):
             yield init_device_mesh("cpu", shape, mesh_dim_names=names)
-        finally:
-            dist.destroy_process_group()
 
 
 def axis_names(mesh: Any) -> tuple[str, ...]:

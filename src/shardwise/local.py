@@ -79,7 +79,7 @@ def give_strides(shards: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
 
 
 def part_held(layout: Layout) -> str:
-    """What the first rank held here has of a tensor that lies so: `shard at dp=0: `, or nothing if it has the whole."""
+    """What the first rank held here has of a tensor in a layout: `shard at dp=0: `, or nothing if it has the whole."""
     mesh = layout.mesh
     apart = [f"{mesh.names[i]}={mesh.held[0][i]}" for i, p in enumerate(layout.placements) if p != Replicate()]
     kinds = [kind for kind, there in (("pending term", layout.has_pending), ("shard", any(layout.splits))) if there]

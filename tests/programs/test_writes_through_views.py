@@ -311,17 +311,17 @@ def test_uses_of_a_part_share_a_move() -> None:
     x = place(torch.randn(4, 1, 5, 6), S(1), S(3), mesh=(2, 2)).requires_grad_()
     y = (x.diagonal(0, 0, -1).unsqueeze(0) * 2).sin()
     y = y * y
-    assert type(y).__name__ == "Part", "it shows its strides: this test shows nothing any more"
+    assert type(y).__name__ == "KeepsStrides", "it shows its strides: this test shows nothing any more"
     counts = []
     for _ in range(2):
         with sw.debug.CommDebugMode() as comm:
             y.mode(1)
         counts.append(comm.get_comm_counts())
     assert counts == [{"all_gather": 1}, {}]
-    assert type(y).__name__ == "Part"
+    assert type(y).__name__ == "KeepsStrides"
     with pytest.raises(RuntimeError, match="size of tensor"):
         y + torch.ones_like(x)
-    assert type(y).__name__ == "Part"
+    assert type(y).__name__ == "KeepsStrides"
 
 
 def test_what_torch_copies_is_not_what_was_moved() -> None:

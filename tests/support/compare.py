@@ -121,3 +121,9 @@ def check_shards(x: sw.DTensor) -> None:
                 )
             else:
                 seen[key] = shard.detach()
+
+
+def check_grad(x: sw.DTensor, plain: Tensor) -> None:
+    """The gradient of a DTensor is that of the plain tensor."""
+    check_shards(x.grad)
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)

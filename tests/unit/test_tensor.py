@@ -10,6 +10,7 @@ from copy import deepcopy
 import pytest
 import torch
 from compare import check_shards
+from meshes import data
 from torch import Tensor
 
 import shardwise as sw
@@ -20,10 +21,6 @@ MESH = sw.simulate((2, 2), ("dp", "tp"))
 LINE = sw.simulate((4,), ("tp",))
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 PAIRS = list(itertools.product([R, S0, S1, P], repeat=2))
-
-
-def data(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def uneven(dim: int, sizes: Sequence[int], *, grad: bool = False) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from compare import check_shards
-from torch import Tensor, nn
+from meshes import data
+from torch import nn
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
@@ -21,10 +22,6 @@ from shardwise.comm import ranked
 MESH = sw.simulate((2, 2), ("dp", "tp"))
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 PAIRS = list(itertools.product([R, S0, S1, P], repeat=2))
-
-
-def data(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def linear(placements: tuple = (S0, S1)) -> tuple[nn.Linear, nn.Linear]:

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.checkpoint.files.memory import held_shards
 from shardwise.checkpoint.pieces import held_ranks, pieces
-from shardwise.dispatch.aliasing.copied_views import CopiedView, Part, StaleView
+from shardwise.dispatch.aliasing.copied_views import CopiedView, KeepsStrides, StaleView
 from shardwise.dispatch.interop.state_dicts import settled
 from shardwise.errors import InPlaceError, NoDataError
 from shardwise.layout import Box, Layout
@@ -80,7 +80,7 @@ def _chunk_list(x: DTensor) -> list[ChunkStorageMetadata]:
             f"a checkpoint cannot be loaded into a tensor that is {x._layout}: no value is taken apart into pending "
             f"terms. Load into x.redistribute(placements=...), without Partial"
         )
-    if isinstance(x, (CopiedView, StaleView)) and not isinstance(x, Part):
+    if isinstance(x, (CopiedView, StaleView)) and not isinstance(x, KeepsStrides):
         raise InPlaceError(
             "a checkpoint cannot be loaded into a view of a DTensor that had to be a copy, because its data came from "
             "other ranks: load into the tensor that it is a view of"

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.captured import captured_mesh, noters, running_mesh
 from shardwise.comm.port import Handle, Port
 from shardwise.comm.process_group import ProcessGroupPort, mesh_of
-from shardwise.comm.ranked import PerRank, Ranked, per_rank, ranked, shards_of
+from shardwise.comm.ranked import PerRank, Ranked, local_tensor, per_rank, ranked, shards_of
 from shardwise.comm.recording import RecordingPort, rebuild_recording, recording
 from shardwise.comm.simulated import SimulatedPort, rebuild_simulated, simulate
 from shardwise.errors import MeshError
@@ -24,6 +24,7 @@ __all__ = [
     "SimulatedPort",
     "as_mesh",
     "captured_mesh",
+    "local_tensor",
     "mesh_of",
     "noters",
     "per_rank",

@@ -120,8 +120,8 @@ def _backward_of_many(
     *,
     inputs: Any = None,
 ) -> None:
-    tensors = _as_list(tensors)
-    given = [None] * len(tensors) if grad_tensors is None else _as_list(grad_tensors)
+    tensors = as_list(tensors)
+    given = [None] * len(tensors) if grad_tensors is None else as_list(grad_tensors)
     inputs = None if inputs is None else _flat(inputs)
     roots = _flat(tensors)
     expect(x.grad_fn for x in roots)
@@ -129,8 +129,8 @@ def _backward_of_many(
 
 
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    outputs, inputs = _as_list(outputs), _as_list(inputs)
-    given = [None] * len(outputs) if grad_outputs is None else _as_list(grad_outputs)
+    outputs, inputs = as_list(outputs), as_list(inputs)
+    given = [None] * len(outputs) if grad_outputs is None else as_list(grad_outputs)
     roots = _flat(outputs)
     expect(x.grad_fn for x in roots)
     flat = iter(torch.autograd.grad(roots, _flat(inputs), _seeds(outputs, given), *args, **kwargs))
@@ -143,12 +143,12 @@ def _seeds(tensors: Sequence[Tensor], given: Sequence[Any]) -> list[Any]:
     return [plain_alias(seed) if type(seed) is Ranked else seed for seed in seeds]  # functions see plain ones
 
 
-def _as_list(tensors: Any) -> list[Any]:
+def as_list(tensors: Any) -> list[Any]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def _flat(tensors: Any) -> list[Tensor]:
-    return [shard for x in _as_list(tensors) for shard in shards_of(x)]
+    return [shard for x in as_list(tensors) for shard in shards_of(x)]
 
 
 _TOGETHER: dict[Any, Callable] = {
@@ -191,6 +191,11 @@ def ranked(shards: Sequence[Tensor]) -> Ranked:
     first.__class__ = Ranked
     first._peers = tuple(shards[1:])
     return first
+
+
+def local_tensor(shards: Sequence[Tensor]) -> Tensor:
+    """What the ranks held here have, as one local tensor: one rank's shard itself, or a `Ranked` of several."""
+    return shards[0] if len(shards) == 1 else ranked(shards)
 
 
 def shards_of(x: Tensor) -> tuple[Tensor, ...]:

@@ -129,6 +129,20 @@ class Layout:
         """The same, of a tensor that has only what is pending."""
         return self.with_() if self.reduced else self
 
+    def along(self, axis: int) -> int | Partial | None:
+        """What an axis does: the dim that it splits, what is pending on it, or None where it does nothing."""
+        return self.pending[axis] or self.axis_dims[axis]
+
+    @cached_property
+    def without_pending(self) -> Layout:
+        """The layout of the same tensor once everything pending is reduced."""
+        return self.with_(pending=[None] * self.mesh.ndim) if self.has_pending or self.reduced else self
+
+    @cached_property
+    def split_axes(self) -> tuple[int, ...]:
+        """The axes that split some dim, in order."""
+        return tuple(axis for axis, dim in enumerate(self.axis_dims) if dim is not None)
+
     @cached_property
     def size(self) -> torch.Size:
         """The global shape, as torch says it."""

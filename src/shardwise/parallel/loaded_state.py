@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils._pytree import tree_map_only
 
-from shardwise.comm import ranked
+from shardwise.comm import local_tensor
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor, as_layout, wrap
 
@@ -48,7 +48,7 @@ def _own(module: nn.Module) -> dict[str, Tensor | None]:
 def _lay_out_entries(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    """Before a module loads its own tensors: those for its DTensors become DTensors that lie alike. Tensors of other
+    """Before a module loads its own tensors: those for its DTensors become DTensors of their layouts. Tensors of other
     shapes are left for torch to refuse, which names both shapes."""
     assign = metadata.get("assign_to_params_buffers", False)
     for name, param in _own(module).items():
@@ -61,10 +61,8 @@ def _for_param(param: DTensor, value: Tensor, assign: bool) -> Tensor:
     layout = param._layout
     if isinstance(value, DTensor) and value._layout.mesh is layout.mesh:
         return value  # torch copies it, which redistributes, or assigns it
-    if layout.has_pending:
-        layout = layout.with_(pending=[None] * layout.mesh.ndim)
     device = layout.mesh.device_type if param.is_meta else param.device
-    return part_of(whole_of(value), layout, device=device if assign else None)
+    return part_of(whole_of(value), layout.without_pending, device=device if assign else None)
 
 
 # Optimizers
@@ -104,7 +102,7 @@ def _params(optimizer: optim.Optimizer) -> Iterable[Tensor]:
 
 
 def _for_state(param: DTensor, value: Tensor) -> Tensor:
-    """State as its parameter lies, if it has its shape; else whole on every rank of the parameter's mesh."""
+    """State in the layout of its parameter, if it has its shape; else whole on every rank of the parameter's mesh."""
     layout = param._layout
     if isinstance(value, DTensor) and value._layout.mesh is layout.mesh:
         return as_layout(value, layout, "state") if value.shape == param.shape else value
@@ -136,4 +134,4 @@ def part_of(whole: Tensor, layout: Layout, *, device: Any = None) -> DTensor:
             if device is not None:
                 shard = torch.empty(shard.shape, dtype=shard.dtype, device=device).copy_(shard)
             shards.append(shard)
-        return wrap(shards[0] if len(shards) == 1 else ranked(shards), layout)
+        return wrap(local_tensor(shards), layout)

@@ -19,7 +19,7 @@ from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwise.comm import AnyMesh, as_mesh, ranked
+from shardwise.comm import AnyMesh, as_mesh, local_tensor
 from shardwise.dispatch.planning.fallback import speaks_of_meta
 from shardwise.dispatch.planning.randomness import drawn_shards
 from shardwise.errors import NoDataError, PlanError
@@ -230,7 +230,7 @@ class _Replay:
 
         is_random = call.function in (torch.rand, torch.randn)
         shards = drawn_shards(make, layout) if is_random else [make(shape) for shape in layout.held_shapes]
-        return wrap(shards[0] if len(shards) == 1 else ranked(shards), layout)
+        return wrap(local_tensor(shards), layout)
 
     def _real(self, x: Tensor) -> Tensor:
         return self.made[_key(x)] if x.is_meta else x

@@ -126,7 +126,7 @@ def _common(a: Interval, b: Interval) -> Interval:
 
 
 def _part(x: Tensor, dim: int, interval: Interval, inside: Interval) -> Tensor:
-    """The part of `x`, which fills the interval `inside`, that lies in `interval`."""
+    """The part of `x`, which fills the interval `inside`, that is in `interval`."""
     start, stop = interval
     return x.narrow(dim, start - inside[0], stop - start) if stop > start else x.narrow(dim, 0, 0)
 

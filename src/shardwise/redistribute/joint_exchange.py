@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.cause import is_moving, listeners, moved
-from shardwise.comm.ranked import ranked, shards_of
+from shardwise.comm.ranked import local_tensor, shards_of
 from shardwise.redistribute.exchange import Exchange, run_exchange
 from shardwise.redistribute.execute import run_path
 from shardwise.redistribute.kernels import run_exchanges
@@ -40,4 +40,4 @@ def run_together(values: Sequence[Tensor], paths: Sequence[tuple[Move, ...]]) ->
         out = run_exchange(exchange, [x for shards in held for x in shards])
         ranks = len(held[0])
         rows = [out[i : i + ranks] for i in range(0, len(out), ranks)]
-        return [row[0] if len(row) == 1 else ranked(row) for row in rows]
+        return [local_tensor(row) for row in rows]

@@ -1,6 +1,6 @@
 """What the ranks do for each kind of move, on raw shards: no autograd, no decisions.
 
-All of it comes from boxes. A rank's box says where its shard lies in the global tensor; what a rank sends to another
+All of it comes from boxes. A rank's box is the part of the global tensor that its shard is; what one rank sends another
 is the overlap of the box it has and the box the other wants. Uneven and empty shards are nothing special.
 """
 
@@ -69,7 +69,7 @@ def _within(inner: Box, outer: Box) -> Slices:
 
 @lru_cache(maxsize=16384)
 def _own_slices(inner: Layout, outer: Layout) -> list[Slices]:
-    """Per held rank: where its box in `inner` lies inside its box in `outer`."""
+    """Per held rank: where its box in `inner` begins inside its box in `outer`."""
     return [_within(inner.box(c), outer.box(c)) for c in inner.mesh.held]
 
 

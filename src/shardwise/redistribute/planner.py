@@ -163,9 +163,9 @@ def _edges(layout: Layout, goal: Layout) -> Iterator[Edge]:
     yield from _reductions(layout, goal)
     yield from _gathers(layout, goal)
     yield from _exchanges(layout, goal)
-    yield from _cuts(layout, goal, [a for a in range(layout.mesh.ndim) if _dim_or_pending(layout, a) is None])
+    yield from _cuts(layout, goal, [a for a in range(layout.mesh.ndim) if layout.along(a) is None])
     for axis, wanted in enumerate(goal.pending):
-        at = _dim_or_pending(layout, axis)
+        at = layout.along(axis)
         if wanted is None or at == wanted or _must_wait(layout, goal, wanted):
             continue
         if at is None:
@@ -259,10 +259,6 @@ def _exchanges(layout: Layout, goal: Layout) -> Iterator[Edge]:
 def _cut(layout: Layout, axis: int) -> tuple:
     dim = layout.axis_dims[axis]
     return () if dim is None else (dim, layout.splits[dim], layout.sizes[dim])
-
-
-def _dim_or_pending(layout: Layout, axis: int) -> int | Partial | None:
-    return layout.pending[axis] or layout.axis_dims[axis]
 
 
 def _minor(layout: Layout, axis: int) -> bool:

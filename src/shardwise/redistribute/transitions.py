@@ -125,7 +125,7 @@ class Move:
 
     @cached_property
     def shares_memory(self) -> bool:
-        """Whether the result of the move may lie where its source does, on some ranks if not on all."""
+        """Whether the result of the move may share memory with its source, on some ranks if not on all."""
         return self.kind in ("nothing", "mask")
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ from shardwise.rules.kit.types import (
     Strategy,
     Value,
     flat_values,
+    is_inexact,
     replicated,
 )
 
@@ -29,6 +30,7 @@ __all__ = [
     "Value",
     "flat_values",
     "guards",
+    "is_inexact",
     "lookup",
     "math",
     "nn",

@@ -6,12 +6,11 @@ from shardwise.tensor.dtensor import (
     DTensor,
     _rebuild,
     as_layout,
-    gradient_tensor,
     kernels_see,
     localise,
     wrap,
 )
-from shardwise.tensor.gradients import gradient_shards, observe, settled, within_graph, without_terms
+from shardwise.tensor.gradients import gradient_shards, gradient_tensor, observe, settled, within_graph, without_terms
 from shardwise.tensor.in_flight import InFlight
 
 __all__ = [

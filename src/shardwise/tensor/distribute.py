@@ -27,7 +27,7 @@ def distribute_tensor(
     around).
 
     The values of the rank numbered `src_data_rank` on each axis count; None means all ranks have them already. The
-    result lies in memory as a new tensor does.
+    result is contiguous, as a new tensor is.
 
     >>> import torch, shardwise as sw
     >>> mesh = sw.simulate((2, 2), ("dp", "tp"))

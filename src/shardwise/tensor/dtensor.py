@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import AnyMesh, Ranked, as_mesh, ranked, shards_of
+from shardwise.comm import AnyMesh, Ranked, as_mesh, local_tensor, ranked, shards_of
 from shardwise.comm.faked import as_fakes
 from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardShapeError
 from shardwise.from_local import check_strides, gradient_layout, laid_out, layout_of_shards
 from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
 from shardwise.local import (
     check_strided,
-    empty_gradient,
-    give_strides,
     on_shards,
     part_held,
     plain_alias,
@@ -29,12 +27,8 @@ from shardwise.redistribute import (
     Gathered,
     Move,
     MoveGradient,
-    Typed,
-    drop,
     plan_moves,
     run_path,
-    transition,
-    unreduced,
 )
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -76,9 +70,9 @@ class DTensor(Tensor):
     _watched: bool  # there are hooks on its node in the graph
     _rendezvous: dict[int, Any]  # hooks of a leaf in the simulator (`comm.rendezvous`)
     _strides: tuple[int, ...] | None  # those of the whole, where its shard does not show them
-    _taking: Any  # of a copy in the place of a view (`dispatch.aliasing`): of what, and how it was taken,
+    _view_of: Any  # of a copy in the place of a view (`dispatch.aliasing`): of what, and how it was taken,
     _shown: int  # the source's version when the copy was brought up to date,
-    _whole: Any  # and the copy that a view of it is part of
+    _copy: Any  # and the copy that a view of it is part of
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
@@ -168,75 +162,8 @@ class DTensor(Tensor):
             raise TypeError("len() of a 0-d tensor")
         return self._layout.shape[0]
 
-    # Gradients: torch accumulates plain shards; they become DTensors when looked at.
-
-    @property
-    def grad(self) -> DTensor | None:
-        grad = _on_shard(_get_grad, (), (self,))  # type: ignore[call-arg]
-        if grad.__class__ is DTensor and "_peers" not in self.__dict__:
-            return grad
-        if grad is None and "_peers" in self.__dict__ and any(peer.grad is not None for peer in self._peers):
-            with _disabled():
-                grad = empty_gradient(self)
-        return None if grad is None else self._labelled(grad)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if unreduced:
-            drop(self)
-        if value is None:
-            _on_shard(_set_grad, (), (self, None))  # type: ignore[call-arg]
-            if "_peers" in self.__dict__:
-                for peer in self._peers:
-                    peer.grad = None
-            return
-        peers = self.__dict__.get("_peers", ())
-        with _disabled():
-            grad = as_layout(value, self._layout.gradient, "grad")
-            seen = kernels_see(grad)
-            _set_grad(self, seen)
-            if seen is not grad:
-                self.__dict__["_grad_set"] = seen, grad
-            for peer, piece in zip(peers, grad.__dict__.get("_peers", ()), strict=True):
-                peer.grad = piece
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    def _labelled(self, grad: Any) -> DTensor:
-        """What torch accumulated, as a DTensor."""
-        with _disabled():
-            peers = self.__dict__.get("_peers", ())
-            others: tuple[Any, ...] = tuple(empty_gradient(peer) if peer.grad is None else peer.grad for peer in peers)
-            if any(other is None for other in others):
-                raise RuntimeError(
-                    "only some of the simulated ranks have a gradient: a backward pass of a plain tensor was given "
-                    "this DTensor in inputs=; use torch.autograd.grad, or call backward on a DTensor"
-                )
-            if grad.requires_grad and pending_axes(self._layout, "sum"):
-                return gradient_tensor((grad, *others), self._layout)
-            if grad.is_meta and self._layout.mesh.device_type == "meta":
-                return self._labelled_on_meta(grad)
-            if not isinstance(grad, DTensor):
-                if self._layout.thinness:
-                    give_strides((self, *peers), (grad, *others))
-                grad.__class__ = DTensor
-                grad.__dict__["_layout"] = self._layout.gradient
-            if peers:
-                grad._peers = others
-            return grad
-
-    def _labelled_on_meta(self, grad: Tensor) -> DTensor:
-        """An alias of what torch accumulated: torch goes on adding to it, which on meta a function in Python does, and
-        that would see the global shape."""
-        known = self.__dict__.get("_grad_set")
-        if known is None or known[0] is not grad:
-            alias = self._layout.mesh.port.alias(grad, Tensor)
-            known = self.__dict__["_grad_set"] = grad, wrap(alias, self._layout.gradient)
-        return known[1]
-
-    if TYPE_CHECKING:  # torch says that these return a Tensor; one is set in `tensor.in_flight`
+    if TYPE_CHECKING:  # torch says that these return a Tensor; two are set in `tensor.gradients` and `tensor.in_flight`
+        grad: DTensor | None
 
         def detach(self) -> DTensor: ...
 
@@ -259,8 +186,8 @@ class DTensor(Tensor):
     ) -> DTensor:
         """A DTensor of the shards each rank has. Shards of a dim may differ in size between ranks if `shape` says so
         or if `run_check` may look; `run_check` also makes sure that the ranks agree where they must. `stride`, if
-        given, must be how the whole lies. `grad_placements` says how the gradient that each rank gets back is to lie,
-        where that is not how the tensor does."""
+        given, must be the global strides. `grad_placements` are those of the gradient that each rank gets back, where
+        they are not those of the tensor."""
         if isinstance(local_tensor, DTensor):
             raise TypeError(
                 "from_local takes a plain tensor; this already is a DTensor (redistribute changes its placements)"
@@ -281,7 +208,7 @@ class DTensor(Tensor):
     def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
         """This rank's shard, as a plain tensor (in the simulator, all ranks' shards as one `Ranked` tensor).
 
-        `grad_placements` says how the gradient that comes back lies, where that is not how the tensor lies.
+        `grad_placements` are those of the gradient that comes back, where they are not those of the tensor.
         """
         local = localise(self)
         layout = self._layout
@@ -338,8 +265,8 @@ class DTensor(Tensor):
         if not self.is_leaf:
             raise RuntimeError("only DTensors that are leaves of the graph can be deep-copied; detach() it first")
         with _disabled(), torch.no_grad():
-            shards = [_as_subclass(x, Tensor).clone() for x in (self, *self.__dict__.get("_peers", ()))]
-        copy = wrap(shards[0] if len(shards) == 1 else ranked(shards), self._layout)
+            shards = [_as_subclass(x, Tensor).clone() for x in shards_of(self)]
+        copy = wrap(local_tensor(shards), self._layout)
         copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
         if getattr(self, "_is_param", False):  # as of torch's own parameters, nothing else is copied
@@ -352,7 +279,7 @@ class DTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with _disabled():
-            shards = [_as_subclass(x.detach(), Tensor) for x in (self, *self.__dict__.get("_peers", ()))]
+            shards = [_as_subclass(x.detach(), Tensor) for x in shards_of(self)]
         facts = shards, self._layout, self.requires_grad, getattr(self, "_is_param", False)
         attributes = _set_by_users(self)
         return _rebuild, (*facts, attributes) if attributes else facts
@@ -364,10 +291,10 @@ class DTensor(Tensor):
             shard = repr(_as_subclass(self.detach(), Tensor))
             node = self.grad_fn
             history = f", grad_fn=<{node.name()}>" if node is not None else ", requires_grad=True"
-            told = history if self.requires_grad else ""
+            graph = history if self.requires_grad else ""
         begin = f"DTensor({part_held(self._layout)}"
         shard = shard.replace("\n", "\n" + " " * len(begin))
-        return f"{begin}{shard}, shape={list(self._layout.shape)}, {{{names}}}{told})"
+        return f"{begin}{shard}, shape={list(self._layout.shape)}, {{{names}}}{graph})"
 
     def __hash__(self) -> int:
         return id(self)
@@ -388,7 +315,7 @@ def plain_shards(local: Tensor, layout: Layout) -> Tensor:
     """Aliases of the shards that ranks bring, which may become a DTensor."""
     with _disabled():
         aliases = [plain_alias(shard, layout.mesh) for shard in laid_out(shards_of(local), layout)]
-    return aliases[0] if len(aliases) == 1 else ranked(aliases)
+    return local_tensor(aliases)
 
 
 def kernels_see(x: DTensor) -> Tensor:
@@ -411,8 +338,7 @@ def remembering(made: DTensor, local: Tensor, moves: Sequence[Move]) -> DTensor:
     """What was moved from `local`. If it was gathered it remembers from where."""
     if len(moves) == 1 and moves[0].kind == "all_gather" and made.requires_grad:
         with _disabled():
-            shards = (local, *local.__dict__.get("_peers", ()))
-            made.__dict__["_gathered"] = Gathered(moves[0], shards, made)
+            made.__dict__["_gathered"] = Gathered(moves[0], shards_of(local), made)
     return made
 
 
@@ -431,26 +357,6 @@ def as_layout(value: Tensor, layout: Layout, name: str) -> DTensor:
     return wrap(run_path(localise(value), plan_moves(value._layout, layout)), layout)
 
 
-# A gradient of a pending sum is whole on every rank, and what each rank computes from it differs: `V` in the table of
-# transitions. Users see it replicated. The two meet only where a gradient is itself differentiated.
-
-
-def gradient_tensor(grads: Sequence[Tensor], layout: Layout, *, ours: bool = False) -> DTensor:
-    """The gradient of a tensor that lies as `layout`, from the held ranks' plain gradients. Unless they are `ours`, and
-    nobody else has them, it is a view: autograd then sees that they are in use."""
-    with _disabled():
-        if not ours:
-            grads = [grads[0].view_as(grads[0]), *grads[1:]]
-        if (axes := pending_axes(layout, "sum")) and torch.is_grad_enabled():
-            varying = Typed(layout.gradient, frozenset(axes))
-            grads = transition(Move(varying, Typed(layout.gradient), axes), grads)
-        return wrap(grads[0] if len(grads) == 1 else ranked(grads), layout.gradient)
-
-
-def pending_axes(layout: Layout, reduce_op: str) -> tuple[int, ...]:
-    return tuple(axis for axis, p in enumerate(layout.pending) if p is not None and p.reduce_op == reduce_op)
-
-
 OURS = frozenset(DTensor.__annotations__)
 
 
@@ -465,7 +371,7 @@ def _rebuild(
     is_param: bool,
     attributes: dict[str, Any] | None = None,
 ) -> DTensor:
-    made = wrap(shards[0] if len(shards) == 1 else ranked(shards), layout).requires_grad_(requires_grad)
+    made = wrap(local_tensor(shards), layout).requires_grad_(requires_grad)
     if is_param:
         made._is_param = True
     if attributes:

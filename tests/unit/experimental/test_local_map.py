@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.tensor.experimental as theirs
+from meshes import data
 from torch import Tensor
 
 import shardwise as sw
@@ -19,10 +20,6 @@ from shardwise.experimental import local_map
 MESH = sw.simulate((2,), ("tp",))
 R, S, P = Replicate(), Shard, Partial()
 ROWS, COLUMNS, WHOLE, SUM = [S(0)], [S(1)], [R], [P]
-
-
-def data(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def place(x: Tensor, where: Any) -> DTensor:

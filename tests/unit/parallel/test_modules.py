@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import data
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -15,10 +16,6 @@ from shardwise.debug import CommDebugMode
 
 MESH = sw.simulate((2, 2), ("dp", "tp"))
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-
-
-def data(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def shard_weights(name: str, module: nn.Module, mesh: Any) -> None:

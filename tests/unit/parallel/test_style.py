@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.tensor.parallel as theirs
+from meshes import data
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -34,10 +35,6 @@ from shardwise.parallel.style import (
 GRID = sw.simulate((2, 2), ("dp", "tp"))
 MESH = sw.simulate((2,), ("tp",))
 R, S = Replicate(), Shard
-
-
-def data(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def part(x: Tensor, placement: sw.Placement, mesh: Any = MESH) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import ranked, shards_of
+from shardwise.comm import local_tensor, shards_of
 from shardwise.dispatch.aliasing.global_strides import shows
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.errors import InPlaceError
@@ -33,12 +33,12 @@ _taken_of: Any = torch._C.TensorBase._view_func  # type: ignore[attr-defined]
 class CopiedView(DTensor):
     """A copy that torch would make a view, or a view of one."""
 
-    _strides: tuple[int, ...]  # of the whole, where that does not lie plainly
-    _taking: Taking
-    _whole: CopiedView  # of a view of a copy: the copy
+    _strides: tuple[int, ...]  # of the global tensor, where it is not contiguous
+    _view_of: ViewOf
+    _copy: CopiedView  # of a view of a copy: the copy
 
 
-class Part(CopiedView):
+class KeepsStrides(CopiedView):
     """No copy, but a tensor whose shards here do not show its global strides: a part of a sharded dim within others, of
     which some ranks hold all of their piece and others none, or thin shards. Like copies, it is recognised wherever it
     is used."""
@@ -48,7 +48,7 @@ def remember_strides(x: Any, strides: tuple[int, ...]) -> None:
     """Let a tensor know its global strides where its shards do not show them, which may be on some ranks only."""
     x.__dict__.pop("_strides", None)
     if not all(shows(shard, x._layout.shape, strides) for shard in shards_of(x)):
-        x.__class__ = Part if x.__class__ is DTensor else x.__class__
+        x.__class__ = KeepsStrides if x.__class__ is DTensor else x.__class__
         x._strides = strides
 
 
@@ -74,7 +74,7 @@ class StaleView(DTensor):
         return f"StaleView(shape={list(self._layout.shape)})"
 
 
-class Taking:
+class ViewOf:
     """How a view was taken of its source: so it can be taken again, and what is written to it be written there. Where
     that is not known, writes are refused, and so is its use after its source was written to."""
 
@@ -90,7 +90,7 @@ class Taking:
 
     @property
     def leads_back(self) -> bool:
-        """Not if the view depends on how its source lies in memory."""
+        """Not if the view depends on the strides of its source."""
         return self.function not in (None, Tensor.as_strided, torch.as_strided)
 
     def again(self) -> DTensor:
@@ -137,46 +137,46 @@ _taken: Register = {}  # copies and views of them, by the storage of their sourc
 # Watching
 
 
-def watched_copy(made: Any, taking: Taking) -> DTensor:
+def watched_copy(made: Any, taking: ViewOf) -> DTensor:
     """A copy that is shown as a view of what nobody else sees: so torch takes it for a view, as on one device, and
     views of it for others of the same base, which have no part in its history once they are written to."""
     with _disabled():
         shards = [shard.view_as(shard) for shard in shards_of(made)]
-    shown = wrap(shards[0] if len(shards) == 1 else ranked(shards), made._layout)
+    shown = wrap(local_tensor(shards), made._layout)
     watch_copy(shown, taking)
     return shown
 
 
-def watch_copy(copy: Any, taking: Taking) -> None:
+def watch_copy(copy: Any, taking: ViewOf) -> None:
     """A copy keeps what it was taken from, which lives at least as long, and how."""
     copy.__class__ = CopiedView
-    copy._taking = taking
+    copy._view_of = taking
     _enter(copies, storage_of(copy), copy)
     _enter(_taken, storage_of(taking.source), copy)
 
 
 def watch_view(view: Any, copy: CopiedView) -> None:
-    """A view of a copy keeps it, and ages with it. It lies as the copy does, unless told otherwise."""
+    """A view of a copy keeps it, and ages with it. It has the strides of the copy, unless it is given others."""
     if "_strides" in copy.__dict__:
         view._strides = copy._strides
-    if isinstance(copy, Part):
-        view.__class__ = Part
+    if isinstance(copy, KeepsStrides):
+        view.__class__ = KeepsStrides
         return
     view.__class__ = CopiedView
-    view._whole = _whole(copy)
+    view._copy = _viewed_copy(copy)
     _enter(_taken, _source_storage(view), view)
 
 
 def outdate_with(copy: CopiedView, given: dict[int, CopiedView]) -> None:
     """A copy of a copy is as old as that."""
-    earlier = given.get(id(copy._taking.source))
+    earlier = given.get(id(copy._view_of.source))
     if earlier.__class__ is CopiedView:
-        copy._taking.source = earlier
+        copy._view_of.source = earlier
         _enter(_taken, _source_storage(earlier), copy)
 
 
-def _whole(copy: CopiedView) -> CopiedView:
-    return copy.__dict__.get("_whole", copy)
+def _viewed_copy(copy: CopiedView) -> CopiedView:
+    return copy.__dict__.get("_copy", copy)
 
 
 def _enter(register: Register, storage: int, copy: CopiedView) -> None:
@@ -194,7 +194,7 @@ def storage_of(x: Tensor) -> int:
 
 
 def _source_storage(copy: CopiedView) -> int:
-    return storage_of(_whole(copy)._taking.source)
+    return storage_of(_viewed_copy(copy)._view_of.source)
 
 
 def _copy_in(x: Tensor) -> CopiedView | None:
@@ -224,14 +224,14 @@ def _root(x: Tensor, name: str) -> Tensor:
     """Where a write to a tensor gets in the end: there it must be possible."""
     root, copy, recorded = x, _copy_in(x), True
     while copy is not None:
-        if not copy._taking.leads_back:
+        if not copy._view_of.leads_back:
             raise InPlaceError(
                 f"{name} would write to a view of a DTensor that had to be a copy, because its data came from other "
                 f"ranks, and the write would be lost. Nothing was changed; write to the tensor itself, or redistribute "
                 f"it first so that the view needs no data of other ranks"
             )
         recorded = recorded and _is_recorded(root, copy)
-        root = copy._taking.source
+        root = copy._view_of.source
         if recorded and is_leaf(root) and root.requires_grad:
             raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
         copy = _copy_in(root)
@@ -245,7 +245,7 @@ def _is_recorded(x: Tensor, copy: CopiedView) -> bool:
         return same and torch.is_grad_enabled() and x.requires_grad
 
 
-def take_anew(written: Iterable[Tensor]) -> None:
+def retake_hooked(written: Iterable[Tensor]) -> None:
     """Before a write that is part of the graph: to torch a view that is written to is what its base becomes, and what
     was computed from it before, and hooks on it, are another matter. So a copy with hooks is taken anew, of what its
     source is a view of."""
@@ -257,9 +257,9 @@ def take_anew(written: Iterable[Tensor]) -> None:
 
 def _pass_by_hooks(copy: CopiedView | None) -> bool:
     """Take a copy anew if there are hooks on it or on what it was taken from. Whether there were."""
-    if copy is None or copy._taking.function is None:
+    if copy is None or copy._view_of.function is None:
         return False
-    source = copy._taking.source
+    source = copy._view_of.source
     found = _pass_by_hooks(_copy_in(source)) or _is_watched(copy) or _is_watched(source)
     if found:
         _take_again(copy)
@@ -267,7 +267,7 @@ def _pass_by_hooks(copy: CopiedView | None) -> bool:
 
 
 def _is_watched(x: DTensor) -> bool:
-    """Whether somebody is told the gradient of a tensor. Torch makes a view that was written to part of a new history,
+    """Whether somebody sees the gradient of a tensor. Torch makes a view that was written to part of a new history,
     and whoever watches it with it, at the next look."""
     with _disabled():
         return bool(x._backward_hooks or x.retains_grad)
@@ -280,7 +280,7 @@ def of_base(x: DTensor) -> DTensor:
             return x
         # as torch took the view, which strides alone do not say: it may be of another dtype, or conjugated
         shards = [shard if shard._base is None else _taken_of(shard, shard._base) for shard in shards_of(x)]
-    return wrap(shards[0] if len(shards) == 1 else ranked(shards), x._layout)
+    return wrap(local_tensor(shards), x._layout)
 
 
 def unmoved(x: DTensor) -> DTensor:
@@ -299,15 +299,15 @@ def carry_on(written: Iterable[Tensor]) -> None:
             _outdate(reference())
         copy = _copy_in(x)
         if copy is not None:
-            source = copy._taking.source
+            source = copy._view_of.source
             storage = storage_of(source)
             source.__dict__["_layout"] = source._layout.unreduced  # what it came to; views to write to are not of that
-            kin = [view for reference in _taken.pop(storage, ()) if (view := reference()) is not None]
+            views = [view for reference in _taken.pop(storage, ()) if (view := reference()) is not None]
             recorded = _is_recorded(x, copy)
             with nullcontext() if recorded else torch.no_grad():
-                copy._taking.write(wrap(localise(copy), copy._layout))
-            for view in kin:
-                is_shown = _whole(view) is copy or (
+                copy._view_of.write(wrap(localise(copy), copy._layout))
+            for view in views:
+                is_shown = _viewed_copy(view) is copy or (
                     view.__class__ is CopiedView and _source_storage(view) == storage_of(copy)
                 )
                 if is_shown and not recorded and not _is_watched(view):
@@ -332,7 +332,7 @@ def _outdate(copy: CopiedView | None) -> None:
 
 def renew(x: Any) -> None:
     """A stale copy, or a view of one, shows what its source does now."""
-    copy: Any = _whole(x)
+    copy: Any = _viewed_copy(x)
     if copy.__class__ is StaleView:
         _take_again(copy)
     if x is not copy:
@@ -349,12 +349,12 @@ def _once(x: Tensor, target: Tensor) -> Tensor:
 
 
 def _take_again(copy: Any) -> None:
-    if copy._taking.function is None:
+    if copy._view_of.function is None:
         raise InPlaceError(
             "this view of a DTensor had to be a copy, because its data came from other ranks, and the tensor it was "
             "taken from has been written to since, which a view would show; take the view again"
         )
-    source, fresh = copy._taking.source, copy._taking.again()
+    source, fresh = copy._view_of.source, copy._view_of.again()
     with torch.set_grad_enabled(fresh.requires_grad):  # the source may have had what it was reduced to
         fresh = as_layout(fresh, copy._layout, "a view")
     copy.__class__ = CopiedView

@@ -22,8 +22,7 @@ def shards_contiguous(x: Tensor) -> bool:
     if "_strides" in x.__dict__:
         return False
     with _disabled():
-        shards = (x, *x.__dict__.get("_peers", ()))
-        return all(_is_contiguous(_size(shard), shard.stride()) for shard in shards)
+        return all(_is_contiguous(_size(shard), shard.stride()) for shard in shards_of(x))
 
 
 def _is_contiguous(sizes: Sequence[int], steps: Sequence[int]) -> bool:
@@ -56,7 +55,7 @@ def globally_contiguous(x: Tensor) -> bool:
 def inferred_strides(shape: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:
     """The strides of a tensor of this shape, inferred from a shard's: from the innermost dim outwards, each dim steps
     over as many pieces of the next inner one as it does in the shard. Of dims with equal strides, one with a single
-    index is the inner one. An empty shard says nothing: the tensor is contiguous, or a `Part` that remembers."""
+    index is the inner one. An empty shard says nothing: the tensor is contiguous, or a `KeepsStrides`."""
     if 0 in sizes:
         return contiguous_strides(shape)
     strides = [0] * len(shape)

@@ -1,7 +1,7 @@
 """Writes to tensors that cannot stay where they are while the call runs.
 
 An in-place call keeps the layout of what it writes to. Where no rule does that (`relu_` of a pending sum, whose terms
-are not terms of the result), the call runs on a copy that lies otherwise, and what it wrote is brought back: reduced,
+are not terms of the result), the call runs on a copy in another layout, and what it wrote is brought back: reduced,
 changed, and made pending again. That costs what the function out of place would, and nothing on the way back. A copy
 that had to be gathered is reported like every other call that gathers.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm import shards_of
-from shardwise.dispatch.aliasing.copied_views import Taking, depend, storage_of, take_anew, unmoved, watch_copy
+from shardwise.dispatch.aliasing.copied_views import ViewOf, depend, retake_hooked, storage_of, unmoved, watch_copy
 from shardwise.dispatch.aliasing.views import Writes
 from shardwise.dispatch.guarded import Guarded
 from shardwise.dispatch.plan import Plan
@@ -59,33 +60,34 @@ def _copy_shards(args: tuple, kwargs: dict[str, Any] | None) -> None:
 # Calls that write to copies
 
 
-def written_elsewhere(func: Callable, args: tuple, kwargs: dict[str, Any], refusal: InPlaceError, trace: Trace) -> Plan:
-    """The plan of a call that cannot write where its arguments lie. Raises the refusal where nothing can be done."""
+def plan_inplace_via_copy(
+    func: Callable, args: tuple, kwargs: dict[str, Any], refusal: InPlaceError, trace: Trace
+) -> Plan:
+    """The plan of a call that cannot write to its arguments as they are. Raises the refusal where nothing helps."""
     written = trace.written_arguments
     tensors = flat_tensors((args, kwargs))
     layouts = [x._layout for x in (tensors[at] for at in written) if isinstance(x, DTensor)]
     if not written or len(layouts) < len(written):
         raise refusal
-    ways = [way for way in (settled, _whole) if any(way(layout) is not layout for layout in layouts)]
+    ways = [way for way in (without_pending, _replicated) if any(way(layout) is not layout for layout in layouts)]
     if not ways:
         raise refusal
     if (torchs := refused(func, args, kwargs)) is not None:  # before anything moves
         raise torchs
-    return Elsewhere(func, written, ways, refusal)
+    return InplaceViaCopy(func, written, ways, refusal)
 
 
-def settled(layout: Layout) -> Layout:
-    return layout.with_(pending=[None] * layout.mesh.ndim)
+without_pending: Callable[[Layout], Layout] = attrgetter("without_pending")
 
 
-def _whole(layout: Layout) -> Layout:
+def _replicated(layout: Layout) -> Layout:
     return Layout(layout.mesh, layout.shape)
 
 
 treat(F.embedding, F.embedding_bag, unrecorded=True)  # they shorten rows of parameters
 
 
-class Elsewhere:
+class InplaceViaCopy:
     """The call on copies of what it writes to, which are then written back."""
 
     __slots__ = ("func", "name", "refusal", "ways", "written")
@@ -101,7 +103,7 @@ class Elsewhere:
         written = [x for at, x in enumerate(flat_tensors((args, kwargs or {}))) if at in self.written]
         if depend(written, self.name):
             raise InPlaceError(self.refusal)
-        take_anew(written)
+        retake_hooked(written)
         for way in self.ways:
             try:
                 return self._run(way, args, kwargs or {})
@@ -118,13 +120,13 @@ class Elsewhere:
 
     def _run(self, way: Callable[[Layout], Layout], args: tuple, kwargs: dict[str, Any]) -> Any:
         given = flat_tensors((args, kwargs))
-        if way is _whole:
+        if way is _replicated:
             report(self.name, (self.func, *(x._layout for x in given if isinstance(x, DTensor))), args, kwargs)
         originals: dict[int, Any] = {}
         copies: dict[int, Any] = {}
         written = {id(x) for at, x in enumerate(given) if at in self.written}
 
-        def elsewhere(x: Any) -> Tensor:
+        def copy_of(x: Any) -> Tensor:
             if id(x) not in written:  # where it is read, too, what was written before is seen
                 return x
             if id(x) not in copies:  # an argument may be given twice
@@ -133,7 +135,7 @@ class Elsewhere:
                 originals[id(copy)] = x
             return copies[id(x)]
 
-        args, kwargs = map_tensors(args, elsewhere), map_tensors(kwargs, elsewhere)
+        args, kwargs = map_tensors(args, copy_of), map_tensors(kwargs, copy_of)
         out = self.func(*args, **kwargs)
         with torch.no_grad() if treatment_of(self.func).unrecorded else nullcontext():
             for copy in copies.values():
@@ -141,5 +143,5 @@ class Elsewhere:
         by_storage = {storage_of(copy): originals[id(copy)] for copy in copies.values()}
         for x in flat_tensors(out):
             if id(x) not in originals and (source := by_storage.get(storage_of(x))) is not None:
-                watch_copy(x, Taking(source))
+                watch_copy(x, ViewOf(source))
         return map_tensors(out, lambda x: originals.get(id(x), x))

@@ -26,7 +26,7 @@ from shardwise.tensor import DTensor, distribute_tensor
 _disabled = torch._C.DisableTorchFunctionSubclass
 
 COMPUTED_AS_OUT = frozenset({"sum", "nansum", "prod", "cumsum", "cumprod", "mean", "nanmean"})
-"""Functions that compute in the dtype of `out`, unless they are told another: the rest compute first and convert."""
+"""Functions that compute in the dtype of `out`, unless they are given another: the rest compute first and convert."""
 
 RETURNING_NOTHING = frozenset({"split_copy", "split_with_sizes_copy", "unbind_copy"})
 """Functions that return nothing when they are given `out`."""

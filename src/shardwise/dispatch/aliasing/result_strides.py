@@ -4,7 +4,7 @@ The stride of a dim with one index, or none, says nothing, and torch's kernels c
 holds so little of a longer dim, the global strides inferred from its shard may be others than torch's, and others than
 on other ranks: they would not agree on whether `reshape` is a view or a copy, nor on which tensors a write reaches. All
 ranks know which layouts are that thin. There torch is asked for the strides of the result, once for each way in which
-the arguments are strided, and a result from whose shards they cannot be inferred remembers them, as a `Part` does.
+the arguments are strided, and a result from whose shards they cannot be inferred keeps them (`KeepsStrides`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import ranked, shards_of
-from shardwise.dispatch.aliasing.copied_views import Part, storage_of
+from shardwise.comm import local_tensor, shards_of
+from shardwise.dispatch.aliasing.copied_views import KeepsStrides, storage_of
 from shardwise.dispatch.aliasing.global_strides import global_strides, globally_contiguous, on_one_device, shows
 from shardwise.dispatch.aliasing.views import MOST
 from shardwise.dispatch.modes import unseen
@@ -145,8 +145,8 @@ def _mended(x: Any, strides: tuple[int, ...], restrided: bool) -> Tensor:
     if restrided:
         with _disabled():
             shards = [_restrided(shard, strides) for shard in shards_of(x)]
-        x = wrap(shards[0] if len(shards) == 1 else ranked(shards), x._layout)
-    x.__class__, x._strides = Part, strides
+        x = wrap(local_tensor(shards), x._layout)
+    x.__class__, x._strides = KeepsStrides, strides
     return x
 
 

@@ -1,7 +1,7 @@
 """Plans of views that may have to be copies, and of writes, which may go to such copies (`copied_views`).
 
-Whether torch makes a view or a copy may depend on how the whole lies in memory (`reshape`, `contiguous`). The shards
-show that (`global_strides`), except where a part was cut out of a sharded dim within others: `Part`s remember it.
+Whether torch makes a view or a copy may depend on the global strides (`reshape`, `contiguous`). These are inferred from
+the shards (`global_strides`), except where a part was cut out of a sharded dim within others, which `KeepsStrides`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from shardwise.comm import shards_of
 from shardwise.dispatch.aliasing.copied_views import (
     CopiedView,
-    Part,
-    Taking,
+    KeepsStrides,
+    ViewOf,
     carry_on,
     copies,
     outdate_with,
     remember_strides,
+    retake_hooked,
     roots_of,
     storage_of,
-    take_anew,
     watch_view,
     watched_copy,
 )
@@ -44,7 +44,7 @@ _stride = torch._C.TensorBase.stride
 _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-class Copies(Guard):
+class GivesCopiedViews(Guard):
     """Views of which the results at `positions` are copies, or parts of a sharded dim."""
 
     __slots__ = ("function", "known", "positions")
@@ -70,14 +70,14 @@ class Copies(Guard):
             if not are_views and result.__class__ is not DTensor:
                 continue
             if not are_views:
-                taking = Taking(source, self.function, args, kwargs, at)
+                taking = ViewOf(source, self.function, args, kwargs, at)
                 result = shown[id(results[at])] = watched_copy(result, taking)
             remember_strides(result, strides)
         return map_tensors(out, lambda x: shown.get(id(x), x)) if shown else out
 
     def _strides(self, args: tuple, kwargs: dict[str, Any]) -> list[Strides]:
         """Those of the results that are views on one device."""
-        key = _lying(_first(args, kwargs))
+        key = _strides_known(_first(args, kwargs))
         strides = self.known.get(key)
         if strides is None:
             strides = strides_of_views(self.function, args, kwargs)
@@ -97,7 +97,7 @@ def _share_memory(x: Tensor, y: Tensor) -> bool:
     return found[0]
 
 
-class OfCopies:
+class OnCopiedViews:
     """A plan of a function that is given copies: the function as it is, and views of copies are watched too."""
 
     __slots__ = ("function",)
@@ -107,10 +107,10 @@ class OfCopies:
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         followed = {id(x): x for x in flat_tensors((args, kwargs)) if isinstance(x, CopiedView)}
-        usual = {at: x if isinstance(x, Part) else _alias(x) for at, x in followed.items()}
+        usual = {at: x if isinstance(x, KeepsStrides) else _alias(x) for at, x in followed.items()}
         given = {id(usual[at]): x for at, x in followed.items()}
         args, kwargs = map_tensors((args, kwargs or {}), lambda x: usual.get(id(x), x))
-        parts = [x for x in followed.values() if isinstance(x, Part)]
+        parts = [x for x in followed.values() if isinstance(x, KeepsStrides)]
         for x in parts:  # to the function they are what they are on ranks that show their strides: uses share moves
             x.__class__ = DTensor  # type: ignore[assignment]
         try:
@@ -118,7 +118,7 @@ class OfCopies:
         finally:
             for x in parts:
                 if x.__class__ is DTensor:
-                    x.__class__ = Part
+                    x.__class__ = KeepsStrides
 
     def _run(self, args: tuple, kwargs: dict[str, Any], given: dict[int, CopiedView]) -> Any:
         if (
@@ -131,14 +131,16 @@ class OfCopies:
         retain_anew(given.values())
         by_storage = {storage_of(x): x for x in given.values()}
         results = flat_tensors(out)
-        hidden: list[int] = []  # results that lie as the whole of what they are views of does, which does not show it
+        hidden: list[int] = []  # views of what has to remember its global strides
         for at, x in enumerate(results):
             if x.__class__ is CopiedView:
                 outdate_with(x, given)
-            copy = by_storage.get(storage_of(x)) if x.__class__ in (DTensor, Part) and id(x) not in given else None
+            copy = (
+                by_storage.get(storage_of(x)) if x.__class__ in (DTensor, KeepsStrides) and id(x) not in given else None
+            )
             if copy.__class__ is CopiedView:
                 watch_view(x, copy)
-            if copy is not None and "_strides" in copy.__dict__ and x.__class__ is not Part:
+            if copy is not None and "_strides" in copy.__dict__ and x.__class__ is not KeepsStrides:
                 hidden.append(at)
         all_strides = strides_of_views(self.function, args, kwargs) if hidden else []
         for at in hidden:
@@ -157,8 +159,8 @@ def _alias(x: CopiedView) -> DTensor:
 
 
 class ViewOrCopy:
-    """A plan of a reshape of shards so thin that they may allow a view where the whole does not: a row on every rank
-    lies in one piece, however far apart the rows are. What torch copies for how the whole lies is copied here too."""
+    """A plan of a reshape of shards so thin that they may allow a view where the global tensor does not: one row on
+    every rank is contiguous, however far apart the rows are. What torch copies for its strides is copied here too."""
 
     __slots__ = ("function", "known", "layout", "plan", "sizes")
 
@@ -170,12 +172,12 @@ class ViewOrCopy:
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         x = args[0]
-        lying: tuple = _on_shard(_stride, (), (x,)) if "_strides" not in x.__dict__ else _lying(x)  # type: ignore[call-arg]
-        view = self.known.get(lying)
+        strides: tuple = _on_shard(_stride, (), (x,)) if "_strides" not in x.__dict__ else _strides_known(x)  # type: ignore[call-arg]
+        view = self.known.get(strides)
         if view is None:
             view = is_view(self.function, args, kwargs or {})
             if len(self.known) < MOST:
-                self.known[lying] = view
+                self.known[strides] = view
         if view:
             return self.plan(args, kwargs)
         if self.layout is None:
@@ -208,7 +210,7 @@ class Writes(Guard):
         if copies:
             written = self._written(args, kwargs)
             roots_of(written, self.name)  # refuses writes that would be lost
-            take_anew(written)
+            retake_hooked(written)
 
     def after(self, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if copies:
@@ -222,7 +224,7 @@ class Writes(Guard):
         return [tensors[position] for position in self.positions]
 
 
-class OfAllRanks:
+class WritesToPlain:
     """A plan of the simulator's that writes to plain tensors at `positions`. They are taken as replicated, and there is
     only one of each for all ranks: so ranks write to replicas, and what they agree on is written to the tensor, which
     then has the history of all of them."""
@@ -268,7 +270,7 @@ Strides = tuple[int, ...] | None
 
 
 def strides_of_views(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Strides]:
-    """How the results lie on one device, as far as they are views there."""
+    """The strides of the results on one device, as far as they are views there."""
     return unseen(_strides_on_one_device, function, args, kwargs)
 
 
@@ -282,7 +284,7 @@ def _strides_on_one_device(function: Callable, args: tuple, kwargs: dict[str, An
 
 
 def _index_or_whole(x: Tensor) -> Any:
-    """An argument on one device. A number that torch reads out to take an index by may be any: views lie alike."""
+    """An argument on one device. A number that torch reads out to take an index by may be any: strides are the same."""
     is_number = not x.dim() and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
     return 0 if is_number else on_one_device(x)
 
@@ -297,8 +299,8 @@ def is_view(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
 MOST = 4096
 
 
-def _lying(x: DTensor) -> tuple:
-    """How a shard lies in memory, and what is remembered of the whole."""
+def _strides_known(x: DTensor) -> tuple:
+    """The strides of a shard, and the global ones where they are remembered."""
     return _on_shard(_stride, (), (x,)), x.__dict__.get("_strides")  # type: ignore[call-arg]
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Ranked
+from shardwise.dispatch.aliasing.copied_views import storage_of
 from shardwise.dispatch.functions.handlers import handles
 from shardwise.dispatch.functions.ragged import with_chosen
-from shardwise.dispatch.functions.subscripts import everywhere, in_full, is_mask, items_of, num_dims, numbered
+from shardwise.dispatch.functions.subscripts import in_full, is_mask, items_of, numbered, view_and_chosen
 from shardwise.dispatch.interop.mixing import mixed
 from shardwise.dispatch.modes import replicates_implicitly
 from shardwise.dispatch.planning.trace import map_tensors
@@ -47,22 +48,9 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def _assign(x: DTensor, items: Sequence[Any], value: Any, *, fills: bool) -> None:
-    basic: list[Any] = []  # what a view of the part is taken by, in which no dim is lost: an int is a slice there
-    lost: list[int] = []
-    chosen: list[Tensor | None] = []  # what tensors choose in the dims of that view; a mask stands for all of its dims
-    for item in items:
-        if type(item) is int:
-            lost.append(len(chosen))
-            item = slice(item, item + 1)
-        if isinstance(item, Tensor):
-            basic += [slice(None)] * num_dims(item)
-            chosen.append(item)
-        elif isinstance(item, bool):
-            basic.append(None)
-            chosen.append(everywhere(torch.zeros(int(item), dtype=torch.long), x._layout.mesh))
-        else:
-            basic.append(item)
-            chosen.append(None)
+    lost = [at for at, item in enumerate(items) if type(item) is int]  # dims of the view that the value does not have
+    kept = [slice(item, item + 1) if type(item) is int else item for item in items]
+    basic, chosen = view_and_chosen(kept, x._layout.mesh)
     view: Any = x[tuple(basic)] if any(item != slice(None) for item in basic) else x
     if value is view:  # as after `x[:] += 1`
         return
@@ -99,13 +87,8 @@ def _is_one(value: Any) -> bool:
 def _apart_from(x: DTensor, value: Any) -> Any:
     """The value; a copy where it is a part of what is written to. On one device torch refuses parts that overlap, but
     here only some ranks might see that they do. All ranks see whose storage it is."""
-    with _disabled():
-        shared = isinstance(value, DTensor) and _storage(value) == _storage(x)
+    shared = isinstance(value, DTensor) and storage_of(value) == storage_of(x)
     return value.clone() if shared else value
-
-
-def _storage(x: DTensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 def _is_lone_mask(items: Sequence[Any]) -> bool:

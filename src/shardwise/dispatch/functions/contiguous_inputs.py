@@ -1,7 +1,7 @@
 """Functions of torch that copy what is not contiguous before they do anything else: `group_norm`.
 
-It is the copy that the backward pass keeps, so the original may be written to. A thin shard is contiguous however the
-whole lies; whether torch would copy is asked of the whole, on all ranks alike.
+It is the copy that the backward pass keeps, so the original may be written to. A thin shard is contiguous whatever the
+global strides are; whether torch would copy is decided by these, on all ranks alike.
 """
 
 from __future__ import annotations

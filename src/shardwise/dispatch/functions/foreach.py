@@ -13,9 +13,9 @@ from torch._C._autograd import CreationMeta, _get_creation_meta
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.aliasing.copied_views import CopiedView, depend, is_view, roots_of
-from shardwise.dispatch.aliasing.inplace_via_copy import Elsewhere, settled
+from shardwise.dispatch.aliasing.inplace_via_copy import InplaceViaCopy, without_pending
 from shardwise.dispatch.aliasing.result_strides import WithStrides
-from shardwise.dispatch.aliasing.views import OfCopies, Writes
+from shardwise.dispatch.aliasing.views import OnCopiedViews, Writes
 from shardwise.dispatch.guarded import Guarded
 from shardwise.dispatch.interop.autograd_function import flat_shards, joined
 from shardwise.dispatch.interop.nodes import pass_none_on
@@ -39,13 +39,13 @@ def plan_list_call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     is_step = name in (*FUSED, UNSCALE)
     if any(isinstance(x, CopiedView) for x in flat_tensors((args, kwargs))):
         several = len(written) > 1 and any(x.__class__ is CopiedView for x in written)
-        return partial(_in_turn, func) if several and not is_step else OfCopies(func)
+        return partial(_in_turn, func) if several and not is_step else OnCopiedViews(func)
     if terms := [at for at, x in enumerate(written) if isinstance(x, DTensor) and has_terms(x._layout)]:
         return reduced_first(func, terms)
     plan = _plan_together(func, args, kwargs)
     if isinstance(plan, _ByMesh):
         return plan
-    if written and not isinstance(plan, Elsewhere):
+    if written and not isinstance(plan, InplaceViaCopy):
         plan = Guarded(plan, [Writes(name, None)])
     elif not written and any(x._layout.thinness for x in _lead(args, kwargs)):
         plan = WithStrides(plan, func, [])
@@ -57,7 +57,7 @@ def _plan_together(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     in_place = name.endswith("_")
     lead = _lead(args, kwargs)
     _refuse(func, args, kwargs)
-    wanted = [settled(layout) for layout in _layouts(lead, name)]
+    wanted = [layout.without_pending for layout in _layouts(lead, name)]
     meshes = list(dict.fromkeys(layout.mesh for layout in wanted))
     if len(meshes) > 1:
         return _ByMesh(func, {mesh: [at for at, lay in enumerate(wanted) if lay.mesh is mesh] for mesh in meshes})
@@ -65,7 +65,7 @@ def _plan_together(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
         refusal = InPlaceError(f"{name} cannot write to a tensor with the layout {pending[0]}; redistribute it first")
         if name in (*FUSED, UNSCALE):
             raise refusal
-        return Elsewhere(func, range(len(lead)), [settled], refusal)
+        return InplaceViaCopy(func, range(len(lead)), [without_pending], refusal)
     _check_state(func, args, kwargs, wanted)
     if name == UNSCALE:
         return _Unscale(func, wanted[0].mesh)
@@ -112,7 +112,7 @@ def _layouts(lead: Sequence[Any], name: str) -> list[Layout]:
 
 
 def _check_state(func: Callable, args: tuple, kwargs: dict[str, Any], wanted: Sequence[Layout]) -> None:
-    """A fused step writes to several lists. All must lie like the parameters: a moved copy would be written in vain."""
+    """A fused step writes to several lists. All must have the parameters' layouts: a write to a moved copy is lost."""
     if list_name(func) not in FUSED:
         return
     names = [argument.name for argument in getattr(torch.ops.aten, list_name(func)).default._schema.arguments]
@@ -120,12 +120,12 @@ def _check_state(func: Callable, args: tuple, kwargs: dict[str, Any], wanted: Se
         for x, target in zip(tensors, wanted) if name in STATE else ():
             if isinstance(x, DTensor) and x._layout is not target:
                 raise InPlaceError(
-                    f"{list_name(func)} cannot write to {name} that lies as {x._layout}, while its parameter lies as "
+                    f"{list_name(func)} cannot write to {name} with the layout {x._layout}, while its parameter has "
                     f"{target}. Nothing was changed; redistribute it first"
                 )
 
 
-# How the elements of other lists come to lie like those of the first
+# How the elements of other lists come into the layouts of the first
 
 
 class _NotAlike(Exception):
@@ -147,23 +147,19 @@ def _movers(args: tuple, kwargs: dict[str, Any], wanted: Sequence[Layout]) -> li
 
 
 def _mover(x: Tensor, target: Layout) -> Mover | None:
-    """How an element comes to lie like its partner. A single number is whole on all ranks, which use it differently."""
+    """How an element comes into its partner's layout. A number is whole on all ranks, which use it differently."""
     layout = x._layout if isinstance(x, DTensor) else Layout(target.mesh, tuple(x.shape))
     if layout.shape == target.shape:
         return mover_of(plan_moves(layout, target))
     if layout.shape:
         raise _NotAlike
-    return mover_of(plan_moves(layout, Layout(target.mesh, ()), frozenset(_split_axes(target))))
+    return mover_of(plan_moves(layout, Layout(target.mesh, ()), frozenset(target.split_axes)))
 
 
 def _whole(x: Tensor) -> Mover | None:
     if not isinstance(x, DTensor):
         return None
     return mover_of(plan_moves(x._layout, Layout(x._layout.mesh, x._layout.shape)))
-
-
-def _split_axes(layout: Layout) -> set[int]:
-    return {axis for axes in layout.splits for axis in axes}
 
 
 # Plans
@@ -181,7 +177,7 @@ class _Recorded:
         self.plan, self.func, self.in_place = plan, func, list_name(func).endswith("_")
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        if isinstance(self.plan, Elsewhere) and depend(args[0], list_name(self.func)):
+        if isinstance(self.plan, InplaceViaCopy) and depend(args[0], list_name(self.func)):
             return _in_turn(self.func, args, kwargs)  # a copy does not show what was written to another
         if not _is_recorded(args, kwargs):
             return self.plan(args, kwargs)
@@ -296,8 +292,8 @@ class _Reduced:
 
     def _plan(self, kind: str, order: float | None, needs_gradients: bool) -> Plan:
         extremum = kind == "max" or (order is not None and (math.isinf(order) or order < 0))
-        empty = any(0 in layout.pieces(dim) for layout in self.wanted for dim in range(len(layout.shape)))
-        split = any(map(_split_axes, self.wanted))
+        empty = any(layout.has_empty or not layout.numel for layout in self.wanted)
+        split = any(layout.split_axes for layout in self.wanted)
         if (extremum and empty) or (needs_gradients and kind != "sum" and split):
             return _each(self.func)  # an empty shard has no extremum; only terms of a sum have gradients of their own
         pending = Partial("norm", order) if order is not None else Partial(kind)
@@ -306,8 +302,9 @@ class _Reduced:
 
 
 def _reduced(layout: Layout, pending: Partial) -> Layout:
-    split = _split_axes(layout)
-    return Layout(layout.mesh, (), (), [pending if axis in split else None for axis in range(layout.mesh.ndim)])
+    return Layout(
+        layout.mesh, (), (), [pending if axis in layout.split_axes else None for axis in range(layout.mesh.ndim)]
+    )
 
 
 class _InPlace:
@@ -375,8 +372,7 @@ class _Unscale:
         self.func(grads, here, scale)
         anywhere = self.group.reduce(here, "max")
         with _disabled():
-            targets = (found, *found.__dict__.get("_peers", ()))
-            for target, value in zip(targets, shards_of(anywhere)):
+            for target, value in zip(shards_of(found), shards_of(anywhere)):
                 target.copy_(value)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import ranked, shards_of
+from shardwise.comm import local_tensor, shards_of
 from shardwise.dispatch.aliasing.copied_views import CopiedView, watch_view
 from shardwise.dispatch.aliasing.global_strides import copied, inferred_strides, on_one_device, shards_contiguous
-from shardwise.dispatch.aliasing.views import OfCopies
+from shardwise.dispatch.aliasing.views import OnCopiedViews
 from shardwise.dispatch.plan import reduce_terms
 from shardwise.dispatch.planning.fallback import WithoutData, needs_data, on_meta
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
@@ -80,7 +80,7 @@ def _contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     """The tensor itself if it would be contiguous on one device. Otherwise a copy, on every rank."""
     x = args[0]
     if isinstance(x, CopiedView):
-        return OfCopies(func)(args, kwargs)
+        return OnCopiedViews(func)(args, kwargs)
     ordinary = len(args) == 1 and not kwargs
     if ordinary and x.__dict__.keys().isdisjoint(("_peers", "_strides")):
         return x if _shows_contiguous(x._layout, _of_the_shard(Tensor.stride, args, {})) else copied(x)
@@ -214,7 +214,7 @@ def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not isinstance(x, DTensor):  # `plain.type_as(x)`: of x only the dtype and the device are asked for
         return func(*map_tensors(args, kind_of), **map_tensors(kwargs, kind_of))
     if isinstance(x, CopiedView):
-        return OfCopies(func)(args, kwargs)
+        return OnCopiedViews(func)(args, kwargs)
     to_device = len(args) == 2 and not kwargs and args[1].__class__ is torch.device
     if to_device and args[1] == _on_shard(_device, (), (x,), {}):
         return x
@@ -227,7 +227,7 @@ def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
                 return NotImplemented  # planned like any other call: it may be reduced before it grows
             linear = x.dtype == changed.dtype or (x.dtype.is_floating_point and changed.dtype.is_floating_point)
         if not linear:
-            x = as_layout(x, x._layout.with_(pending=[None] * x._layout.mesh.ndim), "self")
+            x = as_layout(x, x._layout.without_pending, "self")
     rest = [arg for arg in args[1:] if isinstance(arg, Tensor)]
     plan: Any = Whole(func, [None] * (1 + len(rest)), [x._layout], [None], x._layout.mesh)
     if x._layout.mesh.device_type == "meta":
@@ -293,7 +293,7 @@ def _data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
         reduce_terms(args[0])
     with _disabled():
         shards = [func(shard) for shard in shards_of(args[0])]
-    out = wrap(shards[0] if len(shards) == 1 else ranked(shards), args[0]._layout.unreduced)
+    out = wrap(local_tensor(shards), args[0]._layout.unreduced)
     if isinstance(args[0], CopiedView):
         watch_view(out, args[0])
     if func == _GET_DATA:
@@ -376,7 +376,7 @@ def _new_tensor(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _resolve(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     x = args[0] if args else kwargs["input"]
     if isinstance(x, CopiedView):
-        return NotImplemented  # asked again by `OfCopies`, with a usual tensor
+        return NotImplemented  # asked again by `OnCopiedViews`, with a usual tensor
     with _disabled():
         is_left = x.is_neg() if "neg" in func.__name__ else x.is_conj()
     return x if not is_left else wrap(func(localise(x)), x._layout)

@@ -29,7 +29,7 @@ _grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 @handles(Tensor.t_, Tensor.transpose_, Tensor.swapaxes_, Tensor.swapdims_, Tensor.unsqueeze_)
 def _reshape_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DTensor:
     x, name = args[0], func.__name__
-    if isinstance(x, CopiedView) and "_taking" in x.__dict__:  # writes to it find their way there by its shape
+    if isinstance(x, CopiedView) and "_view_of" in x.__dict__:  # writes to it find their way there by its shape
         raise InPlaceError(
             f"{name} cannot change the shape of a view of a DTensor that had to be a copy, because its data came from "
             f"other ranks. Nothing was changed; use {name[:-1]}, which gives another view"

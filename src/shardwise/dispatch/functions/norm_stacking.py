@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import ranked, shards_of
+from shardwise.comm import local_tensor, shards_of
 from shardwise.dispatch.functions.handlers import handles
 from shardwise.layout import Layout, Partial, Replicate
 from shardwise.tensor import DTensor, wrap
@@ -28,7 +28,7 @@ def _largest(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if len(args) != 2 or kwargs or args[1] != math.inf or args[0].__class__ is not DTensor:
         return NotImplemented
     x, layout = args[0], args[0]._layout
-    axes = {axis for split in layout.splits for axis in split}
+    axes = layout.split_axes
     if not axes or layout.has_pending or not layout.numel or not (x.is_floating_point() or x.is_complex()):
         return NotImplemented
     if torch.is_grad_enabled() and x.requires_grad:
@@ -38,7 +38,7 @@ def _largest(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         held = zip(shards_of(x), layout.held_shapes, strict=True)
         found = [func(shard, math.inf) if math.prod(shape) else none.clone() for shard, shape in held]
     pending = [Partial("norm", math.inf) if axis in axes else None for axis in range(layout.mesh.ndim)]
-    return wrap(found[0] if len(found) == 1 else ranked(found), Layout(layout.mesh, ()).with_(pending=pending))
+    return wrap(local_tensor(found), Layout(layout.mesh, ()).with_(pending=pending))
 
 
 @handles(torch.stack)
@@ -93,7 +93,7 @@ def _stacked(numbers: Sequence[DTensor], norm: Partial) -> DTensor:
             terms.append([shard if share == 1 else shard / share for shard in shards_of(x)])
         shards = [torch.stack(held) for held in zip(*terms, strict=True)]
     layout = Layout(mesh, (len(numbers),)).with_(pending=[norm if axis in axes else None for axis in range(mesh.ndim)])
-    return wrap(shards[0] if len(shards) == 1 else ranked(shards), layout)
+    return wrap(local_tensor(shards), layout)
 
 
 # Numbers that torch reads out of tensors to cut a view by: a plan for all numbers would have to copy

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.comm.cause import watchers
 from shardwise.comm.ranked import per_rank, shards_of
 from shardwise.dispatch.functions.handlers import handles
-from shardwise.dispatch.functions.subscripts import everywhere, in_full, is_mask, items_of, num_dims, numbered
+from shardwise.dispatch.functions.subscripts import in_full, is_mask, items_of, num_dims, numbered, view_and_chosen
 from shardwise.dispatch.planning.fallback import keeps_shards
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.dispatch.watch import unplanned
@@ -152,18 +152,7 @@ def _get_item(x: Any, index: Any) -> Any:
     """What ints and slices name is a view. What tensors choose is then taken from it."""
     mesh = mesh_of(x, index)
     x = on_mesh(x, mesh)
-    basic: list[Any] = []
-    chosen: list[Any] = []  # what tensors choose in the dims of that view; a mask stands for all of its dims
-    for item in in_full(x, items_of(index, mesh)):
-        if isinstance(item, Tensor):
-            basic += [slice(None)] * num_dims(item)
-            chosen.append(item)
-        elif isinstance(item, bool):
-            basic.append(None)
-            chosen.append(everywhere(torch.zeros(int(item), dtype=torch.long), mesh))
-        else:
-            basic.append(item)
-            chosen += [] if type(item) is int else [None]
+    basic, chosen = view_and_chosen(in_full(x, items_of(index, mesh)), mesh)
     return _index(x[tuple(basic)] if any(item != slice(None) for item in basic) else x, chosen)
 
 

@@ -80,6 +80,24 @@ def in_full(x: DTensor, items: list[Any]) -> list[Any]:
     return found
 
 
+def view_and_chosen(items: Sequence[Any], mesh: Mesh) -> tuple[list[Any], list[Tensor | None]]:
+    """What a view of the part is taken by, and what tensors choose in each dim of that view: a mask in all of its dims,
+    True and False by numbers in a dim of their own."""
+    basic: list[Any] = []
+    chosen: list[Tensor | None] = []
+    for item in items:
+        if isinstance(item, Tensor):
+            basic += [slice(None)] * num_dims(item)
+            chosen.append(item)
+        elif isinstance(item, bool):
+            basic.append(None)
+            chosen.append(everywhere(torch.zeros(int(item), dtype=torch.long), mesh))
+        else:
+            basic.append(item)
+            chosen += [] if type(item) is int else [None]
+    return basic, chosen
+
+
 def numbered(items: Sequence[Any]) -> list[Any]:
     """The items with masks written out as the numbers of their places."""
     return [one for item in items for one in (item.nonzero().unbind(1) if is_mask(item) else (item,))]

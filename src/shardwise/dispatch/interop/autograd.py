@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from shardwise.comm import captured_mesh, noters, shards_of
+from shardwise.comm.ranked import as_list
 from shardwise.comm.rendezvous import Rendezvous, expect, rendezvous, rendezvous_of
 from shardwise.dispatch.aliasing.result_strides import with_strides_of
 from shardwise.dispatch.functions.handlers import handles
@@ -76,9 +77,9 @@ DTensor.backward = _backward  # type: ignore[assignment]
 def _autograd_backward(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
     given = dict(zip(names, args, strict=False)) | kwargs
-    tensors = _as_list(given["tensors"])
+    tensors = as_list(given["tensors"])
     gradients = given.get("grad_tensors")
-    _run_backward(tensors, [None] * len(tensors) if gradients is None else _as_list(gradients), given)
+    _run_backward(tensors, [None] * len(tensors) if gradients is None else as_list(gradients), given)
 
 
 def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: dict[str, Any]) -> None:
@@ -89,7 +90,7 @@ def _run_backward(tensors: list[Tensor], gradients: list[Tensor | None], given: 
     inputs = given.get("inputs")
     if inputs is not None and not isinstance(inputs, Tensor) and not len(inputs):
         raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
-    wanted, retain = () if inputs is None else _flat(_as_list(inputs)), given.get("retain_graph")
+    wanted, retain = () if inputs is None else _flat(as_list(inputs)), given.get("retain_graph")
     to_reach = (*wanted, *anchors(wanted)) if wanted else ()
     options = {"allow_unreachable": True, "accumulate_grad": True}
     if not given.get("create_graph"):
@@ -129,7 +130,7 @@ def _by_tensor(leaves: Sequence[Tensor]) -> list[list[Tensor]]:
     """Shards, those of one tensor together."""
     known = {id(x) for x in leaves}
     peers = {id(peer) for x in leaves for peer in x.__dict__.get("_peers", ())}
-    tensors = [(x, *x.__dict__.get("_peers", ())) for x in leaves if id(x) not in peers]
+    tensors = [shards_of(x) for x in leaves if id(x) not in peers]
     return [[shard for shard in shards if id(shard) in known] for shards in tensors]
 
 
@@ -147,13 +148,13 @@ def _set_raw_grad(leaf: Tensor, grad: Tensor) -> None:
 def _autograd_grad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
     given = dict(zip(names, args, strict=False)) | kwargs
-    outputs, inputs = _as_list(given["outputs"]), _as_list(given["inputs"])
+    outputs, inputs = as_list(given["outputs"]), as_list(given["inputs"])
     gradients = given.get("grad_outputs")
     if given.get("is_grads_batched"):
         raise NotImplementedError("torch.autograd.grad(is_grads_batched=True) is not available for DTensors")
     for mesh in _meshes([*outputs, *inputs]):
         forget(mesh)
-    roots, seeds = _roots(outputs, [None] * len(outputs) if gradients is None else _as_list(gradients))
+    roots, seeds = _roots(outputs, [None] * len(outputs) if gradients is None else as_list(gradients))
     create, retain, unused = (given.get(name) for name in ("create_graph", "retain_graph", "allow_unused"))
     below = second_order(nodes_of(roots)) if create else []
     materialize = bool(given.get("materialize_grads", False))
@@ -278,10 +279,6 @@ def _flat(tensors: Sequence[Any]) -> tuple[Tensor, ...]:
         if isinstance(x, DTensor):
             observe(x)
     return tuple(shard for x in tensors for shard in (shards_of(x) if isinstance(x, DTensor) else (x,)))
-
-
-def _as_list(tensors: Any) -> list[Any]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 # Hooks

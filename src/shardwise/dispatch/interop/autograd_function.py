@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from shardwise.comm import ranked, shards_of
 from shardwise.comm.rendezvous import expect
-from shardwise.dispatch.aliasing.copied_views import CopiedView, Part, StaleView, renew, storage_of
+from shardwise.dispatch.aliasing.copied_views import CopiedView, KeepsStrides, StaleView, renew, storage_of
 from shardwise.dispatch.interop.nodes import pass_none_on
 from shardwise.dispatch.modes import as_now
 from shardwise.layout import Layout
@@ -44,7 +44,7 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return _apply(cls, *args, **kwargs)
 
 
-_KINDS = frozenset({DTensor, InFlight, CopiedView, Part, StaleView})
+_KINDS = frozenset({DTensor, InFlight, CopiedView, KeepsStrides, StaleView})
 
 
 def _apply_to_dtensors(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -112,7 +112,7 @@ def joined(flat: Iterable[Any], layouts: Sequence[Layout | None], strides: Seque
         first = parts[0]
         if layout is None:
             found.append(first)
-        elif first.__class__ in (DTensor, CopiedView, Part) and first._layout is layout:
+        elif first.__class__ in (DTensor, CopiedView, KeepsStrides) and first._layout is layout:
             if len(parts) > 1:
                 first._peers = tuple(parts[1:])  # torch may have put views in their place
             found.append(first)
@@ -121,7 +121,7 @@ def joined(flat: Iterable[Any], layouts: Sequence[Layout | None], strides: Seque
         else:
             found.append(wrap(first, layout))
         if remembered is not None:
-            found[-1].__class__, found[-1]._strides = Part, remembered
+            found[-1].__class__, found[-1]._strides = KeepsStrides, remembered
     return found
 
 

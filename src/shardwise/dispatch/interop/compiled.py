@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.ranked import Ranked
-from shardwise.dispatch.aliasing.copied_views import CopiedView, Part, StaleView
+from shardwise.dispatch.aliasing.copied_views import CopiedView, KeepsStrides, StaleView
 from shardwise.dispatch.call import dispatch
 from shardwise.tensor import DTensor, distribute_tensor
 
@@ -29,7 +29,7 @@ _SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_fram
 
 def mark_entry_points() -> None:
     """Mark the functions through which programs come to us, when DTensor has all of its own."""
-    for cls in (DTensor, CopiedView, Part, StaleView, Ranked):
+    for cls in (DTensor, CopiedView, KeepsStrides, StaleView, Ranked):
         for member in vars(cls).values():
             run_as_it_is(getattr(member, "__func__", getattr(member, "fget", member)))
     run_as_it_is(dispatch)

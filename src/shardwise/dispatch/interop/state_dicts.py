@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import ranked, shards_of
+from shardwise.comm import local_tensor, shards_of
 from shardwise.tensor import DTensor, as_layout, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -62,14 +62,12 @@ def staging_shards(offload: Callable) -> Callable:
 
 def settled(x: DTensor) -> DTensor:
     """A tensor outside the graph with nothing pending on it. Where something is, all ranks must call this."""
-    layout = x._layout
     with torch.no_grad():
-        reduced = layout.with_(pending=[None] * layout.mesh.ndim) if layout.has_pending else layout
-        return as_layout(x.detach(), reduced, "tensor")
+        return as_layout(x.detach(), x._layout.without_pending, "tensor")
 
 
 def on_each_shard(x: DTensor, make: Callable[[Tensor], Tensor]) -> DTensor:
-    """A DTensor that lies alike, of what `make` makes of each shard that is held here."""
+    """A DTensor of the same layout, of what `make` makes of each shard that is held here."""
     with _disabled(), torch.no_grad():
         shards = [make(_as_subclass(shard.detach(), Tensor)) for shard in shards_of(localise(x))]
-    return wrap(shards[0] if len(shards) == 1 else ranked(shards), x._layout)
+    return wrap(local_tensor(shards), x._layout)

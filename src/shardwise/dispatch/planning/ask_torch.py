@@ -21,7 +21,7 @@ from shardwise.dispatch.aliasing.global_strides import global_strides
 from shardwise.dispatch.planning.lower import Lowered, LoweredCall
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.local import is_leaf
-from shardwise.rules import Call
+from shardwise.rules import Call, is_inexact
 from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -137,6 +137,6 @@ def _few_zeros(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
 
 def _unlike(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
     """Numbers that are all unlike, of which matrices are regular; but zeros, of which indices are good, of integers."""
-    if not (dtype.is_floating_point or dtype.is_complex):
+    if not is_inexact(dtype):
         return torch.zeros(shape, dtype=dtype)
     return torch.linspace(0.1, 0.9, math.prod(shape), dtype=torch.float64).cos().pow(9).reshape(shape).to(dtype)

@@ -24,7 +24,7 @@ from shardwise.dispatch.planning.trace import Trace
 from shardwise.layout import Layout, Mesh, Partial
 from shardwise.redistribute import DUAL, TABLE, wire_bytes
 from shardwise.rules import PENDING as ANY_REDUCTION
-from shardwise.rules import SUM, AxisPlacement, Call, Strategy, Value, replicated
+from shardwise.rules import SUM, AxisPlacement, Call, Strategy, Value, is_inexact, replicated
 
 IMPOSSIBLE = float("inf")
 
@@ -33,10 +33,6 @@ STAY = 1.25
 should not tip for the size of a bias."""
 
 Ban = tuple[int, Strategy]
-
-
-def placement_of(layout: Layout, axis: int) -> AxisPlacement:
-    return layout.pending[axis] or layout.axis_dims[axis]
 
 
 class NoStrategyError(Exception):
@@ -113,7 +109,7 @@ class Chooser:
         for value in call.outputs:
             for axis in range(self.mesh.ndim):
                 self._reduced.discard((value.index, axis))
-            if any(x.index in self._needs_grad for x in call.inputs) and _has_gradient(value):
+            if any(x.index in self._needs_grad for x in call.inputs) and is_inexact(value.dtype):
                 self._needs_grad.add(value.index)
             if call.is_view and call.inputs[0].is_parameter:
                 value.is_parameter = True
@@ -121,9 +117,7 @@ class Chooser:
     def _at(self, call: Call, have: Sequence[Layout], axis: int) -> list[AxisPlacement]:
         shown = call.is_view and any(value.index in self.trace.returned for value in call.outputs)
         return [
-            None
-            if (value.index, axis) in self._reduced and not shown and i not in call.mutated
-            else placement_of(layout, axis)
+            None if (value.index, axis) in self._reduced and not shown and i not in call.mutated else layout.along(axis)
             for i, (value, layout) in enumerate(zip(call.inputs, have, strict=True))
         ]
 
@@ -297,10 +291,6 @@ class Traffic:
 
 def _type(placement: AxisPlacement) -> str:
     return "R" if placement is None else "S" if isinstance(placement, int) else "P"
-
-
-def _has_gradient(value: Value) -> bool:
-    return value.dtype.is_floating_point or value.dtype.is_complex
 
 
 def _bytes(value: Value) -> int:

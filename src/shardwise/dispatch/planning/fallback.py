@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.comm.cause import users_line, watchers
 from shardwise.comm.record import note_fallback
-from shardwise.dispatch.aliasing.copied_views import Taking, storage_of, watched_copy
+from shardwise.dispatch.aliasing.copied_views import ViewOf, storage_of, watched_copy
 from shardwise.dispatch.modes import is_strict
 from shardwise.dispatch.plan import Plan, mover_for, wrap_fresh
 from shardwise.dispatch.planning.ask_torch import is_number
@@ -136,7 +136,7 @@ class Gathered:
         with _disabled():
             out = map_tensors(out, lambda x: wrap_fresh(x, Layout(self.mesh, tuple(x.shape))))
         shown = {
-            id(result): watched_copy(result, Taking(source, self.function, args, kwargs, at))
+            id(result): watched_copy(result, ViewOf(source, self.function, args, kwargs, at))
             for at, (result, source) in enumerate(zip(flat_tensors(out), copies))
             if source is not None
         }

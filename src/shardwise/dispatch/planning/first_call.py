@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from shardwise.dispatch.aliasing.copied_views import CopiedView
-from shardwise.dispatch.aliasing.global_strides import global_strides, globally_contiguous
-from shardwise.dispatch.aliasing.inplace_via_copy import written_elsewhere
+from shardwise.dispatch.aliasing.global_strides import globally_contiguous
+from shardwise.dispatch.aliasing.inplace_via_copy import plan_inplace_via_copy
 from shardwise.dispatch.aliasing.kept_operands import KeepsCopies
 from shardwise.dispatch.aliasing.out import plan_out
 from shardwise.dispatch.aliasing.result_strides import WithStrides, may_lose_strides
 from shardwise.dispatch.aliasing.thin_writes import OnThinShards
 from shardwise.dispatch.aliasing.views import (
-    Copies,
-    OfAllRanks,
-    OfCopies,
+    GivesCopiedViews,
+    OnCopiedViews,
     ViewOrCopy,
     Writes,
+    WritesToPlain,
     only_views,
 )
 from shardwise.dispatch.functions.foreach import plan_list_call
@@ -74,7 +74,7 @@ def _plan_for(func: Callable, args: tuple, kwargs: dict[str, Any], tensors: list
     if is_list_op(func):
         return plan_list_call(func, args, kwargs)
     if any(isinstance(x, CopiedView) for x in tensors):
-        return OfCopies(func)
+        return OnCopiedViews(func)
     if "out" in kwargs and (into := plan_out(func, args, kwargs)) is not None:
         return into
     if any(isinstance(kwargs.get(name), Tensor) for name in NUMBERS):
@@ -222,7 +222,7 @@ def _without_rules(trace: Trace, call: Asked) -> Plan | None:
     if terms := [at for at in trace.seen_arguments if has_terms(call.layouts[at])]:
         return reduced_first(call.asked, terms)
     if any(made.name.startswith("as_strided") for made in trace.calls) and not all(x.replicated for x in call.layouts):
-        return ContiguousOnly(call.gathered())
+        return Guarded(call.gathered(), [ContiguousOnly()])
     if trace.output is NotImplemented:
         return left_to_others
     is_number = not trace.results and trace.output is not None  # read off a meta tensor
@@ -242,7 +242,7 @@ def _lowered(trace: Trace, call: Asked) -> Lowered | Plan:
         refusal = InPlaceError(f"{described} {lost}. Nothing was changed; redistribute first")
     except InPlaceError as refused:
         refusal = refused
-    return written_elsewhere(call.asked, call.args, call.kwargs, refusal, trace)
+    return plan_inplace_via_copy(call.asked, call.args, call.kwargs, refusal, trace)
 
 
 def _built(lowered: Lowered, call: Asked) -> tuple[Plan, bool]:
@@ -279,7 +279,7 @@ def _writing(plan: Plan, guards: list[Guard], written: Sequence[int], lowered: L
     guards.append(Writes(call.name, written))
     plan = Guarded(plan, guards)
     shared = simulated and not all(isinstance(call.tensors[i], DTensor) for i in written)
-    plan = OfAllRanks(plan, call.func, written, lowered.mesh) if shared else plan
+    plan = WritesToPlain(plan, call.func, written, lowered.mesh) if shared else plan
     is_fresh = not any(value in lowered.trace.inputs for value in lowered.trace.results)
     return _with_strides(plan, lowered, call) if is_fresh else plan
 
@@ -295,7 +295,7 @@ def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -
     if any(layout.has_pending and allowed(layout) is not layout.unreduced for layout in layouts):
         guards.append(Settles())
     if copies:
-        guards.append(Copies(call.func, copies))  # of what has been settled, which is what writes are then watched on
+        guards.append(GivesCopiedViews(call.func, copies))  # of what is reduced by then, to which writes are watched
     if isinstance(plan, (Autocast, KeepsCopies, Steps, Whole)) and not lowered.trace.seen_arguments:
         guards.append(Unrecorded())
     return _with_strides(Guarded(plan, guards) if guards else plan, lowered, call)
@@ -321,33 +321,17 @@ def left_to_others(args: tuple, kwargs: dict[str, Any] | None) -> Any:
     return NotImplemented
 
 
-class ContiguousOnly:
-    """A plan of a function that reads memory by strides: it is gathered, and gathered tensors are contiguous."""
+class ContiguousOnly(Guard):
+    """Calls that read memory by strides: they are gathered, and gathered tensors are contiguous."""
 
-    __slots__ = ("plan",)
+    __slots__ = ()
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-    def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        if not all(map(globally_contiguous, flat_tensors((args, kwargs or {})))):
-            if (inside := _in_order_of_memory(args[0] if args else None)) is not None:
-                return torch.as_strided(inside, *args[1:], **(kwargs or {}))
+    def before(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not all(map(globally_contiguous, flat_tensors((args, kwargs)))):
             raise StrideError(
-                f"{describe('as_strided', args, kwargs or {})}: how the whole of a sharded tensor that is not "
-                f"contiguous lies in memory is not defined; call contiguous() first"
+                f"{describe('as_strided', args, kwargs)}: a sharded tensor that is not contiguous has no memory to "
+                f"take a view of by strides; call contiguous() first"
             )
-        return self.plan(args, kwargs)
-
-
-def _in_order_of_memory(x: Any) -> DTensor | None:
-    """The tensor with its dims in the order of their strides, if that makes it contiguous: it has the memory of `x`."""
-    if not isinstance(x, DTensor):
-        return None
-    strides = global_strides(x)
-    order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
-    inside: Any = x.permute(order) if order != list(range(x.ndim)) else None
-    return inside if inside is not None and globally_contiguous(inside) else None
 
 
 def _lost_constants(trace: Trace, device: torch.device) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import PerRank, ranked, shards_of
+from shardwise.comm import PerRank, local_tensor, shards_of
 from shardwise.comm.ranked import join, pick
 from shardwise.dispatch.modes import ThinkingMode
 from shardwise.dispatch.planning.lower import LoweredCall
@@ -52,7 +52,7 @@ def _of_its_own(x: Tensor) -> Tensor:
         if not x.requires_grad or not any(shard._is_view() or (len(held) > 1 and shard.output_nr) for shard in held):
             return x
         shards = [own_node(shard) for shard in held]
-    return shards[0] if len(shards) == 1 else ranked(shards)
+    return local_tensor(shards)
 
 
 class EachRank:

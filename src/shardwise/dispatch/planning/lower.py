@@ -11,7 +11,7 @@ from shardwise.dispatch.planning.trace import Trace
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh
 from shardwise.redistribute import Move, Typed, parameter_moves, plan_moves
-from shardwise.rules import Call, Local, Rule, Strategy, Value, rule_for
+from shardwise.rules import Call, Local, Rule, Strategy, Value, is_inexact, rule_for
 from shardwise.rules.kit.registry import strategies_of
 
 
@@ -190,7 +190,7 @@ def _out_moves(call: Call, realised: Realised, local: Local | None) -> list[tupl
         return [()] * len(call.outputs)
     found: list[tuple[Move, ...]] = []
     for value, layout, axes in zip(call.outputs, realised.outs, realised.alike, strict=True):
-        matters = axes and (value.dtype.is_floating_point or value.dtype.is_complex) and value not in call.inputs
+        matters = axes and is_inexact(value.dtype) and value not in call.inputs
         found.append((Move(Typed(layout, axes), Typed(layout), tuple(sorted(axes))),) if matters else ())
     return found
 

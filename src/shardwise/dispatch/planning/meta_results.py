@@ -151,10 +151,10 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         elif isinstance(arg, (list, tuple)):
             return None
         empties.append(arg)
-    shape = _common_shape(shapes) if simple and any(shapes) else None
-    if shape is None:
+    if not simple or not any(shapes):
         return None
     try:
+        shape = torch.broadcast_shapes(*shapes)
         found = func(*empties, **kwargs)
     except Exception:  # it is for the kernels of meta tensors to complain, if they do
         return None
@@ -163,16 +163,3 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return None
     made = [torch.empty(shape, dtype=x.dtype, device="meta") for x in results]
     return made[0] if isinstance(found, Tensor) else tuple(made)
-
-
-def _common_shape(shapes: Sequence[Shape]) -> Shape | None:
-    """What shapes broadcast to, if they do."""
-    ndim = max(map(len, shapes))
-    common = [1] * ndim
-    for shape in shapes:
-        for dim, size in enumerate(shape, ndim - len(shape)):
-            if common[dim] == 1:
-                common[dim] = size
-            elif size not in (1, common[dim]):
-                return None
-    return tuple(common)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
-from shardwise.rules.kit.types import Call, HeldValues, Local, Rule, Value, flat_values
+from shardwise.rules.kit.types import Call, HeldValues, Local, Rule, Value, flat_values, is_inexact
 
 
 def has_empty(layouts: Sequence[Layout]) -> bool:
@@ -71,7 +71,7 @@ class _Saves:
 
 
 def _meta(value: Value) -> Tensor:
-    needs = value.dtype.is_floating_point or value.dtype.is_complex
+    needs = is_inexact(value.dtype)
     return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=needs)
 
 

@@ -37,6 +37,11 @@ Interval = tuple[int, int]
 Resize = Callable[[tuple[int, ...]], Sequence[tuple[int, ...] | None] | None]
 
 
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Whether numbers are rounded, so that they may have gradients."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 class Value:
     """A tensor inside a traced call: global shape and dtype. `layout` is that of an argument when the call begins, for
     users' rules that ask; of other tensors it is None, or replicated. `may_need_grad` says that some argument of the

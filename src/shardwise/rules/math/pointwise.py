@@ -26,6 +26,7 @@ from shardwise.rules.kit.types import (
     Rule,
     Strategy,
     Value,
+    is_inexact,
     replicated,
 )
 from shardwise.rules.math.reductions import for_these_values
@@ -73,7 +74,7 @@ def has_infinity(call: Call) -> bool:
 
 def _overflows(size: float, call: Call) -> bool:
     dtype = call.outputs[0].dtype if call.outputs else call.inputs[0].dtype
-    if not (dtype.is_floating_point or dtype.is_complex):
+    if not is_inexact(dtype):
         return False
     limits = torch.finfo(dtype if dtype.to_real() == torch.float64 else torch.float32)
     return size > limits.max or (call.name.startswith("div") and size < limits.tiny)
@@ -179,7 +180,7 @@ def _conversion(call: Call) -> list[Strategy]:
 def _keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
     if target == torch.bool or (source.is_complex and not target.is_complex):
         return source == target
-    return target.is_floating_point or target.is_complex or not source.is_floating_point
+    return is_inexact(target) or not source.is_floating_point
 
 
 register("detach", "alias", "clone", "lift_fresh", "_conj", rule=Rule(_identity))

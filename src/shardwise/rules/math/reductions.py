@@ -15,7 +15,18 @@ from shardwise.layout import Layout, Partial
 from shardwise.rules.kit.empty import unless_empty
 from shardwise.rules.kit.notation import Factor, Factors, dims_of
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import PROGRAM_COST, SUM, Call, Collectives, HeldValues, Local, Lowering, Rule, Strategy
+from shardwise.rules.kit.types import (
+    PROGRAM_COST,
+    SUM,
+    Call,
+    Collectives,
+    HeldValues,
+    Local,
+    Lowering,
+    Rule,
+    Strategy,
+    is_inexact,
+)
 
 
 def reduced_dims(call: Call) -> tuple[int, ...]:
@@ -29,11 +40,6 @@ def reduced_dims(call: Call) -> tuple[int, ...]:
 def _count(call: Call) -> int:
     """How many elements each result is made of."""
     return math.prod(call.inputs[0].shape[d] for d in reduced_dims(call))
-
-
-def is_inexact(dtype: torch.dtype) -> bool:
-    """Whether numbers are rounded. Kernels for meta tensors let others pass that torch refuses."""
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def wide(x: Tensor) -> Tensor:
@@ -86,8 +92,8 @@ def is_linear(call: Call, op: str) -> bool:
     """Whether a pending sum, or average, of the input passes through the op: not if the op first converts to a dtype
     that cuts digits off, nor where the terms themselves do not add up in full."""
     source, target = call.inputs[0].dtype, call.outputs[0].dtype
-    if source.is_floating_point or source.is_complex:
-        return target.is_floating_point or target.is_complex
+    if is_inexact(source):
+        return is_inexact(target)
     return op == "sum" and source != torch.bool
 
 

@@ -12,8 +12,8 @@ from shardwise.layout import Layout, Partial
 from shardwise.rules.kit.dim_rebuild import joined
 from shardwise.rules.kit.notation import factor_rule, other_dims
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import Call, Collectives, Local, Rule, Strategy
-from shardwise.rules.math.reductions import PROGRAM_COST, converted, is_inexact, is_linear, wide
+from shardwise.rules.kit.types import Call, Collectives, Local, Rule, Strategy, is_inexact
+from shardwise.rules.math.reductions import PROGRAM_COST, converted, is_linear, wide
 
 SCANS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "cumsum": (torch.cumsum, torch.sum),

@@ -174,7 +174,7 @@ def test_a_copy_taken_under_no_grad_stays_outside_the_graph() -> None:
     x = sw.distribute_tensor(whole(), MESH, [S1]).requires_grad_()
     with torch.no_grad():
         view = (x * 1).view(24)
-        source = view._taking.source
+        source = view._view_of.source
         source.add_(1)
     assert not (view * 1).requires_grad
     assert torch.equal(view.full_tensor(), whole().view(24) + 1)

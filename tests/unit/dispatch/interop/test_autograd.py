@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import check_shards
+from compare import check_grad, check_shards
+from meshes import data
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,17 +27,8 @@ SOME = [(R, R), (S0, R), (S1, S0), (S0, S0), (P, S1)]
 over_layouts = pytest.mark.parametrize("placements", SOME, ids=str)
 
 
-def data(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
-
 def twins(x: Tensor, placements: tuple) -> tuple[Tensor, DTensor]:
     return x.clone().requires_grad_(), sw.distribute_tensor(x, MESH, placements).requires_grad_()
-
-
-def check_grad(d: DTensor, plain: Tensor) -> None:
-    check_shards(d.grad)
-    torch.testing.assert_close(d.grad.full_tensor(), plain.grad)
 
 
 # Ways in

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import check_shards
+from compare import check_grad
+from meshes import data
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -18,15 +19,6 @@ MESH = sw.simulate((2, 2), ("dp", "tp"))
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 PAIRS = list(itertools.product([R, S0, S1, P], repeat=2))
 over_layouts = pytest.mark.parametrize("placements", [(R, R), (S0, R), (S1, S0), (P, S1)], ids=str)
-
-
-def data(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-def check_grad(d: DTensor, plain: Tensor) -> None:
-    check_shards(d.grad)
-    torch.testing.assert_close(d.grad.full_tensor(), plain.grad)
 
 
 class Cube(torch.autograd.Function):
