@@ -172,10 +172,11 @@ class DTensor(Tensor):
 
     @property
     def grad(self) -> DTensor | None:
-        grad = _on_shard(_get_grad, (), (self,))  # type: ignore[call-arg]
-        if grad.__class__ is DTensor and "_peers" not in self.__dict__:
-            return grad
-        if grad is None and "_peers" in self.__dict__ and any(peer.grad is not None for peer in self._peers):
+        grad: Any = _on_shard(_get_grad, (), (self,))  # type: ignore[call-arg]
+        if "_peers" not in self.__dict__:
+            if grad is None or grad.__class__ is DTensor:
+                return grad
+        elif grad is None and any(peer.grad is not None for peer in self._peers):
             with _disabled():
                 grad = empty_gradient(self)
         return None if grad is None else self._labelled(grad)
