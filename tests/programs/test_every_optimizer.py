@@ -264,3 +264,37 @@ def test_a_copied_model_and_optimizer_go_on_as_one_devices() -> None:
         iterate(model, optimizer)
         results.append(optimizer)
     check_alike(results[1], results[0])
+
+
+@pytest.mark.parametrize("sizes", [(0.0, 0.9), (0.9, 0.0, 0.5)], ids=["begun", "paused"])
+def test_momentum_that_changes_between_steps(sizes: tuple[float, ...], one_rank: Any) -> None:
+    def trained(model: nn.Module) -> optim.Optimizer:
+        optimizer = optim.SGD(model.parameters(), 0.1, momentum=sizes[0])
+        for size in sizes:
+            optimizer.param_groups[0]["momentum"] = size
+            iterate(model, optimizer, 3)
+        return optimizer
+
+    expected = trained(net())
+    for mesh in (mesh_of((2,)), one_rank):
+        check_alike(trained(on(mesh, lambda p: [S0], net())), expected)
+
+
+def test_parameters_come_and_go_between_steps(one_rank: Any) -> None:
+    """What was found for a group holds for those of its parameters that have a gradient, and only as it was set."""
+
+    def trained(model: Any) -> optim.Optimizer:
+        optimizer = optim.AdamW(model.parameters(), 0.1)
+        for step in range(6):
+            optimizer.zero_grad(set_to_none=step != 3)
+            loss_of(model).backward()
+            if step % 2:
+                model[0].bias.grad = None
+            if step == 4:
+                optimizer.param_groups[0]["maximize"] = True
+            optimizer.step()
+        return optimizer
+
+    expected = trained(net())
+    for mesh in (mesh_of((2,)), one_rank):
+        check_alike(trained(on(mesh, lambda p: [S0], net())), expected)

@@ -15,6 +15,8 @@ from shardwise.tensor import DTensor
 
 _enabled = torch._C._is_torch_function_enabled
 _in_a_mode = torch._C._is_torch_function_mode_enabled
+_on_shard = torch._C._disabled_torch_function_impl
+_device: Any = torch._C.TensorBase.device.__get__
 _OPERATORS: dict[str, Any] = {
     "__add__": Tensor.add,
     "__sub__": Tensor.sub,
@@ -57,6 +59,18 @@ def _operator(function: Callable) -> Callable:
 
     return method
 
+
+def _to(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+    """`to` the device where a tensor is: asked of every gradient's norm by `clip_grad_norm_`."""
+    asked = args[0] if len(args) == 1 and not kwargs else None
+    if asked.__class__ is torch.device and self.__class__ is DTensor and _enabled() and not _in_a_mode():
+        if asked == _on_shard(_device, (), (self,), {}):
+            return self
+    return _convert(self, *args, **kwargs)
+
+
+_convert = _straight(Tensor.to)
+DTensor.to = functools.wraps(Tensor.to)(_to)  # type: ignore[assignment]
 
 for _name, _function in _OPERATORS.items():
     setattr(DTensor, _name, _operator(_function))

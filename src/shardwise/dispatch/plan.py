@@ -195,20 +195,30 @@ def direct_list(function: Callable, layouts: Sequence[Layout]) -> Plan:
     return run
 
 
-def moved_first(function: Callable, movers: Sequence[tuple[int, Mover]], num_args: int) -> Callable:
-    """A function of shards, some of which are moved first. `movers` go by the positions of the arguments."""
+def moved_first(function: Callable, movers: Sequence[tuple[int | str, Mover]], num_args: int) -> Callable:
+    """A function of shards, some of which are moved first. `movers` go by the positions of the arguments, or by their
+    names."""
     if len(movers) == 1 and num_args == 3 and movers[0][0] != 1:  # a weight and a bias are among them
         ((position, mover),) = movers
         move = mover.__call__  # bound: a call of an object that is not a function takes a detour
         if position == 0:
             return lambda x, weight, bias: function(move(x), weight, bias)
         return lambda x, weight, bias: function(x, weight, move(bias))
+    if num_args == 3 and [at for at, _ in movers] == [1, 2]:
+        move_weight, move_bias = (mover.__call__ for _, mover in movers)
+        return lambda x, weight, bias: function(x, move_weight(weight), move_bias(bias))
+    placed = [(at, mover.__call__) for at, mover in movers if isinstance(at, int)]
+    named = [(name, mover.__call__) for name, mover in movers if isinstance(name, str)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        local = list(args)
-        for position, mover in movers:
-            local[position] = mover(local[position])
-        return function(*local, **kwargs)
+        if placed:
+            local = list(args)
+            for position, move in placed:
+                local[position] = move(local[position])
+            args = tuple(local)
+        for name, move in named:
+            kwargs[name] = move(kwargs[name])
+        return function(*args, **kwargs)
 
     return run if movers else function
 

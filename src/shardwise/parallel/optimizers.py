@@ -9,7 +9,8 @@ step, which makes the state, and every step that this does not fit, runs on DTen
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import repeat
+from functools import partial
+from itertools import chain, count, repeat
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,6 +37,7 @@ ELEMENTWISE = frozenset(
 _disabled = torch._C.DisableTorchFunctionSubclass
 _pointer = torch._C.TensorBase.data_ptr
 _grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+_is_sparse = torch._C.TensorBase.is_sparse.__get__  # type: ignore[attr-defined]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
 State = dict[str, Any]
@@ -44,36 +46,78 @@ State = dict[str, Any]
 
 class _Shadows:
     """Plain tensors that share storage with the parameters that have a gradient, and with the state that an optimizer
-    keeps for them, as long as none of these gets another storage or layout, or the state another tensor."""
+    keeps for them, as long as none of these gets another storage or layout, the state another tensor, or a group other
+    options."""
 
-    __slots__ = ("given", "lists", "locals", "originals", "reached", "seen", "states")
+    __slots__ = ("found", "given", "lists", "locals", "originals", "places", "seen", "states")
 
-    def __init__(self, optimizer: optim.Optimizer, grads: list[Tensor | None], reached: list[list[Tensor]]) -> None:
-        everything = _params(optimizer)
-        self.reached = [at for at, x in enumerate(everything) if grads[at] is not None and x.__class__ is DTensor]
-        params = [everything[at] for at in self.reached]
+    def __init__(self, optimizer: optim.Optimizer, grads: list[Tensor | None], places: list[list[int]]) -> None:
+        everything, self.places = _params(optimizer), places
+        params = [everything[at] for group in places for at in group if everything[at].__class__ is DTensor]
         self.given: list[State] = [optimizer.state.get(param) or {} for param in params]
         values = (value for state in self.given for value in state.values())
         self.originals: list[Any] = [*params, *(x for x in values if x.__class__ is DTensor)]
-        self.seen = self._seen(optimizer, grads)
+        self.seen = self._seen(optimizer, everything, grads)
         self.locals: list[Tensor] = [param.detach() for param in params]
         plain = [{k: x.detach() if x.__class__ is DTensor else x for k, x in state.items()} for state in self.given]
         self.states = _States(zip(self.locals, plain, strict=True))
         local_of = dict(zip(map(id, params), self.locals, strict=True))
-        self.lists = [[local_of.get(id(param), param) for param in some] for some in reached]
+        self.lists = [[local_of.get(id(everything[at]), everything[at]) for at in group] for group in places]
+        self.found: dict[int, _Found] = {}
 
-    def _seen(self, optimizer: optim.Optimizer, grads: list[Tensor | None]) -> tuple[list[Any], list[Any]]:
-        """What must be the same objects, and equal numbers, at the next step."""
+    def _seen(self, optimizer: optim.Optimizer, params: list[Tensor], grads: list[Tensor | None]) -> tuple[list, list]:
+        """What must be the same objects, and equal, at the next step. State lies as its parameter does."""
         state = optimizer.state
-        values = [value for kept in self.given for value in kept.values()]
-        layouts = [x._layout for x in self.originals]
-        same = [*_params(optimizer), *state, *state.values(), *values, *layouts]
-        return same, [*map(_pointer, self.originals), *(grad is None for grad in grads)]
+        layouts = [x._layout for x in params if x.__class__ is DTensor]
+        same = [*params, *state, *state.values(), *chain.from_iterable(map(dict.values, self.given)), *layouts]
+        kinds = [grad if grad is None else _is_sparse(grad) for grad in grads]
+        return same, [*map(_pointer, self.originals), *kinds, *map(_options, optimizer.param_groups)]
 
     def fit(self, optimizer: optim.Optimizer, grads: list[Tensor | None]) -> bool:
         """Looked at before every step, so all at once."""
-        (same, equal), (same_now, equal_now) = self.seen, self._seen(optimizer, grads)
+        (same, equal), (same_now, equal_now) = self.seen, self._seen(optimizer, _params(optimizer), grads)
         return equal == equal_now and len(same) == len(same_now) and all(map(is_, same, same_now))
+
+    def init_group(self, twin: optim.Optimizer, grads: list[Any], group: dict[str, Any], *lists: list[Any]) -> Any:
+        """In the place of torch's method, which looks at one parameter after the other: it would find what it found
+        before, and other gradients."""
+        at = next(at for at, params in enumerate(self.lists) if params is group["params"])
+        mine = [grads[place] for place in self.places[at]]
+        if at not in self.found:
+            self.found[at] = _found(twin, group, mine, len(lists))
+        returned, parts = self.found[at]
+        for target, part in zip(lists, parts, strict=True):
+            target += mine if part is None else part
+        return returned
+
+
+_Found = tuple[Any, list[list[Any] | None]]
+"""What `_init_group` returned, and what it put into each of the lists that it was given; None for the gradients."""
+
+
+def _found(twin: Any, group: dict[str, Any], grads: list[Any], num_lists: int) -> _Found:
+    lent = [param for param, grad in zip(group["params"], grads, strict=True) if _grad(param) is not grad]
+    lists: list[list[Any]] = [[] for _ in range(num_lists)]
+    try:
+        for param, grad in zip(group["params"], grads, strict=True):
+            _set_grad(param, grad)
+        returned = twin.__class__._init_group(twin, group, *lists)
+    finally:
+        for param in lent:
+            _set_grad(param, None)
+    are_grads = [len(part) == len(grads) and all(map(is_, part, grads)) for part in lists]
+    return returned, [None if is_grads else part for part, is_grads in zip(lists, are_grads, strict=True)]
+
+
+def _options(group: dict[str, Any]) -> list[Any]:
+    """Of floats, which may change with every step as learning rates do, only whether they are zero."""
+    return [
+        x if x is None or x.__class__ in _EXACT else (x.__class__, x.__class__ is float and not x)
+        for x in group.values()
+    ]
+
+
+_EXACT = frozenset({bool, int, str})
 
 
 def _params(optimizer: optim.Optimizer) -> list[Tensor]:
@@ -111,13 +155,10 @@ def step_on_shards(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, An
     return None if twin is None else ((twin,), kwargs)
 
 
-def _let_go_of_gradients(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-    """After a step on shards: gradients belong to the parameters alone again."""
+def _written(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """After a step on shards."""
     if args[0] is not optimizer:
-        locals_ = _shadows[optimizer].locals
-        for local in locals_:
-            _set_grad(local, None)
-        carry_on(locals_)
+        carry_on(_shadows[optimizer].locals)
 
 
 def _on_shards(optimizer: optim.Optimizer) -> optim.Optimizer | None:
@@ -127,11 +168,11 @@ def _on_shards(optimizer: optim.Optimizer) -> optim.Optimizer | None:
         shadows = _shadows_of(optimizer, grads)
         if shadows is None:
             return None
-        for local, at in zip(shadows.locals, shadows.reached):
-            grad = grads[at]
-            _set_grad(local, grad.detach() if grad.__class__ is DTensor else grad)
         shadows.states.of_others = optimizer.state
-        return _twin(optimizer, shadows.states, shadows.lists)
+        twin = _twin(optimizer, shadows.states, shadows.lists)
+        plain = [grad.detach() if grad.__class__ is DTensor else grad for grad in grads]
+    twin.__dict__["_init_group"] = partial(shadows.init_group, twin, plain)
+    return twin
 
 
 def _without_split_matrices(optimizer: optim.Muon) -> optim.Optimizer | None:
@@ -162,12 +203,13 @@ def _shadows_of(optimizer: optim.Optimizer, grads: list[Tensor | None]) -> _Shad
     shadows = _shadows.get(optimizer)
     if shadows is not None and shadows.fit(optimizer, grads):
         return shadows
-    groups, given = optimizer.param_groups, iter(grads)
-    reached = [[param for param in group["params"] if next(given) is not None] for group in groups]
-    if not any(reached) or not all(map(_can_step, groups, reached, repeat(optimizer.state))):
+    everything, groups, places = _params(optimizer), optimizer.param_groups, count()
+    reached = [[at for _, at in zip(group["params"], places) if grads[at] is not None] for group in groups]
+    params = [[everything[at] for at in group] for group in reached]
+    if not any(reached) or not all(map(_can_step, groups, params, repeat(optimizer.state))):
         return None
     if optimizer not in _shadows:
-        optimizer.register_step_post_hook(_let_go_of_gradients)
+        optimizer.register_step_post_hook(_written)
     shadows = _shadows[optimizer] = _Shadows(optimizer, grads, reached)
     return shadows
 
@@ -186,6 +228,8 @@ def _is_elementwise(param: Tensor, state: State) -> bool:
     if param.__class__ is not DTensor:
         return True
     layout = param._layout
+    if any(value is None for value in state.values()):
+        return False  # an optimizer may put it there itself, and would put it into a copy
     if layout.has_pending or len(layout.mesh.held) > 1:
         return False
     return all(value._layout is layout for value in state.values() if value.__class__ is DTensor)

@@ -26,10 +26,11 @@ _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
 
 def _grad(x: DTensor) -> DTensor | None:
-    grad = _on_shard(_get_grad, (), (x,))  # type: ignore[call-arg]
-    if grad.__class__ is DTensor and "_peers" not in x.__dict__:
-        return grad
-    if grad is None and "_peers" in x.__dict__ and any(peer.grad is not None for peer in x._peers):
+    grad: Any = _on_shard(_get_grad, (), (x,))  # type: ignore[call-arg]
+    if "_peers" not in x.__dict__:
+        if grad is None or grad.__class__ is DTensor:
+            return grad
+    elif grad is None and any(peer.grad is not None for peer in x._peers):
         with _disabled():
             grad = empty_gradient(x)
     return None if grad is None else _labelled(x, grad)

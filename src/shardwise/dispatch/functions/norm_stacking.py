@@ -44,12 +44,14 @@ def _largest(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @handles(torch.stack)
 def _stack(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     numbers = args[0] if len(args) == 1 and not kwargs else ()
-    if len(numbers) < 2 or not all(x.__class__ is DTensor and not x._layout.shape for x in numbers):
+    if len(numbers) < 2 or {x.__class__ for x in numbers} != {DTensor}:
         return NotImplemented
     layouts = {x._layout for x in numbers}
+    if any(layout.shape for layout in layouts):
+        return NotImplemented
     if len({layout.mesh for layout in layouts}) > 1:  # once reduced, numbers are the same on all meshes
         return _reduced_numbers(func, numbers)
-    if len(layouts) == 1 or (torch.is_grad_enabled() and any(x.requires_grad for x in numbers)):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in numbers):
         return NotImplemented
     norm = _common_norm(layouts)
     if norm is None:
@@ -82,18 +84,24 @@ def _common_norm(layouts: Iterable[Layout]) -> Partial | None:
 def _stacked(numbers: Sequence[DTensor], norm: Partial) -> DTensor:
     """A stack of norms that are pending along some axis, hence not negative: pending along all axes where one is. What
     is replicated along such an axis becomes as many equal terms."""
-    mesh = numbers[0]._layout.mesh
-    axes = [axis for axis in range(mesh.ndim) if any(x._layout.pending[axis] for x in numbers)]
-    assert norm.p is not None
+    mesh, layouts = numbers[0]._layout.mesh, {x._layout for x in numbers}
+    axes = [axis for axis in range(mesh.ndim) if any(layout.pending[axis] for layout in layouts)]
+    shares = {layout: _share(layout, axes, norm) for layout in layouts}
     with _disabled(), torch.no_grad():
-        terms = []
-        for x in numbers:
-            count = math.prod(mesh.shape[axis] for axis in axes if x._layout.pending[axis] is None)
-            share = count ** (1 / norm.p)  # an infinite norm is its largest term: 1
-            terms.append([shard if share == 1 else shard / share for shard in shards_of(x)])
-        shards = [torch.stack(held) for held in zip(*terms, strict=True)]
-    layout = Layout(mesh, (len(numbers),)).with_(pending=[norm if axis in axes else None for axis in range(mesh.ndim)])
-    return wrap(local_tensor(shards), layout)
+        if len(mesh.held) == 1 and set(shares.values()) == {1}:
+            stack: Tensor = torch.stack(numbers)  # type: ignore[arg-type]
+        else:
+            terms = [[shard / shares[x._layout] for shard in shards_of(x)] for x in numbers]
+            stack = local_tensor([torch.stack(held) for held in zip(*terms, strict=True)])
+    return wrap(
+        stack, Layout(mesh, (len(numbers),)).with_(pending=[norm if a in axes else None for a in range(mesh.ndim)])
+    )
+
+
+def _share(layout: Layout, axes: Sequence[int], norm: Partial) -> float:
+    """Of how many terms a number is one, to the norm's root. An infinite norm is its largest term."""
+    assert norm.p is not None
+    return math.prod(layout.mesh.shape[axis] for axis in axes if layout.pending[axis] is None) ** (1 / norm.p)
 
 
 # Numbers that torch reads out of tensors to cut a view by: a plan for all numbers would have to copy

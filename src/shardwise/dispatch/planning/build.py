@@ -61,7 +61,7 @@ def build(function: Callable, lowered: Lowered, args: tuple, kwargs: dict[str, A
     drawing = _drawing(lowered)
     takes_shards = not drawing and _takes_shards(function, lowered)
     if takes_shards and isinstance(lowered.trace.output, Value):
-        positions = _positions(lowered, args)
+        positions = _positions(lowered, args, kwargs)
         if not any(movers):
             return Direct(function, layouts[0])
         if positions is not None:
@@ -145,7 +145,7 @@ def _reduced_plan(function: Callable, lowered: Lowered, args: tuple, kwargs: dic
     (call,) = lowered.calls
     (moves,) = call.out_moves
     same_shape = all(value.shape == call.call.outputs[0].shape for value in call.call.inputs)
-    input_moves, positions = _input_moves(lowered), _positions(lowered, args)
+    input_moves, positions = _input_moves(lowered), _positions(lowered, args, kwargs)
     if len(moves) != 1 or moves[0].kind != "all_reduce" or call.local is not None or is_random(call.call):
         return None
     if input_moves is None or positions is None or not runs_alike(function, lowered, args, kwargs):
@@ -166,9 +166,10 @@ def _joined_to(term: Tensor, replicated: Tensor) -> Tensor:
     return joined(replicated, term)
 
 
-def _positions(lowered: Lowered, args: tuple) -> list[int] | None:
-    """The positions of the tensor arguments, if all of them stand at the top level of the positional arguments."""
-    found = [position for position, arg in enumerate(args) if isinstance(arg, Tensor)]
+def _positions(lowered: Lowered, args: tuple, kwargs: dict[str, Any]) -> list[int | str] | None:
+    """The positions of the tensor arguments, or their names, if none is part of a list."""
+    found: list[int | str] = [position for position, arg in enumerate(args) if isinstance(arg, Tensor)]
+    found += [name for name, arg in kwargs.items() if isinstance(arg, Tensor)]
     return found if len(found) == len(lowered.trace.inputs) else None
 
 

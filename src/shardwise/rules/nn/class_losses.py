@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from shardwise.layout import Layout
 from shardwise.rules.kit.empty import remembered
 from shardwise.rules.kit.indices import Bound, looking, owned
-from shardwise.rules.kit.kernels import kernel_for
+from shardwise.rules.kit.kernels import is_traced, kernel_for
 from shardwise.rules.kit.registry import register, register_function
 from shardwise.rules.kit.treatments import traced_form, treat
 from shardwise.rules.kit.types import SUM, AxisPlacement, Call, Collectives, Local, Rule, Strategy, replicated
@@ -202,7 +202,10 @@ def _sharded_cross_entropy(
             "The function 'nll_loss_forward' is not differentiable with respect to argument 'weight'. This input "
             "cannot have requires_grad True."
         )
-    if not loss.probabilities:
+    asked, wrong = target, None
+    if _tells_with_the_sum(batch, target, loss):
+        target, wrong = batch.map(_known_targets, target, loss)
+    elif not loss.probabilities:
         check_targets(batch, target, loss, own=not loss.split_classes or asserts_itself(target))
     if loss.split_classes or loss.is_only_ours:
         run = kernel_for(class_parallel_loss, x.device.type)
@@ -212,9 +215,28 @@ def _sharded_cross_entropy(
     rows, weights = batch.map(_local_rows, x, target, weight, loss)
     if loss.reduction == "none" or loss.probabilities:
         return reduced_evenly(rows, loss)
-    sums = torch.stack([rows.sum(), weights.sum()])
-    value, total = batch.psum(sums) if batch.size > 1 else sums
+    value, total = rows.sum(), weights.sum()
+    if wrong is not None:
+        value, total, wrong = batch.psum(torch.stack([value, total, wrong.to(value.dtype)]))
+        if not wrong.is_meta and wrong.item():
+            check_targets(batch, asked, loss, own=not loss.split_classes)
+    elif batch.size > 1:
+        value, total = batch.psum(torch.stack([value, total]))
     return rounded(mean_loss(value, total, loss.smoothing > 0), loss)
+
+
+def _tells_with_the_sum(batch: Collectives, target: Tensor, loss: Loss) -> bool:
+    """Whether ranks find out about targets that are no class by the reduction that adds up their losses: where their
+    data is looked at, and there is such a reduction."""
+    if loss.split_classes or loss.is_only_ours or loss.reduction != "mean" or loss.probabilities or batch.size == 1:
+        return False
+    return target.device.type in ("cpu", "meta") and not (batch.is_captured or is_traced())
+
+
+def _known_targets(target: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    """Targets that are classes, or ignored; and how many had to be replaced for that."""
+    unknown = (target != loss.ignore) & ((target < 0) | (target >= loss.num_classes))
+    return target.masked_fill(unknown, 0), unknown.sum()
 
 
 def _local_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, reduction: str = "sum") -> Tensor:

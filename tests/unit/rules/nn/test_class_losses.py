@@ -163,12 +163,12 @@ def test_classes_over_two_axes():
 
 
 def test_rows_and_classes():
-    """The mean is over the whole batch: one reduction more, of two numbers. Whether all targets are in range is asked
-    first, in one number."""
+    """The mean is over the whole batch: one reduction more, of two numbers and of how many targets are out of range.
+    Where there is no mean, that is asked first, in one number."""
     places = ([S(0), S(1)], CLASSES, [S(0), R], (2, 2))
-    within = reductions(1) + reductions(3, 6, axes=("b",))
-    assert communicated(F.cross_entropy, normal(6, 13), *places) == within + reductions(2)
-    assert communicated(F.cross_entropy, normal(6, 13), *places, reduction="none") == within
+    within = reductions(3, 6, axes=("b",))
+    assert communicated(F.cross_entropy, normal(6, 13), *places) == within + reductions(3)
+    assert communicated(F.cross_entropy, normal(6, 13), *places, reduction="none") == reductions(1) + within
 
 
 def test_rows_of_sharded_probabilities():
@@ -197,7 +197,8 @@ def test_softmax_needs_two_reductions_and_one_backward(function):
 @pytest.mark.parametrize("placement", [R, S(0), S(1)], ids=str)
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
 def test_target_out_of_bounds(loss, placement, bad):
-    """Where each rank sees only its own rows, the ranks tell each other, in one number, and nothing else is sent."""
+    """Where each rank sees only its own rows, the ranks tell each other, in one number, and nothing else is sent: but
+    for a mean, whose sums tell that there is such a target."""
     target = TARGET.clone()
     target[4] = bad
     x, target = place(normal(5, 4), placement), place(target, R)
@@ -206,7 +207,8 @@ def test_target_out_of_bounds(loss, placement, bad):
         pytest.raises(IndexError, match=f"[tT]arget {bad} is out of bounds"),
     ):
         loss(x, target)
-    assert [(c.kind, c.bytes) for c in comm.comms] == ([("all_reduce", 8)] if placement == S(0) else [])
+    sums = [("all_reduce", 24)] if loss is F.cross_entropy else []
+    assert [(c.kind, c.bytes) for c in comm.comms] == ([*sums, ("all_reduce", 8)] if placement == S(0) else [])
 
 
 @pytest.mark.parametrize("target_at", [(S(0), R), (S(0), S(0))], ids=str)
