@@ -328,6 +328,26 @@ def ranks_find_different_files(rank: int, size: int) -> None:
     check_equal(net, plain())
 
 
+def ranks_in_different_numbers_of_groups(rank: int, size: int) -> None:
+    """torch has the members of a group that only they make look for one another under names that these numbers are
+    part of."""
+    others = [dist.new_group(ranks) for ranks in ([0], [0], [0, 1], [1, 2])]  # rank 0 is in three, rank 1 in two
+    pair = dist.new_group([0, 1])
+    three = sw.init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    with shared_folder(rank) as folder:
+        for again in range(2):
+            if rank < 2:
+                net = plain(seed=again)
+                checkpoint.save_step(folder, step=again, model=net, process_group=pair).wait()
+                found = plain(seed=9)
+                assert checkpoint.load_latest(folder, model=found, process_group=pair) == again
+                check_equal(found, net)
+            if again == 0:
+                x = sw.DTensor.from_local(torch.ones(2), three, [R, sw.Partial(), sw.Partial()])
+                assert x.full_tensor().tolist() == [2.0, 2.0]  # over two axes at once
+    assert others
+
+
 def groups_are_destroyed_while_a_step_is_saved(rank: int, size: int) -> None:
     """The step is complete first."""
     script = f"""
@@ -351,6 +371,7 @@ CASES = [
     *(Case(f"reading, {way}", 4, reading, (way,)) for way in WAYS if way != "simulated"),
     *(Case(f"{body.__name__}, {way}", 4, body, (way,)) for body in (writing, resumed) for way in WAYS),
     Case("ranks with other tensors", 4, ranks_with_other_tensors),
+    Case("ranks in different numbers of groups", 4, ranks_in_different_numbers_of_groups),
     *(
         Case(body.__name__, 2, body)
         for body in (

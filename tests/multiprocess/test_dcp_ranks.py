@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map_only
 
 import shardwise as sw
 from launch import Case
@@ -363,15 +364,90 @@ def optimizers_whole_and_back(rank: int, size: int) -> None:
                 assert not x.dim() or found.layout_on_mesh is p.layout_on_mesh, name
 
 
+# All options at once: what comes back is what does of torch's own fully sharded module
+
+KINDS: dict[str, Callable[..., nn.Module]] = {"torch's": torch.distributed.fsdp.fully_shard, "ours": sw.fully_shard}
+
+
+def trained(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    _, line = meshes()
+    net = KINDS[kind](build(None, seed=seed), mesh=line)
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.1 + seed)
+    chance = torch.Generator().manual_seed(seed)
+    distribute = theirs.distribute_tensor if kind == "torch's" else sw.distribute_tensor
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = distribute(torch.randn(param.shape, generator=chance), line, param.placements)
+    optimizer.step()
+    return net, optimizer
+
+
+def every_option(names: str, **fixed: bool) -> Iterator[Options]:
+    for chosen in product((False, True), repeat=len(names.split())):
+        yield Options(**fixed, **dict(zip(names.split(), chosen, strict=True)))
+
+
+def state_dicts_with_every_option(rank: int, size: int) -> None:
+    both = {kind: trained(kind, 0) for kind in KINDS}
+    for options in every_option("full_state_dict cpu_offload ignore_frozen_params flatten_optimizer_state_dict"):
+        found = {kind: facts(dcp_state.get_state_dict(*one, options=options)) for kind, one in both.items()}
+        assert found["ours"] == found["torch's"], options
+
+
+def state_dicts_are_set_with_every_option(rank: int, size: int, full: bool, other_names: bool) -> None:
+    sources = {kind: trained(kind, 0) for kind in KINDS}
+    names = "cpu_offload flatten_optimizer_state_dict strict"
+    if full and not other_names:  # else torch refuses it, or only the first rank finds that names do not fit
+        names += " broadcast_from_rank0"
+    for options in every_option(names, full_state_dict=full):
+        given = Options(full, flatten_optimizer_state_dict=options.flatten_optimizer_state_dict)
+        found = {}
+        for kind in KINDS:
+            model, steps = dcp_state.get_state_dict(*sources[kind], options=given)
+            if other_names:
+                model = {**model, "more": torch.zeros(2)}
+                del model["0.bias"]
+            elif options.broadcast_from_rank0 and rank:
+                model, steps = tree_map_only(Tensor, torch.zeros_like, (model, steps))
+            net, optimizer = trained(kind, 1)
+            try:
+                left = dcp_state.set_state_dict(
+                    net, optimizer, model_state_dict=model, optim_state_dict=steps, options=options
+                )
+                found[kind] = list(left), facts(dcp_state.get_state_dict(net, optimizer))
+            except (RuntimeError, KeyError) as error:  # torch cannot read all that it has flattened
+                found[kind] = type(error), str(error).replace("FSDP", "")
+        assert found["ours"] == found["torch's"], options
+        if not other_names and not options.flatten_optimizer_state_dict:
+            assert found["ours"][1] == facts(dcp_state.get_state_dict(*sources["ours"]))
+
+
+def facts(value: Any) -> Any:
+    """What is in nested dicts, tensors as what they are and what they hold."""
+    if isinstance(value, dict):
+        return {key: facts(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [facts(item) for item in value]
+    if not isinstance(value, Tensor):
+        return value
+    return hasattr(value, "placements"), value.device, value.dtype, whole(value).tolist()
+
+
+EVERY_OPTION = "state dicts are set with every option, {}, {}"
 CASES = [
-    Case(function.__name__.replace("_", " "), 4, function)
-    for function in chain(
-        (what_torch_saved_loads_and_the_other_way_round, fully_sharded_models_of_both_kinds),
-        (each_element_is_written_once_and_ranks_write_as_much, a_tensor_of_some_ranks),
-        (what_is_pending_is_reduced_on_all_ranks, what_does_not_fit_one_rank_raises_on_all),
-        (training_goes_on_while_it_is_saved, state_dicts_whole_and_back, strictness, optimizers_whole_and_back),
-        (other_planners_and_writers, state_of_torchs_own_dtensors),
-    )
+    *(
+        Case(function.__name__.replace("_", " "), 4, function)
+        for function in chain(
+            (what_torch_saved_loads_and_the_other_way_round, fully_sharded_models_of_both_kinds),
+            (each_element_is_written_once_and_ranks_write_as_much, a_tensor_of_some_ranks),
+            (what_is_pending_is_reduced_on_all_ranks, what_does_not_fit_one_rank_raises_on_all),
+            (training_goes_on_while_it_is_saved, state_dicts_whole_and_back, strictness, optimizers_whole_and_back),
+            (other_planners_and_writers, state_of_torchs_own_dtensors, state_dicts_with_every_option),
+        )
+    ),
+    *(
+        Case(EVERY_OPTION.format(*chosen), 4, state_dicts_are_set_with_every_option, chosen)
+        for chosen in product((False, True), repeat=2)
+    ),
 ]
 
 

@@ -131,3 +131,34 @@ def test_what_is_made_of_stored_tensors(seed: int, tmp_path: Path) -> None:
     here = module_of({"w": placed(chance, torch.zeros(expected.shape))})
     load(here, tmp_path, keys={"w": From(*(f"k{i}" for i in range(count)), make=make)})
     assert torch.equal(whole(here.w), expected), text
+
+
+SHOWN = {
+    "conjugated": lambda x: x.conj(),
+    "a part of one": lambda x: x.conj()[1:],
+    "with the other sign": lambda x: x.conj().imag,
+    "both": lambda x: torch._neg_view(x.conj()),
+}
+"""Views that show their memory otherwise than it is."""
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
+@pytest.mark.parametrize("name", SHOWN)
+def test_views_that_show_their_memory_otherwise(name: str, kind: str, tmp_path: Path) -> None:
+    def view(x: Tensor) -> Tensor:
+        return SHOWN[name](x if kind == "plain" else sw.distribute_tensor(x, MESHES[1], [sw.Shard(1)]))
+
+    there = module_of({"x": view(torch.randn(5, 4, dtype=torch.complex64))})
+    expected = whole(there.x).resolve_conj().resolve_neg()  # type: ignore[operator, arg-type]
+    save(there, tmp_path / "model")
+    folder = save_step(tmp_path, step=1, background=False, model=there, dict={"x": there.x}).wait()
+    for into in (torch.zeros_like(expected), view(torch.zeros(5, 4, dtype=torch.complex64))):
+        for how in (lambda net: load(net, tmp_path / "model", verify=True), lambda net: load_step(folder, model=net)):
+            here = module_of({"x": into})
+            how(here)
+            assert torch.equal(whole(here.x), expected)  # type: ignore[arg-type]
+            here.x.zero_()  # type: ignore[operator, union-attr]
+    found = {"x": into}
+    load_step(folder, dict=found)
+    assert torch.equal(whole(found["x"]), expected)

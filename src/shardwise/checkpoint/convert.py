@@ -19,7 +19,7 @@ from shardwise.checkpoint.dcp_writing import write_dcp
 from shardwise.checkpoint.files.file_sets import SUFFIX
 from shardwise.checkpoint.files.folders import beside, make_folder, remove, remove_unfinished
 from shardwise.checkpoint.files.reader import explained
-from shardwise.checkpoint.files.safetensors import CODES
+from shardwise.checkpoint.files.safetensors import CODES, check_key
 from shardwise.checkpoint.files.writing import flush_folder
 from shardwise.checkpoint.models.save import save_parts
 from shardwise.checkpoint.pieces import fills, volume, whole, within
@@ -117,6 +117,7 @@ class _Streamed:
 
 def _to_safetensors(source: Catalogue, target: Path, max_shard_size: int, done: Done) -> None:
     for item in source.items.values():
+        check_key(item.key)
         if item.torch_dtype not in CODES:
             raise CheckpointError(f"{item.key!r} is {item.dtype}, which safetensors files do not have")
     parts = [_Streamed(item, box, done) for item in source.items.values() for box in item.parts()]

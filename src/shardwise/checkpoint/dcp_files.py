@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.files.reader import Reader
+from shardwise.checkpoint.files.reading import is_possible
 from shardwise.checkpoint.torch_files import Keys, Section
 from shardwise.errors import CheckpointError, CheckpointFileError, DamagedFileError
 from shardwise.layout import Box
@@ -190,6 +191,8 @@ def _tensor(folder: Path, key: str, said: Any, written: Mapping[Any, Place]) -> 
     dtype = properties[0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{key!r} has the dtype {dtype!r}")
+    if not is_possible(shape):
+        raise ValueError(f"no tensor has a shape like that of {key!r}")
     boxes: dict[Box, Place] = {}
     for chunk in said["chunks"]:
         box = _sizes(chunk["offsets"]), _sizes(chunk["sizes"])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.checkpoint.catalogue import Item
+from shardwise.checkpoint.files.reader import explained
 from shardwise.checkpoint.pieces import volume
 from shardwise.checkpoint.torch_files import Keys, key_of
 from shardwise.errors import CheckpointError
@@ -39,12 +40,18 @@ def write_dcp(path: Path, items: Sequence[Item], others: Others, done: Callable[
         def resolve_data(self, write_item: WriteItem) -> Any:
             return content.data(write_item)
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), explained(f"write {path}"):
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
             save({}, storage_writer=FileSystemWriter(path), planner=Planner(), no_dist=True)
         except CheckpointException as error:
-            raise next(iter(error.failures.values()))[0] from None  # there is one rank
+            raise _cause(next(iter(error.failures.values()))[0]) from None  # there is one rank
+
+
+def _cause(failed: BaseException) -> BaseException:
+    """torch's writer, when the disk is full, raises over what the operating system has said."""
+    below = failed.__context__
+    return below if isinstance(below, OSError) and type(failed) is RuntimeError else failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def check_dense(x: Tensor, name: str) -> None:
 
 
 def check_kept(module: nn.Module, entries: Iterable[Entry]) -> None:
-    """What a state dict's hooks have made up cannot be written to: nobody would see it."""
+    """What a state dict's hooks have made up cannot be written to: nobody would see it. Nor can what is expanded."""
     kept = homes_of(module)
     for entry in entries:
         if entry.tensor not in kept:
@@ -65,6 +65,15 @@ def check_kept(module: nn.Module, entries: Iterable[Entry]) -> None:
                 f"{entry.name!r} is in the state dict of {type(module).__name__}, but it is neither a parameter nor a "
                 f"buffer of its modules: nothing can be loaded into it"
             )
+        if not entry.tensor.is_meta and any(_overlaps(shard) for _, shard in held_shards(entry.tensor)):
+            raise CheckpointError(
+                f"{entry.name!r} of {type(module).__name__} is expanded: its elements share memory, and nothing can be "
+                f"loaded into it; make it contiguous()"
+            )
+
+
+def _overlaps(x: Tensor) -> bool:
+    return any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def without_memory(module: nn.Module) -> Iterator[str]:
@@ -74,6 +83,7 @@ def without_memory(module: nn.Module) -> Iterator[str]:
             yield name
 
 
+@torch.inference_mode(False)  # in which what is made is good for inference only
 def with_memory(x: Tensor) -> Tensor:
     """The tensor, or one like it if it is on the meta device: laid out alike, with memory that holds anything."""
     if not x.is_meta:
@@ -87,6 +97,7 @@ def with_memory(x: Tensor) -> Tensor:
     return wrap(shards[0] if len(shards) == 1 else ranked(shards), x._layout)
 
 
+@torch.inference_mode(False)
 def replace(module: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Have a module hold tensors in the place of those without memory, where they are others."""
     homes = homes_of(module)

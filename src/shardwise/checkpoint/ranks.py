@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.files.memory import bytes_of
+from shardwise.comm.new_groups import new_group
 from shardwise.errors import CheckpointError, CheckpointFileError
 
 HEAD, BRIEF = 8, 1024
@@ -164,5 +165,5 @@ def _talking_group(members: tuple[int, ...]) -> Any:
         if len(members) == dist.get_world_size():
             _groups[key] = dist.new_group(backend="gloo")
         else:
-            _groups[key] = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
+            _groups[key] = new_group(members, "gloo")
     return _groups[key]

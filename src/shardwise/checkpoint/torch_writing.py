@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 from torch.storage import UntypedStorage, _dtype_to_storage_type_map
 
-from shardwise.checkpoint.files.memory import bytes_of
+from shardwise.checkpoint.files.memory import bytes_of, in_rows
 from shardwise.checkpoint.files.reader import explained
 from shardwise.checkpoint.torch_files import Keys, nested
 
@@ -59,7 +59,7 @@ def _write(file: IO[bytes], pickled: bytes, tensors: Iterable[Later], done: Call
         for number, tensor in enumerate(tensors):
             with archive.open(_aligned(f"{ROOT}/data/{number}", file.tell()), "w", force_zip64=True) as record:
                 for part in tensor.parts():
-                    record.write(bytes_of(whole := part.contiguous()))
+                    record.write(bytes_of(whole := in_rows(part)))
                     done(whole.numel() * whole.itemsize)
         archive.writestr(f"{ROOT}/version", VERSION)
 

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import record
 from shardwise.comm.group import ALL_REDUCE, Group, Result
+from shardwise.comm.new_groups import new_group
 from shardwise.comm.port import Axes, Chunks, Handle, Port, Shapes, Shards, communicating
 from shardwise.comm.wire import KNOWN, lent, padded, reducible, reducible_dtypes, restored
 from shardwise.errors import MeshError
@@ -101,7 +102,7 @@ class GroupPort(Port):
         elif len(members) == dist.get_world_size():
             process_group = dist.group.WORLD
         else:
-            process_group = dist.new_group(members, use_local_synchronization=True)
+            process_group = new_group(members)
         self._by_roots[roots] = self.group_type(process_group, members)
         return self._by_roots[roots]
 

@@ -130,11 +130,11 @@ def _with_rich(made: Sequence[Table], width: int, color: bool) -> str:
     console = Console(file=text, width=width, force_terminal=color, color_system="auto" if color else None)
     for table in made:
         drawn = RichTable(
-            title=table.title, title_justify="left", show_lines=any("\n" in c for r in table.rows for c in r)
+            title=Text(table.title), title_justify="left", show_lines=any("\n" in c for r in table.rows for c in r)
         )
         for at, column in enumerate(table.columns):
             number = at >= table.numbers
-            drawn.add_column(column, overflow="fold", justify="right" if number else "left", no_wrap=number)
+            drawn.add_column(Text(column), overflow="fold", justify="right" if number else "left", no_wrap=number)
         for row in table.rows:
             drawn.add_row(*map(Text, row))
         console.print(drawn)

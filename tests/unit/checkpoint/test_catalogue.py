@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import pickle
 import random
+import resource
 import struct
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,7 @@ def test_every_dtype_and_shape(tmp_path: Path) -> None:
             x = (raw % 2 if dtype == torch.bool else raw).view(dtype).view(shape)
             state[f"{dtype} {shape}".replace("torch.", "")] = x
     state["transposed"] = torch.randn(3, 4).T
+    state["conjugated"] = torch.randn(3, 4, dtype=torch.complex64).conj()
     torch.save(state, tmp_path / "0.pt")
     for at, to in enumerate(["dcp", "safetensors", "torch.save", "dcp", "torch.save"]):
         with open_checkpoint(tmp_path / (f"{at}.pt" if not at else str(at))) as source:
@@ -169,7 +172,8 @@ def test_every_dtype_and_shape(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "5", weights_only=True)
     for key, x in state.items():
         assert found[key].dtype == x.dtype and found[key].shape == x.shape
-        assert torch.equal(found[key].reshape(-1).view(torch.uint8), x.reshape(-1).view(torch.uint8)), key
+        shown = x.resolve_conj().reshape(-1)
+        assert torch.equal(found[key].reshape(-1).view(torch.uint8), shown.view(torch.uint8)), key
 
 
 def test_what_cannot_be_converted(saved: Any, tmp_path: Path) -> None:
@@ -204,6 +208,21 @@ def test_a_conversion_that_fails_leaves_nothing(saved: Any, tmp_path: Path) -> N
         with open_checkpoint(folder / "step") as source, pytest.raises(Exception, match="No space left"):
             convert(source, tmp_path / "made", to, done=fail)  # type: ignore[arg-type]
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", ["safetensors", "dcp", "torch.save"])
+def test_a_disk_that_is_full(to: Any, tmp_path: Path) -> None:
+    """Or what stands for it: the largest file that the operating system allows."""
+    save_file({"x": torch.randn(50_000)}, tmp_path / "x.safetensors")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_checkpoint(tmp_path / "x.safetensors") as source:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+        try:
+            with pytest.raises(CheckpointFileError, match=r"cannot write .*made.*: File too large") as error:
+                convert(source, tmp_path / "made", to)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error.value.errno == errno.EFBIG and os.listdir(tmp_path) == ["x.safetensors"]
 
 
 # Files that are not what they should be

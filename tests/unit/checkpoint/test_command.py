@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -175,6 +176,42 @@ def test_in_a_terminal(
     assert ("┃" in text) is has_rich
     rows = re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()
     assert max(len(row) for row in rows if str(saved) not in row) <= 60
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[31m\ud800\u202e[bold]{0}[/nothing]"
+
+
+@pytest.mark.parametrize("in_terminal", [True, False])
+def test_names_do_not_steer_the_terminal(
+    in_terminal: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor those of folders what Rich makes of them."""
+    (folder := tmp_path / "[bold]{0}[").mkdir()
+    text = json.dumps({HOSTILE: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    torch.save({"x": torch.zeros(1), "value": HOSTILE, HOSTILE: 3}, folder / "{y}.pt")
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: in_terminal)
+    monkeypatch.setenv("COLUMNS", "200")
+    for status, *arguments in (
+        *((0, "ls"), (0, "show", "x.safetensors"), (0, "show", "{y}.pt"), (0, "verify", "x.safetensors")),
+        *((1, "diff", "x.safetensors", "{y}.pt"), (0, "convert", "{y}.pt", "{z}[/].safetensors")),
+    ):
+        command, *names = arguments
+        assert run(command, *(folder / name for name in names or ".")) == status
+        told = capsys.readouterr()
+        plain = re.sub(r"\x1b\[(\d+;)*\d*m", "", told.out).replace("\n", "")
+        assert plain.isprintable() and "[bold]{0}[" in plain
+        assert in_terminal or "\x1b" not in told.out + told.err
+
+
+def test_numbers_that_torch_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = json.dumps({"w": {"dtype": "F4", "shape": [16], "data_offsets": [0, 8]}}).encode()
+    (file := tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    assert run("show", file) == 0 and run("diff", file, file, "--no-values") == 0
+    for arguments in (("diff", file, file), ("convert", file, tmp_path / "y.pt")):
+        assert run(*arguments) == 2
+        assert "'w' is F4, of which torch has no single elements" in capsys.readouterr().err
 
 
 def test_progress_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

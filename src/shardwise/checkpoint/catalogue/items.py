@@ -98,9 +98,9 @@ class RegionItem(Item):
     files: Opened
 
     def read(self, box: Box) -> Tensor:
+        found = torch.empty(box[1], dtype=self.torch_dtype)
         whole = outer(box, self.regions)
         path, region = self.regions[whole]
-        found = torch.empty(box[1], dtype=self.torch_dtype)
         read(self.files[path], region.box([part.start for part in within(box, whole)], box[1]), found, key=self.key)
         return found
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from shardwise.debug.table import Table, draw, plain, size
@@ -30,7 +31,17 @@ def has_rich() -> bool:
     return importlib.util.find_spec("rich") is not None
 
 
+def printable(text: str) -> str:
+    r"""What a file calls something may not steer the terminal.
+
+    >>> printable("\x1b[2J")
+    '\\x1b[2J'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def print_tables(made: Sequence[Table]) -> None:
+    made = [replace(table, rows=[tuple(map(printable, row)) for row in table.rows]) for table in made]
     in_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if in_terminal else UNBOUNDED
     if in_terminal and has_rich():
@@ -65,7 +76,12 @@ def _rich_bar(title: str, total: int) -> Any:
     from rich import progress as rich
     from rich.console import Console
 
-    columns = rich.TextColumn(title), rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn()
+    columns = (
+        rich.TextColumn("{task.description}", markup=False),
+        rich.BarColumn(),
+        rich.DownloadColumn(),
+        rich.TransferSpeedColumn(),
+    )
     bar = rich.Progress(*columns, rich.TimeRemainingColumn(), console=Console(stderr=True), transient=True)
     bar.add_task(title, total=total)
     return bar

@@ -21,11 +21,23 @@ BUFFER = 4 * 2**20
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    """The memory that a CPU tensor spans, from its first element to its last: whoever uses it keeps the tensor."""
+    """The memory that a CPU tensor spans, from its first element to its last: whoever uses it keeps the tensor. The
+    tensor shows its memory as it is (`shows_memory`)."""
+    assert shows_memory(x)
     count = span(x.shape, x.stride()) * x.element_size()
     if not count:
         return memoryview(bytearray())
     return memoryview((ctypes.c_char * count).from_address(x.data_ptr())).cast("B")
+
+
+def shows_memory(x: Tensor) -> bool:
+    """Not conjugated, or with the other sign: `x.conj()` is a view, of the memory of `x`."""
+    return not x.is_conj() and not x.is_neg()
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """The elements of a tensor in memory, in row-major order: the tensor itself, where they are."""
+    return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def span(sizes: Sequence[int], strides: Sequence[int]) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.files.memory import BUFFER, bytes_of, span
+from shardwise.checkpoint.files.memory import BUFFER, bytes_of, shows_memory, span
 from shardwise.checkpoint.files.reader import Reader
 
 SLACK = 1.04
@@ -40,6 +40,16 @@ class Region:
     def without_first(self) -> Region:
         """Without its first dim, of which it has one index."""
         return Region(self.begin, self.sizes[1:], self.strides[1:], self.dtype)
+
+
+MOST_DIMS = 64
+"""What numpy has; torch's own kernels have no more."""
+
+
+def is_possible(shape: Sequence[int]) -> bool:
+    """Whether a tensor may have this shape: how far its elements are apart is counted in 64 bits, even of one without
+    elements."""
+    return len(shape) <= MOST_DIMS and min(shape, default=0) >= 0 and math.prod(max(size, 1) for size in shape) < 2**63
 
 
 def contiguous_region(begin: int, sizes: Sequence[int], dtype: torch.dtype) -> Region:
@@ -90,6 +100,8 @@ class _Reading:
     def _goes_straight(self, sizes: list[int], strides: list[int], target: Tensor, at: int) -> bool:
         """Whether what is read at once lies in memory as it does in the file."""
         if target.device.type != "cpu" or target.dtype != self.dtype or self.dtype == torch.bool:
+            return False
+        if not shows_memory(target):
             return False
         rows = list(itertools.accumulate([1, *reversed(sizes[1:])], lambda a, b: a * b))[::-1] if sizes else []
         return strides == rows and list(target.stride())[at:] == rows

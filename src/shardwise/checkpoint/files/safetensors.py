@@ -17,10 +17,14 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.files.reader import Reader
-from shardwise.errors import DamagedFileError
+from shardwise.checkpoint.files.reading import is_possible
+from shardwise.errors import CheckpointError, DamagedFileError
 
 LONGEST_HEADER = 100_000_000
 """The format's own limit."""
+
+METADATA = "__metadata__"
+"""A key that is no tensor's: under it a file has text."""
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -80,7 +84,7 @@ def read_header(path: Path) -> Header:
                 offset=0,
             )
         said = parsed(file.read(8, length), path, offset=8)
-        metadata = _metadata(said.pop("__metadata__", {}), path)
+        metadata = _metadata(said.pop(METADATA, {}), path)
         begin = 8 + length
         tensors = {key: _stored(key, entry, begin, path) for key, entry in said.items()}
         _check_covered(list(tensors.values()), begin, file.size, path)
@@ -112,7 +116,7 @@ def _no_number(name: str) -> Any:
 
 def _metadata(said: Any, path: Path) -> dict[str, str]:
     if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
-        raise DamagedFileError("__metadata__ is not a mapping from text to text", path, key="__metadata__", offset=8)
+        raise DamagedFileError(f"{METADATA} is not a mapping from text to text", path, key=METADATA, offset=8)
     return said
 
 
@@ -129,6 +133,8 @@ def _stored(key: str, entry: Any, begin: int, path: Path) -> Stored:
         raise wrong(f"unknown dtype {code!r}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise wrong(f"shape {shape!r} and data_offsets {offsets!r} are not sizes")
+    if not is_possible(shape):
+        raise wrong(f"no tensor has the shape {shape if len(shape) < 9 else f'of {len(shape)} dims'}")
     num_bits = math.prod(shape) * (_PACKED_BITS[code] if code in _PACKED_BITS else DTYPES[code].itemsize * 8)
     if num_bits != (offsets[1] - offsets[0]) * 8:
         raise wrong(
@@ -179,6 +185,12 @@ class Written:
         return math.prod(self.shape) * DTYPES[self.code].itemsize
 
 
+def check_key(key: str) -> None:
+    """The format has no tensor that is called as its metadata are, and no halves of letters."""
+    if key == METADATA or any("\ud800" <= letter <= "\udfff" for letter in key):
+        raise CheckpointError(f"{key!r} can be no key of a safetensors file; give it another name")
+
+
 def in_file_order(tensors: Sequence[Written]) -> list[Written]:
     """Wide elements first, so that all are aligned: readers that map a file need it."""
     return sorted(tensors, key=lambda tensor: -DTYPES[tensor.code].itemsize)
@@ -186,7 +198,7 @@ def in_file_order(tensors: Sequence[Written]) -> list[Written]:
 
 def make_header(tensors: Sequence[Written], metadata: Mapping[str, str]) -> bytes:
     """The beginning of a file that holds tensors in this order, with the length of the header; data are aligned."""
-    said: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    said: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     at = 0
     for tensor in tensors:
         said[tensor.key] = {

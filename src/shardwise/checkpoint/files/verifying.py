@@ -11,7 +11,7 @@ from shardwise.checkpoint.files.checksums import CHECKSUMS, Summed, check, from_
 from shardwise.checkpoint.files.file_sets import FileSet
 from shardwise.checkpoint.files.reader import Opened
 from shardwise.checkpoint.files.reading import Region, contiguous_region
-from shardwise.checkpoint.files.safetensors import DTYPES, Header, Stored
+from shardwise.checkpoint.files.safetensors import DTYPES, METADATA, Header, Stored
 from shardwise.checkpoint.pieces import flaw
 from shardwise.errors import CheckpointError, DamagedFileError
 from shardwise.layout import Box
@@ -42,7 +42,7 @@ def _claims_of(header: Header) -> list[Claim]:
     try:
         sums = from_text(text)
     except ValueError as error:
-        raise DamagedFileError(str(error), header.path, key="__metadata__", offset=8) from error
+        raise DamagedFileError(str(error), header.path, key=METADATA, offset=8) from error
     return [claim for stored in header.tensors.values() for claim in _of_tensor(stored, sums.get(stored.key, ()))]
 
 

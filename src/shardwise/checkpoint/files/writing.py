@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from shardwise.checkpoint.files.checksums import Checksum
-from shardwise.checkpoint.files.memory import BUFFER, bytes_of
+from shardwise.checkpoint.files.memory import BUFFER, bytes_of, in_rows, shows_memory
 from shardwise.checkpoint.files.reader import explained
 from shardwise.checkpoint.files.reading import Region, steps
 
@@ -44,11 +44,11 @@ class Writer:
     def _write(self, region: Region, x: Tensor, checksum: Checksum) -> None:
         if not x.numel():
             return
-        if x.device.type == "cpu" and x.is_contiguous():
+        if x.device.type == "cpu" and x.is_contiguous() and shows_memory(x):
             self._write_memory(region, x, checksum)
             return
         if x.numel() * x.element_size() <= BUFFER:
-            self._write_memory(region, x.detach().contiguous().cpu(), checksum)
+            self._write_memory(region, in_rows(x).cpu(), checksum)
             return
         rows = max(1, BUFFER * len(x) // (x.numel() * x.element_size()))
         rest = (0,) * (x.dim() - 1)

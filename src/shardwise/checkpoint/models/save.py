@@ -23,7 +23,7 @@ from shardwise.checkpoint.files.file_sets import INDEX_SUFFIX, SET, SUFFIX
 from shardwise.checkpoint.files.folders import appear, beside, make_folder, remove, remove_unfinished
 from shardwise.checkpoint.files.reader import explained
 from shardwise.checkpoint.files.reading import contiguous_region
-from shardwise.checkpoint.files.safetensors import CODES, Written, in_file_order, make_header
+from shardwise.checkpoint.files.safetensors import CODES, Written, check_key, in_file_order, make_header
 from shardwise.checkpoint.files.writing import flush_folder, make_file, open_to_write, write_file
 from shardwise.checkpoint.models.sources import KeyMap, resolved
 from shardwise.checkpoint.ranks import Ranks
@@ -134,6 +134,7 @@ def save_parts(parts: Sequence[Writable], facts: Mapping[str, Any], path: Path, 
 
 def check_storable(tensors: Mapping[str, Tensor]) -> None:
     for key, x in tensors.items():
+        check_key(key)
         if x.dtype not in CODES:
             raise CheckpointError(f"{key!r} is {dtype_name(x.dtype)}, which safetensors files do not have; convert it")
         check_has_data(key, x)

@@ -87,8 +87,10 @@ def _view(view: View, taken: Taken) -> View:
     return View(view.stored, Region(begin, taken.sizes, taken.strides, taken.dtype))
 
 
+@torch.inference_mode(False)
 def _tried_out(source: From, views: Sequence[View]) -> tuple[Tensor, list[Taken] | None]:
-    """What is made of tensors like the stored ones, without data; and the parts that it is put together of."""
+    """What is made of tensors like the stored ones, without data; and the parts that it is put together of. Whether
+    they were written to is told by their versions, which tensors of inference do not have."""
     given = [torch.empty(view.region.sizes, dtype=view.dtype, device="meta") for view in views]
     noted = Noted()
     if source.make is None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.files.reader import Reader, explained
-from shardwise.checkpoint.files.reading import Region, contiguous_region
+from shardwise.checkpoint.files.reading import Region, contiguous_region, is_possible
 from shardwise.checkpoint.files.safetensors import parsed
 from shardwise.checkpoint.files.verifying import Claim, are_whole
 from shardwise.checkpoint.steps.trees import dtype_named
@@ -205,7 +205,10 @@ def _tensor(key: str, said: Mapping[str, Any]) -> SavedTensor:
         SavedBox((_sizes(starts), _sizes(sizes)), file, _sizes([offset])[0], int(checksum, 16))
         for starts, sizes, file, offset, checksum in said["boxes"]
     )
-    return SavedTensor(key, dtype_named(said["dtype"]), _sizes(said["shape"]), layout, boxes)
+    shape = _sizes(said["shape"])
+    if not is_possible(shape):
+        raise ValueError(f"no tensor has a shape like that of {key!r}")
+    return SavedTensor(key, dtype_named(said["dtype"]), shape, layout, boxes)
 
 
 def layout_from(said: Mapping[str, Any]) -> SavedLayout:

@@ -22,7 +22,7 @@ from shardwise.checkpoint.files.file_sets import SUFFIX
 from shardwise.checkpoint.files.folders import appear, beside, make_folder, remove, remove_unfinished
 from shardwise.checkpoint.files.memory import layout_of
 from shardwise.checkpoint.files.reading import contiguous_region
-from shardwise.checkpoint.files.safetensors import CODES, Written, in_file_order, make_header
+from shardwise.checkpoint.files.safetensors import CODES, Written, check_key, in_file_order, make_header
 from shardwise.checkpoint.files.writing import make_file, open_to_write, write_file
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.steps.folders import new_folder, superseded
@@ -96,6 +96,7 @@ def _check(step: int, keep: int | None, state: Mapping[str, Any]) -> None:
 def _encoded(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     said, tensors = encoded(state)
     for key, x in tensors.items():
+        check_key(key)
         check_has_data(key, x)
     return said, tensors
 

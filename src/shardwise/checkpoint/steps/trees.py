@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.files.memory import bytes_of
+from shardwise.checkpoint.entries import check_dense
+from shardwise.checkpoint.files.memory import bytes_of, in_rows
+from shardwise.checkpoint.files.reading import is_possible
 from shardwise.errors import CheckpointError
 
 TAG = "$"
@@ -69,8 +71,9 @@ class Encoder:
         return {TAG: kind.__name__, "of": pairs}
 
     def _tensor(self, x: Tensor, name: str) -> Any:
+        check_dense(x, name)
         if self.inline(x):
-            flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            flat = in_rows(x).cpu().reshape(-1).view(torch.uint8)
             facts = [str(x.dtype).removeprefix("torch."), list(x.shape), _as_text(bytes(bytes_of(flat)))]
             return {TAG: "numbers", "of": facts}
         known = self._names.get(id(x))
@@ -84,8 +87,8 @@ class Encoder:
         if value.ndim == 0 and value.dtype.kind in "biufc" and not hasattr(value, "__len__"):
             return self._encode(value.item(), name)
         try:
-            return {TAG: "array", "of": self._tensor(torch.from_numpy(value), name)}
-        except TypeError:
+            return {TAG: "array", "of": self._tensor(torch.from_numpy(value.copy()), name)}
+        except (TypeError, ValueError):  # of no numbers, or in another byte order
             raise CheckpointError(f"{name} is an array of {value.dtype}, which a checkpoint cannot hold") from None
 
 
@@ -113,14 +116,20 @@ def decode(said: Any, tensor: Callable[[str], Any]) -> Any:
         return decode(of, tensor).numpy()
     if kind == "numbers":
         dtype, shape, text = of
-        found = torch.empty(shape, dtype=dtype_named(dtype))
-        bytes_of(found)[:] = _from_text(text)
-        return found
+        return _numbers(dtype_named(dtype), shape, _from_text(text))
     if kind in _DICTS:
         return _DICTS[kind]({decode(key, tensor): decode(item, tensor) for key, item in of})
     if kind in _MADE_OF_LISTS:
         return _MADE_OF_LISTS[kind](decode(item, tensor) for item in of)
     return _MADE_OF_TEXT[kind](of)
+
+
+def _numbers(dtype: torch.dtype, shape: list[int], content: bytes) -> Tensor:
+    if not is_possible(shape) or math.prod(shape) * dtype.itemsize != len(content):
+        raise ValueError(f"{len(content)} bytes are no {dtype} of shape {shape}")
+    found = torch.empty(shape, dtype=dtype)
+    bytes_of(found)[:] = content
+    return found
 
 
 def tensors_in(said: Any) -> Iterator[str]:

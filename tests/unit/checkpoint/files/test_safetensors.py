@@ -106,7 +106,18 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
         file_of({"w": entry(0, 7)}, bytes(7)),
         r"at byte \d+, key 'w': F32 of shape \[2\] takes 8 bytes, not 7",
     ),
-    "a huge shape": (file_of({"w": entry(shape=[2**62, 2**62])}, bytes(8)), "takes .* bytes, not 8"),
+    "a huge shape": (
+        file_of({"w": entry(shape=[2**62, 2**62])}, bytes(8)),
+        r"key 'w': no tensor has the shape \[4611686018427387904, 4611686018427387904\]",
+    ),
+    "a huge shape without elements": (
+        file_of({"w": entry(0, 0, shape=[0, 2**62, 2**62])}),
+        r"key 'w': no tensor has the shape \[0, 4611686018427387904, 4611686018427387904\]",
+    ),
+    "dims without end": (
+        file_of({"w": entry(shape=[1] * 100_000 + [2])}, bytes(8)),
+        "at byte 8, key 'w': no tensor has the shape of 100001 dims",
+    ),
     "cut off": (
         file_of({"w": entry()}, bytes(5)),
         r"at byte \d+, key 'w': the file ends at byte \d+, .* it was cut off",

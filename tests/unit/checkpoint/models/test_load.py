@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.checkpoint import From, load, save
+from shardwise.checkpoint import From, load, load_latest, save, save_step
 from shardwise.checkpoint.models.sources import resolved
 from shardwise.errors import CheckpointError, CheckpointFileError, DamagedFileError, PlanError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -496,3 +496,40 @@ def test_of_many_names_the_first_are_said(saved: Any, tmp_path: Path) -> None:
         tmp_path / "x.safetensors",
         r"no file has 'up\.weight', 'up\.bias', 'down\.weight', 'down\.bias', 'norm\.weight' and 4 more; the model",
     )
+
+
+def test_what_shares_memory_with_itself_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    net.register_buffer("rows", torch.ones(1, 3).expand(4, 3))
+    save(net, tmp_path / "model")
+    save_step(tmp_path / "steps", step=1, background=False, model=net)
+    before = values(net)
+    for read in (lambda: load(net, tmp_path / "model"), lambda: load_latest(tmp_path / "steps", model=net)):
+        with torch.no_grad():
+            net.weight.zero_()
+        with pytest.raises(CheckpointError, match="'rows' of Linear is expanded: its elements share memory, and noth"):
+            read()
+        assert not net.weight.any()
+    net.rows = net.rows.contiguous()
+    load(net, tmp_path / "model")
+    check_equal(net, before)
+
+
+@pytest.mark.parametrize("on_meta", [True, False])
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_in_inference_mode(is_sharded: bool, on_meta: bool, saved: Any) -> None:
+    """What has got memory there is good for training as well."""
+    path, state = saved
+    with torch.device("meta" if on_meta else "cpu"):
+        net = Net()
+    net.scratch = torch.full((3,), 7.0)
+    if is_sharded:
+        sw.fully_shard(net, mesh=MESH["dp"])
+    with torch.inference_mode():
+        load(net, path, keys={"up.weight": From("up.weight", make=lambda w: w[:])})
+        check_equal(net, state)
+        with_step = save_step(path.parent / "steps", step=1, model=net).wait()
+        assert load_latest(with_step.parent, model=net) == 1
+    x = torch.randn(4, 6)
+    net(sw.distribute_tensor(x, MESH["dp"], [S(0)]) if is_sharded else x).sum().backward()
+    assert all(param.grad is not None for param in net.parameters())

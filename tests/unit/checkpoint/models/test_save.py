@@ -139,6 +139,8 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     for words, module, options in (
         ("'weight' is complex128, which safetensors files do not have; convert it", wide, {}),
         ("'weight' is on the meta device, so there is nothing to save", empty, {}),
+        ("'__metadata__' can be no key of a safetensors file", net, {"keys": {"count": "__metadata__"}}),
+        (r"'\\ud800' can be no key of a safetensors file", net, {"keys": {"count": "\ud800"}}),
         ("'_extra_state' of Extra is a dict, and safetensors files hold tensors only; .*save_step", Extra(2, 2), {}),
         ("two tensors of Net would be saved under the key 'x'", net, {"keys": lambda name: "x"}),
         ("'count' is saved under one key, as it is: not as From", net, {"keys": {"count": From("a", "b", make=max)}}),
@@ -346,3 +348,17 @@ def test_ranks_with_different_tensors_of_one_name() -> None:
         CheckpointError, match=r"ranks have different tensors under the name 'w': float32 \[4, 3\] and float32"
     ):
         boxes_of([facts(0, [TOP, BOTTOM]), facts(1, [], [("w", "float32", (4, 3))])])
+
+
+def test_odd_names(tmp_path: Path) -> None:
+    names = ("a/b", "with space", "", "é☃\u2028", "$", '"quoted\\', "two\nlines", "x" * 5000, "\0")
+    net = nn.Module()
+    for number, name in enumerate(names):
+        net._buffers[name] = torch.full((2,), float(number))
+    save(net, tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    assert {name: x.tolist() for name, x in found.items()} == {name: [i, i] for i, name in enumerate(names)}
+    other = nn.Module()
+    other._buffers.update({name: torch.zeros(2) for name in names})
+    load(other, tmp_path, verify=True)
+    assert all(torch.equal(x, found[name]) for name, x in other._buffers.items())

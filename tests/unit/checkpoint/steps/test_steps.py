@@ -575,6 +575,9 @@ HOSTILE: dict[str, Any] = {
     "a file that is none of the step's": lambda said: boxes(said)[0].__setitem__(2, "x"),
     "a dtype": lambda said: said["tensors"]["model.first.weight"].update({"dtype": "load"}),
     "a huge shape": lambda said: said["tensors"]["model.first.weight"].update({"shape": [2**62, 2**62]}),
+    "a huge shape without elements": lambda said: said["tensors"]["model.first.weight"].update(
+        {"shape": [0, 2**62, 2**62], "boxes": [[[0, 0, 0], [0, 2**62, 2**62], "rank-00000.safetensors", 0, "00000000"]]}
+    ),
     "nothing": lambda said: [said.pop(key) for key in list(said) if key not in ("format", "version")],
     "a checksum": lambda said: boxes(said)[0].__setitem__(4, "zz"),
 }
@@ -606,7 +609,10 @@ def test_state_that_somebody_has_written(tmp_path: Path) -> None:
 
     save(tmp_path, 1, net(), note={"a": 1})
     path = tmp_path / "step-00000001" / "index.json"
-    for state in ({"$": "system", "of": "x"}, {"$": "tensor", "of": "x"}, {"$": "dict", "of": 3}):
+    for state in (
+        *({"$": "system", "of": "x"}, {"$": "tensor", "of": "x"}, {"$": "dict", "of": 3}),
+        *({"$": "numbers", "of": ["uint8", shape, ""]} for shape in ([2**60], [0, 2**62, 2**62], [-1], [0.5], "3")),
+    ):
         said = json.loads(path.read_text())
         said["state"]["note"]["all"]["state"] = state
         path.write_text(json.dumps({**said, "checksum": _checksum(said)}))

@@ -57,6 +57,7 @@ TENSORS = {
     "bool": torch.tensor([True, False]),
     "complex": torch.randn(2, dtype=torch.complex128),
     "strided": torch.arange(6).view(2, 3).T,
+    "conjugated": torch.randn(2, dtype=torch.complex64).conj(),
     "bf16": torch.ones(1, dtype=torch.bfloat16),
     "fp8": torch.ones(3).to(torch.float8_e5m2),
 }
@@ -83,9 +84,11 @@ def test_names_of_tensors() -> None:
 
 @pytest.mark.parametrize("inline", [True, False])
 def test_arrays(inline: bool) -> None:
-    x = numpy.arange(6, dtype=numpy.uint32).reshape(2, 3)
-    found = there_and_back({"x": x}, inline=lambda x: inline)["x"]
-    assert isinstance(found, numpy.ndarray) and found.dtype == x.dtype and (found == x).all()
+    whole = numpy.arange(6, dtype=numpy.uint32).reshape(2, 3)
+    for x in (whole, whole[::-1], whole.T, whole[:, ::2], whole[:0], whole[1, 1:2].reshape(())):
+        found = there_and_back({"x": x}, inline=lambda x: inline)["x"]
+        assert isinstance(found, numpy.ndarray) and found.dtype == x.dtype and found.shape == x.shape
+        assert (found == x).all()
 
 
 class Own:
@@ -107,6 +110,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"x": numpy.array([None])},
         r"^it\.x is an array of object, which a checkpoint cannot hold",
     ),
+    "an array in another byte order": (
+        {"x": numpy.arange(3, dtype=">i4")},
+        r"^it\.x is an array of >i4, which a checkpoint cannot hold",
+    ),
+    "a sparse tensor": ([torch.eye(2).to_sparse()], r"^'it\.0' is a sparse_coo tensor, and only dense ones are saved"),
     "a mapping": (type("M", (dict,), {})().keys().mapping, r"^it is a mappingproxy, which is no dict"),
 }
 
@@ -130,6 +138,9 @@ def test_dicts_with_a_default_are_dicts() -> None:
         {"$": "tensor"},
         {"$": "numbers", "of": ["float32", [2], "AAAA"]},
         {"$": "numbers", "of": ["Tensor", [1], "AAAAAA=="]},
+        {"$": "numbers", "of": ["uint8", [2**60], ""]},
+        {"$": "numbers", "of": ["uint8", [0, 2**62, 2**62], ""]},
+        {"$": "numbers", "of": ["uint8", [-1, -4], "AAAAAA=="]},
         {"$": "float", "of": "1.5; import os"},
         {"$": "dtype", "of": "save"},
         {"$": "dict", "of": [[[1], 2]]},
