@@ -13,6 +13,7 @@ from torch import nn, optim
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import noters
+from shardwise.comm.agreement import compared, digest
 from shardwise.errors import CaptureError, CaptureWarning, NoDataError, ShardwiseError, UnreducedGradientError
 from shardwise.graph.call import Call
 from shardwise.graph.capture import capture_varying
@@ -26,6 +27,7 @@ from shardwise.graph.program import Program
 from shardwise.graph.reached import Reached
 from shardwise.graph.run import Make, Run, by_nodes, slots_of
 from shardwise.graph.side_effects import Before, MakesState
+from shardwise.layout import Mesh
 from shardwise.parallel.agreement import agreed
 from shardwise.redistribute import is_keeping
 
@@ -50,6 +52,9 @@ class Compiled(Captured):
         self._warmed: set[int] = set()
         self._varying: set[str] = set()
         self._said = False
+        self._digests: dict[int, int] = {}
+        self._meshes: dict[Mesh, None] = {}
+        """Those that programs run on."""
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,13 +63,28 @@ class Compiled(Captured):
         leaves, spec = tree_flatten((args, kwargs))
         for guards, run in self.runs:
             if guards.miss(leaves, spec) is None and run.holds(leaves):
-                return run(leaves)
+                if self._serves_all(run):
+                    return run(leaves)
+                break
+        else:
+            self._serves_all(None)
         return self._first(Call.of(self.function, args, kwargs, leaves, spec))
+
+    def _serves_all(self, run: Run | None) -> bool:
+        """Whether programs serve the call on all ranks; if one captures anew, all must. On the CPU only: an accelerator
+        would first have to finish all that it was given."""
+        number = 0 if run is None else self._digests[id(run)]
+        for mesh in (mesh for mesh in self._meshes if mesh.device_type == "cpu"):
+            different, missed = compared(mesh, number, run is None)
+            if missed:
+                return False
+            if different:
+                raise _DIFFERS
+        return True
 
     def _first(self, call: Call) -> Any:
         """A call that no program serves yet."""
-        missed = self._missed(call)
-        assert missed is not None
+        missed = self._missed(call) or ELSEWHERE
         if call.is_recorded():
             raise NoDataError(_NO_DATA.format(self.name))
         if self._is_first_step(call.reached):
@@ -136,6 +156,8 @@ class Compiled(Captured):
         guards = Guards(call, program, why)
         run = self._run_of(program, call)
         self.runs.insert(0, (guards, run))
+        self._digests[id(run)] = digest(collectives_of(program))
+        self._meshes |= dict.fromkeys(call.meshes())
         return run
 
     def _run_of(self, program: Program, call: Call) -> Run:
@@ -155,7 +177,7 @@ class Compiled(Captured):
 
     def _agreed(self, call: Call) -> Program:
         """The program after passes, if all ranks of the meshes that it runs on have captured the same."""
-        meshes = call.meshes()
+        meshes = [*dict.fromkeys((*self._meshes, *call.meshes()))]
         find = partial(self._find, call)
         for mesh in meshes:
             find = partial(agreed, mesh, find, collectives_of, self.failed_elsewhere, _DIFFERS)
@@ -202,6 +224,7 @@ _KEPT = (
 _NO_STATE = (
     "{} steps an optimizer that has not stepped yet, and so has no state to be captured: call it once, then capture"
 )
+ELSEWHERE = "on another rank something differs"
 BRANCHES = "a number that Python branches on, a count of steps say, is another one"
 
 
