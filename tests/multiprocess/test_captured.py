@@ -175,6 +175,32 @@ def ranks_that_differ(rank: int, size: int) -> None:
     assert sw.compile(lambda x: x.sum().full_tensor(), backend="fx")(x) == 4 * WIDTH  # nothing is left over
 
 
+def ranks_called_apart(rank: int, size: int) -> None:
+    """Once there are programs, too: nobody runs one while another rank captures."""
+    mesh = sw.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    x = sw.distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [S(0)])
+    number, whole = 1, x.redistribute(placements=[R])
+    compiled = sw.compile(lambda x: (x * number).sum().full_tensor(), backend="fx")
+    assert [compiled(x).item() for _ in range(2)] == [28.0] * 2
+    with pytest.raises(CaptureError, match="the ranks' programs differ in what they communicate"):
+        compiled(whole if rank else x)
+    assert compiled(x) == 28
+    number = 1 + rank  # what is communicated is the same
+    assert compiled(x) == 6 + 2 * 22
+    if rank:
+        with pytest.raises(TypeError):
+            compiled(None)
+    else:
+        with pytest.raises(CaptureError, match="could not be captured on another rank, whose error says why"):
+            compiled(x)
+    assert compiled(x) == 6 + 2 * 22
+    branches = sw.compile(lambda x, flag: x.full_tensor() if flag else x.sum(), backend="fx")
+    branches(x, flag=True), branches(x, flag=False)
+    with pytest.raises(CaptureError, match="the ranks' programs differ in what they communicate"):
+        branches(x, flag=bool(rank))
+    assert torch.equal(branches(x, flag=True), torch.arange(8.0).reshape(4, 2))
+
+
 CASES = [
     Case("captured-tp-2", 2, stepped, ((1, 2),)),
     Case("captured-dp-2", 2, stepped, ((2, 1),)),
@@ -185,6 +211,7 @@ CASES = [
     Case("captured-by-inductor", 2, compiled_by_inductor),
     Case("captured-losses-of-a-head", 2, losses_of_a_head),
     Case("captured-ranks-that-differ", 2, ranks_that_differ),
+    Case("captured-ranks-called-apart", 2, ranks_called_apart),
     Case("captured-saved-dp-tp-4", 4, saved_and_loaded, ((2, 2),)),
 ]
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shardwise.comm import noters, running_mesh, shards_of
 from shardwise.comm.cause import watchers
 from shardwise.comm.faked import is_faked
 from shardwise.comm.record import listeners
+from shardwise.errors import CaptureError
 from shardwise.graph.borrowed import Borrowed
 from shardwise.graph.differentiate import Backward, differentiate, terms_of
 from shardwise.graph.nodes import Collective
@@ -49,8 +51,13 @@ from shardwise.redistribute import reduced_apart
 def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
     """The program that a function is, for arguments like these. Nothing is computed or communicated, and nothing that
     the function writes to is changed."""
+    return capture_varying((), function, *args, **kwargs)
+
+
+def capture_varying(varying: Collection[str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
+    """The same, with settings of optimizers as inputs that have such names, as learning rates always are."""
     leaves, spec = tree_flatten((args, kwargs))
-    return _Capture(leaves).run(lambda: _called(function, leaves, spec))
+    return _Capture(leaves, varying).run(lambda: _called(function, leaves, spec))
 
 
 def _called(function: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
@@ -69,10 +76,10 @@ class _Recorded:
 class _Capture:
     """One run of a function."""
 
-    def __init__(self, leaves: list[Any]) -> None:
+    def __init__(self, leaves: list[Any], varying: Collection[str]) -> None:
         self.leaves = leaves
         self.borrowed = Borrowed()
-        self.groups = Groups()
+        self.groups = Groups(varying)
         self.recorder = Recorder(self.groups, self.borrowed.meet)
         self.backward: Backward | None = None
         self.places: dict[int, Place] = {}
@@ -98,12 +105,13 @@ class _Capture:
     def _around(self) -> Iterator[None]:
         """What the program must leave as it was."""
         with ExitStack() as stack:
+            stack.enter_context(reduced_apart())
             stack.callback(self.borrowed.give_back)
             stack.callback(self.groups.put_back)
             stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(_unseeded())
             noters.append(self.recorder)
             stack.callback(noters.remove, self.recorder)
-            stack.enter_context(reduced_apart())
             stack.enter_context(saved_tensors_hooks(_itself, _itself))  # nobody outside hears of what is saved here
             yield
 
@@ -174,7 +182,7 @@ class _Capture:
         if isinstance(x, SYMBOLIC):
             return _Recorded((x.node.node,), None)
         if not isinstance(x, Tensor):
-            return x
+            return _returnable(x)
         if not is_faked(x):
             return Given(self._place(x))
         layout = x.__dict__.get("_layout")
@@ -267,8 +275,31 @@ class _Arranged:
         return without_unused(made.done(self.outputs[0]))
 
 
+def _returnable(x: Any) -> Any:
+    """Something beside tensors that is the same in every run."""
+    held = [*getattr(x, "__dict__", {}).values()] if not isinstance(x, nn.Module) else []
+    if hasattr(x, "__next__") or any(isinstance(y, Tensor) and is_faked(y) for y in tree_leaves(held)):
+        raise CaptureError(
+            f"the program returns a {type(x).__name__}, in which there are tensors that every run makes anew: return "
+            f"the tensors themselves, in lists, tuples or dicts"
+        )
+    return x
+
+
 def _itself(x: Tensor) -> Tensor:
     return x
+
+
+@contextmanager
+def _unseeded() -> Iterator[None]:
+    """A run draws from torch's generator as it finds it, so a program that seeds it would do so in none."""
+    mark = secrets.randbits(62)
+    torch.default_generator.manual_seed(mark)
+    yield
+    if torch.default_generator.initial_seed() != mark:
+        raise CaptureError(
+            "the program seeds torch's generator, which only Python would do in every run: seed it outside"
+        )
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import nn, optim
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import noters
-from shardwise.errors import CaptureError, CaptureWarning, NoDataError, ShardwiseError
+from shardwise.comm.agreement import compared, digest
+from shardwise.errors import CaptureError, CaptureWarning, NoDataError, ShardwiseError, UnreducedGradientError
 from shardwise.graph.call import Call
-from shardwise.graph.capture import capture
+from shardwise.graph.capture import capture_varying
 from shardwise.graph.captured import Captured
 from shardwise.graph.function import DifferentiableRun
 from shardwise.graph.guards import FIRST, Guards
@@ -23,8 +25,11 @@ from shardwise.graph.nodes import collective_of
 from shardwise.graph.passes import DEFAULT, PASSES, optimised
 from shardwise.graph.program import Program
 from shardwise.graph.reached import Reached
-from shardwise.graph.run import Make, Run, by_nodes
+from shardwise.graph.run import Make, Run, by_nodes, slots_of
+from shardwise.graph.side_effects import Before, MakesState
+from shardwise.layout import Mesh
 from shardwise.parallel.agreement import agreed
+from shardwise.redistribute import is_keeping
 
 MAX_PROGRAMS = 8
 """Programs kept of one function. One that would need more is not the kind of function to capture."""
@@ -45,6 +50,11 @@ class Compiled(Captured):
         self.passes = passes
         self.fullgraph = fullgraph
         self._warmed: set[int] = set()
+        self._varying: set[str] = set()
+        self._said = False
+        self._digests: dict[int, int] = {}
+        self._meshes: dict[Mesh, None] = {}
+        """Those that programs run on."""
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,17 +63,34 @@ class Compiled(Captured):
         leaves, spec = tree_flatten((args, kwargs))
         for guards, run in self.runs:
             if guards.miss(leaves, spec) is None and run.holds(leaves):
-                return run(leaves)
+                if self._serves_all(run):
+                    return run(leaves)
+                break
+        else:
+            self._serves_all(None)
         return self._first(Call.of(self.function, args, kwargs, leaves, spec))
+
+    def _serves_all(self, run: Run | None) -> bool:
+        """Whether programs serve the call on all ranks; if one captures anew, all must. On the CPU only: an accelerator
+        would first have to finish all that it was given."""
+        number = 0 if run is None else self._digests[id(run)]
+        for mesh in (mesh for mesh in self._meshes if mesh.device_type == "cpu"):
+            different, missed = compared(mesh, number, run is None)
+            if missed:
+                return False
+            if different:
+                raise _DIFFERS
+        return True
 
     def _first(self, call: Call) -> Any:
         """A call that no program serves yet."""
-        missed = self._missed(call)
-        assert missed is not None
+        missed = self._missed(call) or ELSEWHERE
         if call.is_recorded():
             raise NoDataError(_NO_DATA.format(self.name))
         if self._is_first_step(call.reached):
             return call()
+        if self.runs and self._is_kept_from(self.runs[0][0]):
+            return self._as_it_is(call)
         if len(self.runs) >= MAX_PROGRAMS:
             why = (
                 f"was captured {len(self.runs)} times, and again something differs ({missed}): from now on it runs as "
@@ -72,11 +99,25 @@ class Compiled(Captured):
             return self._give_up(why, call)
         try:
             run = self._add(call, missed)
-        except CaptureError as error:
+        except MakesState:
+            return call()
+        except (CaptureError, UnreducedGradientError) as error:
             if self.fullgraph:
                 raise
             return self._give_up(f"runs as it is: {error}", call)
+        if self._is_kept_from(self.runs[0][0]):
+            return self._as_it_is(call)
         return run(call.leaves)
+
+    def _is_kept_from(self, guards: Guards) -> bool:
+        """Whether a program would reduce gradients that no_sync() keeps, or miss those that it has kept."""
+        return guards.makes_gradients and is_keeping()
+
+    def _as_it_is(self, call: Call) -> Any:
+        if not self._said:
+            warnings.warn(f"shardwise.compile: {self.name} {_KEPT}", CaptureWarning, stacklevel=4)
+        self._said = True
+        return call()
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Capture the program that a call with these arguments would run, and run nothing: to look at it, or to price
@@ -90,13 +131,13 @@ class Compiled(Captured):
         if missed is None:
             return
         if self._new(call.reached) and not call.is_recorded():
-            raise CaptureError(
-                f"{self.name} steps an optimizer that has not stepped yet, and so has no state to be captured: call it "
-                f"once, then capture"
-            )
+            raise CaptureError(_NO_STATE.format(self.name))
         if self._is_first_step(call.reached):
             call()
-        self._add(call, missed)
+        try:
+            self._add(call, missed)
+        except MakesState:
+            raise CaptureError(_NO_STATE.format(self.name)) from None
 
     def _missed(self, call: Call) -> str | None:
         """Why none of the programs serves a call; None if one does."""
@@ -110,17 +151,20 @@ class Compiled(Captured):
 
     def _add(self, call: Call, why: str) -> Run:
         """One more program."""
+        self._varying.update(*(guards.varying() for guards, _ in self.runs))
         program = self._agreed(call)
         guards = Guards(call, program, why)
-        run = self._run_of(program, is_recorded=call.is_recorded())
+        run = self._run_of(program, call)
         self.runs.insert(0, (guards, run))
+        self._digests[id(run)] = digest(collectives_of(program))
+        self._meshes |= dict.fromkeys(call.meshes())
         return run
 
-    def _run_of(self, program: Program, *, is_recorded: bool) -> Run:
-        if is_recorded:
+    def _run_of(self, program: Program, call: Call) -> Run:
+        if call.is_recorded():
             return Recorded(program, self.name)
         kind = Run if program.differentiable is None else DifferentiableRun
-        return kind(program, self.backend)
+        return kind(program, self.backend, slots_of(call.reached.optimizers.values()))
 
     def _is_first_step(self, reached: Reached) -> bool:
         """Whether an optimizer has not stepped yet: it makes its state then, so this call runs as it is."""
@@ -133,14 +177,22 @@ class Compiled(Captured):
 
     def _agreed(self, call: Call) -> Program:
         """The program after passes, if all ranks of the meshes that it runs on have captured the same."""
-        meshes = call.meshes()
+        meshes = [*dict.fromkeys((*self._meshes, *call.meshes()))]
         find = partial(self._find, call)
         for mesh in meshes:
             find = partial(agreed, mesh, find, collectives_of, self.failed_elsewhere, _DIFFERS)
         return optimised(find(), self.passes, meshes) if self.passes else find()
 
     def _find(self, call: Call) -> Program:
-        return capture(call.function, *call.args, **call.kwargs)
+        before = Before(call.reached)
+        try:
+            program = capture_varying(self._varying, call.function, *call.args, **call.kwargs)
+        except BaseException:
+            with suppress(CaptureError):
+                before.put_back()
+            raise
+        before.put_back()
+        return program
 
     def _give_up(self, why: str, call: Call) -> Any:
         self.gave_up = why
@@ -165,6 +217,14 @@ _NO_DATA = (
     "{} is captured on a mesh that only records, and there are no data to run it on: capture(…) it, and then show() "
     "it, list its comms() or price() it; called without shardwise.compile, its collectives are recorded"
 )
+_KEPT = (
+    "runs as it is while no_sync() keeps gradients: capture all passes of an accumulation as one step, or capture the "
+    "module alone"
+)
+_NO_STATE = (
+    "{} steps an optimizer that has not stepped yet, and so has no state to be captured: call it once, then capture"
+)
+ELSEWHERE = "on another rank something differs"
 BRANCHES = "a number that Python branches on, a count of steps say, is another one"
 
 

@@ -14,7 +14,7 @@ from shardwise.dispatch.plan import Mover, mover_for
 from shardwise.graph.comms import Told
 from shardwise.graph.differentiate import cut
 from shardwise.graph.program import Facts, FromArgument, FromTangent, Leaf, Part, Place, Program
-from shardwise.graph.run import Leaves, Make, Run, returned, shard_at
+from shardwise.graph.run import Leaves, Make, Run, Slots, returned, shard_at
 from shardwise.layout import Layout
 from shardwise.redistribute import Move, Typed
 
@@ -24,12 +24,12 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 class DifferentiableRun(Run):
     """A program with gradients that is ready to run."""
 
-    def __init__(self, program: Program, make: Make) -> None:
+    def __init__(self, program: Program, make: Make, state: Slots | None = None) -> None:
         assert program.differentiable is not None
         self.facts = program.differentiable
         pairs = zip(program.ranks, self.facts.counts, strict=True)
         self._passes = [cut(part, count) for part, count in pairs]
-        super().__init__(program, make)
+        super().__init__(program, make, state)
         self.back = [back for _, back in self._passes]
         self.run_back = Told(make(self.back, program.is_joint), self.back, program.is_joint)
         self.expected = [_tangents(part) for part in self.back]
@@ -42,7 +42,7 @@ class DifferentiableRun(Run):
     def __call__(self, leaves: Leaves) -> Any:
         with _disabled():
             values = self.host(leaves)
-            inputs = [[read(leaves, values) for read in own] for own in self.inputs]
+            inputs = [read(leaves, values) for read in self.inputs]
             given = [self._given(leaf, leaves) for leaf in self.facts.leaves]
             for slots, x in zip(self._slots, given, strict=True):
                 for rank, number in slots:

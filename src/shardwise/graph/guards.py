@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import is_
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,22 +10,25 @@ from torch import Tensor
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.modes import is_strict, limits, replicates_implicitly
-from shardwise.dispatch.planning.fallback import short_dtype
 from shardwise.graph.call import Call
-from shardwise.graph.identities import unchanged
+from shardwise.graph.kinds import changed, differs, kind_of
 from shardwise.graph.names import Names
+from shardwise.graph.optimizers import are_floats
 from shardwise.graph.program import FromArgument, FromGradient, FromObject, Place, Program
-from shardwise.graph.reached import PLAIN, Found, Reached
+from shardwise.graph.reached import VALUES, Found, Reached, Sized, is_library, is_same, is_value
+from shardwise.graph.unchanged import Hooks, Identities, States, Structure, TensorFacts, unchanged
 from shardwise.layout import Layout
+from shardwise.redistribute import is_keeping
 
 FIRST = "the first call"
 """Why a program was captured that nothing was captured before."""
 
 _disabled = torch._C.DisableTorchFunctionSubclass
-_stride = torch._C.TensorBase.stride
-_size = torch._C.TensorBase.size
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 
+
+OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
+"""What schedulers keep in groups, and no step reads."""
 
 MODES = (
     *(
@@ -58,18 +60,6 @@ def modes() -> tuple[Any, ...]:
     )
 
 
-def kind_of(leaf: Any) -> Any:
-    """What of an argument a program depends on: everything but the data of tensors."""
-    if isinstance(leaf, Tensor):
-        layout = leaf.__dict__.get("_layout")
-        shards = shards_of(leaf)
-        own = tuple([(_size(x), _stride(x)) for x in shards])
-        return leaf.__class__, layout and layout.unreduced, own, leaf.dtype, leaf.device, leaf.requires_grad
-    if isinstance(leaf, PLAIN):
-        return leaf.__class__, leaf
-    return id(leaf)
-
-
 class Guards:
     """What a program depends on."""
 
@@ -79,27 +69,41 @@ class Guards:
         self.names = Names(program, reached, call.names)
         with _disabled():
             self.kinds = [kind_of(leaf) for leaf in leaves]
-        self._held = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]  # so that ids stay theirs
-        objects = dict.fromkeys(
-            id(source.tensor)
+        self._held = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *VALUES))]  # so that ids stay theirs
+        objects = {
+            id(tensor)
             for part in (program.host, *program.ranks)
             for source in part.sources
             if isinstance(source, FromObject)
-        )
+            for tensor in (source.tensor, source.owner)
+        }
         self.found = [x for x in reached.objects if id(x.value) in objects or not isinstance(x.value, Tensor)]
-        self.plain = reached.values
-        self.codes = reached.codes
-        self.modules = list(reached.modules.values())
-        self.module_names = [reached.names[key] for key in reached.modules]
-        self.training = [module.training for module in self.modules]
-        self.states = [(optimizer, optimizer.state, len(optimizer.state)) for optimizer in reached.optimizers.values()]
-        self.groups = _group_values(program, reached)
+        self.settings = [*_group_values(program, reached)]
+        self.plain, self.codes = [*reached.values, *self.settings], reached.codes
+        self.training = [
+            (reached.names[id(module)], module, module.training)
+            for module in reached.modules.values()
+            if "training" in reached.read or not is_library(module)
+        ]
+        self.states = States(reached)
+        self.optimizers = list(reached.optimizers.values())
+        self.given = program.given
+        self.makes_gradients = program.differentiable is None and bool(program.gradients)
         self.grads = _grads(program)
-        training = [(module.__dict__, "training") for module in self.modules]
-        self._unchanged = unchanged(
-            [*(x.slot for x in self.found), *training], [*(x.value for x in self.found), *self.training]
+        self.identities = Identities(leaves, reached)
+        self.structure = Structure(reached)
+        self.hooks = Hooks(reached)
+        self.facts = TensorFacts([x for x in self.found if isinstance(x.value, Tensor)])
+        self.lengths = [*reached.lengths, *_group_lengths(reached)]
+        self._others = [*reached.others, *_groups(reached)]
+        in_modules = {id(kept) for module in reached.modules.values() for kept in (module._parameters, module._buffers)}
+        slots = [x for x in (*self.found, *self._others, *self.plain) if id(x.slot[0]) not in in_modules]
+        training = [(module.__dict__, "training") for _, module, _ in self.training]
+        self._look = unchanged(
+            [*(x.slot for x in slots), *training],
+            [*(x.value for x in slots), *(was for *_, was in self.training)],
+            [(x.kept, x.length) for x in self.lengths],
         )
-        self._value_slots, self._values = [x.slot for x in self.plain], [x.value for x in self.plain]
 
     def layout_at(self, place: Place) -> Layout | None:
         """The layout of a tensor that the program is given, if it is a DTensor."""
@@ -112,100 +116,104 @@ class Guards:
         """What has changed; None if nothing has."""
         if spec != self.spec:
             return "the arguments are nested otherwise"
+        if self.makes_gradients and is_keeping():
+            return "no_sync() keeps gradients"
         if (now := modes()) != self.modes:
-            return next(_changed(*both) for both in zip(MODES, self.modes, now, strict=True) if both[1] != both[2])
+            return next(changed(*both) for both in zip(MODES, self.modes, now, strict=True) if both[1] != both[2])
         with _disabled():
             for number, (leaf, kind) in enumerate(zip(leaves, self.kinds)):
                 if (now_kind := kind_of(leaf)) != kind:
-                    return f"{self.names.leaf(number)}: {_differs(kind, now_kind)}"
-            try:
-                if not self._unchanged():
-                    return self._trained() or _other(self.found, is_)
-                if [kept[name] for kept, name in self._value_slots] != self._values:
-                    return _other(self.plain, lambda a, b: a == b)
-            except (KeyError, IndexError, ValueError):
-                return next(f"{x.name} is not there any more" for x in (*self.found, *self.plain) if _is_gone(x))
-            for optimizer, state, count in self.states:
-                if optimizer.state is not state or len(state) != count:
-                    return f"the state of {self.names.of_optimizer(optimizer)} is another one"
-            for name, group, values in self.groups:
-                if any(group.get(key) != value for key, value in values):
-                    return next(_changed(f"{name}[{k!r}]", v, group.get(k)) for k, v in values if group.get(k) != v)
-            for of, read, was_none in self.grads:
-                if (read(leaves) is None) != was_none:
-                    return f"{self.names.of(FromGradient(of))} {'is there already' if was_none else 'is None'}"
+                    return f"{self.names.leaf(number)}: {differs(kind, now_kind, leaf)}"
+            return (
+                self._restored()
+                or self._moved()
+                or self.identities.miss(leaves, self.names)
+                or self.facts.miss()
+                or self.hooks.miss()
+                or self._other_gradients(leaves)
+            )
+
+    def _restored(self) -> str | None:
+        """Which optimizer has other state, or a learning rate that is no number any more."""
+        if (said := self.states.miss()) is not None:
+            return said
+        for given in self.given:
+            if not isinstance(now := given.read(), float):
+                return f"{self.names.of(given)} is now a {type(now).__name__}"
         return None
 
-    def _trained(self) -> str | None:
-        for name, module, before in zip(self.module_names, self.modules, self.training, strict=True):
+    def _other_gradients(self, leaves: Sequence[Any]) -> str | None:
+        for of, read, was_none in self.grads:
+            if (read(leaves) is None) != was_none:
+                return f"{self.names.of(FromGradient(of))} {'is there already' if was_none else 'is None'}"
+        return None
+
+    def varying(self) -> set[str]:
+        """Settings of optimizers that are other numbers now: a scheduler changes them."""
+        return {
+            x.slot[1]
+            for x in self.settings
+            if are_floats(x.value) and are_floats(now := x.slot[0].get(x.slot[1])) and now != x.value
+        }
+
+    def _moved(self) -> str | None:
+        """What is not where it was, or has another value."""
+        try:
+            if self._look() and self.structure.is_unchanged():
+                return None
+        except (LookupError, AttributeError, ValueError):
+            pass
+        for name, module, before in self.training:
             if module.training != before:
-                return _changed(f"{name or type(module).__name__}.training", before, module.training)
-        return None
+                return changed(f"{name or type(module).__name__}.training", before, module.training)
+        return (
+            next((said for x in (*self.found, *self.plain, *self._others) if (said := _difference(x))), None)
+            or self.structure.miss()
+            or next((f"{x.name} is longer or shorter" for x in self.lengths if len(x.kept) != x.length), None)
+        )
 
 
-def _changed(name: str, before: Any, now: Any) -> str:
-    return f"{name}: {before!r} is now {now!r}"
-
-
-def _differs(before: Any, now: Any) -> str:
-    """In what two kinds of an argument differ."""
-    are_tensors = [isinstance(kind, tuple) and len(kind) > 2 for kind in (before, now)]
-    if not all(are_tensors):
-        return f"{said(before)} is now {said(now)}"
-    if said(before) != said(now):
-        return f"{said(before)} is now {said(now)}"
-    facts = ("class", "mesh", "strides", "dtype", "device", "requires_grad")
-    which = next(at for at, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
-    if which in (1, 2):
-        return f"{said(now)} on another mesh" if which == 1 else f"{said(now)} with other strides"
-    return _changed(f"{facts[which]} of {said(now)}", before[which], now[which])
-
-
-def said(kind: Any) -> str:
-    """What is most important of an argument."""
-    if not isinstance(kind, tuple):
-        return "another object"
-    if len(kind) == 2:
-        return repr(kind[1])
-    _, layout, own, dtype, *_ = kind
-    return f"{short_dtype(dtype)}{layout or '[' + ','.join(map(str, own[0][0])) + ']'}"
-
-
-def _other(found: Sequence[Found], same: Callable[[Any, Any], bool]) -> str:
-    for (kept, key), before, name in found:
-        if not same(kept[key], before):
-            is_plain = isinstance(before, PLAIN)
-            return _changed(name, before, kept[key]) if is_plain else f"{name} is another {type(before).__name__}"
-    raise AssertionError("nothing has changed")
-
-
-def _is_gone(found: Found) -> bool:
-    kept, key = found.slot
+def _difference(found: Found) -> str | None:
+    """How a slot differs from what it held."""
+    (kept, key), before, name = found
     try:
-        kept[key]
-    except (KeyError, IndexError, ValueError):
-        return True
-    return False
+        now = kept[key]
+    except (LookupError, AttributeError, ValueError):
+        return f"{name} is not there any more"
+    if is_same(before, now):
+        return None
+    return changed(name, before, now) if is_value(before) else f"{name} is another {type(before).__name__}"
 
 
-def _group_values(program: Program, reached: Reached) -> list[tuple[str, dict[str, Any], list[tuple[str, Any]]]]:
+def _groups(reached: Reached) -> Iterator[Found]:
+    """The groups of optimizers, their lists of parameters, and tensors that they are set to."""
+    for key, optimizer in reached.optimizers.items():
+        name = reached.names[key]
+        yield Found((optimizer.__dict__, "param_groups"), optimizer.param_groups, f"{name}.param_groups")
+        for index, group in enumerate(optimizer.param_groups):
+            here = f"{name}.param_groups[{index}]"
+            yield Found((optimizer.param_groups, index), group, here)
+            for own, value in group.items():
+                if own == "params" or isinstance(value, Tensor):
+                    yield Found((group, own), value, f"{here}[{own!r}]")
+
+
+def _group_lengths(reached: Reached) -> Iterator[Sized]:
+    for key, optimizer in reached.optimizers.items():
+        name = f"{reached.names[key]}.param_groups"
+        yield Sized(optimizer.param_groups, len(optimizer.param_groups), name)
+        for index, group in enumerate(optimizer.param_groups):
+            yield Sized(group["params"], len(group["params"]), f"{name}[{index}]['params']")
+
+
+def _group_values(program: Program, reached: Reached) -> Iterator[Found]:
     """Plain values of optimizers' groups that are not inputs of the program."""
     inputs = {(id(given.optimizer), given.index, given.name) for given in program.given}
-    return [
-        (
-            f"{reached.names[key]}.param_groups[{index}]",
-            group,
-            [
-                (name, value)
-                for name, value in group.items()
-                if (isinstance(value, (*PLAIN, tuple)))
-                and (id(optimizer), index, name) not in inputs
-                and name not in ("initial_lr",)
-            ],
-        )
-        for key, optimizer in reached.optimizers.items()
-        for index, group in enumerate(optimizer.param_groups)
-    ]
+    for key, optimizer in reached.optimizers.items():
+        for index, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                if is_value(value) and name not in OF_SCHEDULERS and (id(optimizer), index, name) not in inputs:
+                    yield Found((group, name), value, f"{reached.names[key]}.param_groups[{index}][{name!r}]")
 
 
 def _grads(program: Program) -> list[tuple[Place, Callable[[Sequence[Any]], Any], bool]]:

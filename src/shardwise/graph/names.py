@@ -81,8 +81,9 @@ class Names:
                 return self.of_place(source)
             case FromGradient(of):
                 return f"{self.of_place(of) or 'parameter'}.grad"
-            case FromGroup(optimizer, index, name):
-                return _of_group(self.of_optimizer(optimizer), index, name)
+            case FromGroup(optimizer, index, name, position):
+                found = _of_group(self.of_optimizer(optimizer), index, name)
+                return found if position is None else f"{found}[{position}]"
             case FromTangent(number):
                 return f"gradient of result {number}"
             case FromHost(number):

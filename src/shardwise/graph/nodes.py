@@ -165,6 +165,12 @@ class Check:
         self.verify(found.item())
 
 
+def recurrent_layer(*args: Any, **kwargs: Any) -> Any:
+    """oneDNN's kernel, which keeps what its backward pass needs only where gradients are recorded."""
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.aten.mkldnn_rnn_layer.default(*args, **kwargs)
+
+
 def op_of(node: fx.Node) -> Any:
     """The op of torch's that a node runs, if it does: the overload, whatever stream it draws from."""
     return node.target.op if isinstance(node.target, Seeded) else node.target

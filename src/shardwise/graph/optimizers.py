@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor, fx, optim
+from torch import fx, optim
 
 from shardwise.errors import CaptureError
 
 
-class Groups:
-    """The groups of the optimizers that step in a program, whose learning rates are its inputs meanwhile."""
+def are_floats(value: Any) -> bool:
+    """Whether a setting is a float, or a tuple of some."""
+    return isinstance(value, float) or (
+        type(value) is tuple and bool(value) and all(isinstance(x, float) for x in value)
+    )
 
-    def __init__(self, names: tuple[str, ...] = ("lr",)) -> None:
-        self.names = names
-        self.sources: dict[fx.Node, tuple[optim.Optimizer, int, str]] = {}
+
+class Groups:
+    """The groups of the optimizers that step in a program. Their learning rates, and `varying` settings beside them,
+    are its inputs meanwhile."""
+
+    def __init__(self, varying: Collection[str] = ()) -> None:
+        self.names = dict.fromkeys(("lr", *sorted(varying)))
+        self.sources: dict[fx.Node, tuple[optim.Optimizer, int, str, int | None]] = {}
         self._before: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._seen: set[int] = set()
 
@@ -24,19 +32,22 @@ class Groups:
         if id(optimizer) in self._seen:
             return
         self._seen.add(id(optimizer))
-        if not optimizer.state and any(group.get("lr") is not None for group in optimizer.param_groups):
-            pass
         for index, group in enumerate(optimizer.param_groups):
             for name in self.names:
-                value = group.get(name)
-                if isinstance(value, Tensor) or not isinstance(value, float):
+                value: Any = group.get(name)
+                if not are_floats(value):
                     continue
-                given, node = number(value, f"{name}{len(self.sources)}")
-                self.sources[node] = optimizer, index, name
-                if group.get("fused"):  # those kernels take a number, or a tensor of one
-                    given = torch.scalar_tensor(given, dtype=torch.float64)
-                self._before.append((group, name, value, given))
-                group[name] = given
+                numbers = [(None, value)] if isinstance(value, float) else enumerate(value)
+                found = []
+                for position, one in numbers:
+                    given, node = number(one, f"{name}{len(self.sources)}")
+                    self.sources[node] = optimizer, index, name, position
+                    found.append(given)
+                put: Any = found[0] if isinstance(value, float) else tuple(found)
+                if group.get("fused") and name == "lr":  # those kernels take a number, or a tensor of one
+                    put = torch.scalar_tensor(put, dtype=torch.float64)
+                self._before.append((group, name, value, put))
+                group[name] = put
 
     def put_back(self) -> None:
         """The numbers as they were. A program must not change them."""

@@ -86,11 +86,16 @@ class FromGradient:
 
 @dataclass(frozen=True, slots=True)
 class FromGroup:
-    """A number of a group of an optimizer's."""
+    """A number of a group of an optimizer's; of a tuple of numbers (`betas`) the one at a position."""
 
     optimizer: optim.Optimizer
     index: int
     name: str
+    position: int | None = None
+
+    def read(self) -> Any:
+        found = self.optimizer.param_groups[self.index][self.name]
+        return found if self.position is None else found[self.position]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ in closures. So nothing has to be handed in, or put in the place of something el
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,7 @@ from shardwise.comm.cause import users_line
 from shardwise.comm.faked import as_fakes, device_of, is_faked
 from shardwise.comm.record import Comm
 from shardwise.errors import CaptureError
-from shardwise.graph.nodes import Check, Collective, Draw, Seeded
+from shardwise.graph.nodes import Check, Collective, Draw, Seeded, recurrent_layer
 from shardwise.graph.numbers import SYMBOLIC, Number, is_ours, symbolic
 from shardwise.graph.optimizers import Groups
 from shardwise.graph.program import Facts, Line, at
@@ -112,7 +113,7 @@ class Recorder(TorchDispatchMode):
             node = self._call(Seeded(func, stream.number, goes_on=False), (start, *args), kwargs)
             stream.last = node, out
         else:
-            node = self._call(func, args, kwargs)
+            node = self._call(recurrent_layer if func is _aten.mkldnn_rnn_layer.default else func, args, kwargs)
         self._bind(node, out)
         return node
 
@@ -220,6 +221,14 @@ class Recorder(TorchDispatchMode):
         self.tangents.append(node)
         return made
 
+    def forget_backward(self) -> None:
+        """Take back what was recorded of a backward pass that could not be made."""
+        made = [node for node in self.graph.nodes if node.meta.get("backward") or node in self.tangents]
+        for node in reversed(made):
+            self.graph.erase_node(node)
+        self._last_input = next((node for node in reversed(self.graph.nodes) if node.op == "placeholder"), None)
+        self.tangents, self.is_backward = [], False
+
     def node_of(self, x: Tensor) -> fx.Node:
         """The node that makes a tensor of the program, or that is an input."""
         return _node_of(self._shown(x))
@@ -228,7 +237,7 @@ class Recorder(TorchDispatchMode):
 
     def _number(self, x: Tensor) -> Any:
         if HOST not in x.__dict__:
-            raise _needs_data("a number is read out of a tensor")
+            raise _needs_data(f"a number is read out of a tensor{_by_torch()}")
         with _disable_current_modes():
             value = x.__dict__[HOST].item()
         if FIXED in x.__dict__ or isinstance(value, complex):
@@ -360,6 +369,21 @@ def _compute_on_host(func: Any, shown: Sequence[Any], spec: Any, out: Any) -> bo
 def _users_place() -> Line:
     file, number, _ = users_line()
     return Line(file, number, False)
+
+
+def _by_torch() -> str:
+    """Which optimizer of torch's, or what else that a user does not see into, reads it; and what to do instead."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        this = frame.f_locals.get("self")
+        if type(this).__module__.startswith(("torch.optim", "torch.amp")):
+            name = type(this).__name__
+            return f" by {name}{_INSTEAD.get(name, '')}"
+        frame = frame.f_back
+    return ""
+
+
+_INSTEAD = {"GradScaler": " (an optimizer with fused=True looks by itself for gradients that are not finite)"}
 
 
 def _needs_data(what: str) -> CaptureError:

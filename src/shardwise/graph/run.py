@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx, nn, optim
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm import ranked, shards_of
@@ -42,16 +42,30 @@ Make = Callable[[Sequence[Part], bool], Runner]
 """Makes what runs the parts of the ranks held here; or one part, of all of them together."""
 
 
+Slots = Mapping[int, tuple[dict[str, Any], str]]
+"""By the id of a tensor, where an optimizer keeps it."""
+
+
+def slots_of(optimizers: Iterable[optim.Optimizer]) -> Slots:
+    return {
+        id(x): (own, key)
+        for optimizer in optimizers
+        for own in optimizer.state.values()
+        for key, x in own.items()
+        if isinstance(x, Tensor)
+    }
+
+
 class Run:
     """A program that is ready to run, by whatever way the ranks' parts are run."""
 
-    def __init__(self, program: Program, make: Make) -> None:
+    def __init__(self, program: Program, make: Make, state: Slots | None = None) -> None:
         self.program = program
         self.host = _Host(program.host)
         self._conditions = _Host(program.conditions)
         self.parts = self._forward()
         self.runner = Told(make(self.parts, program.is_joint), self.parts, program.is_joint)
-        self.inputs = [[_reader(source) for source in part.sources] for part in self.parts]
+        self.inputs = [gathering(part.sources, state) for part in self.parts]
 
     def _forward(self) -> Sequence[Part]:
         return self.program.ranks
@@ -64,7 +78,7 @@ class Run:
     def __call__(self, leaves: Leaves) -> Any:
         with _disabled(), torch.no_grad():
             values = self.host(leaves)
-            outputs = self.runner([[read(leaves, values) for read in inputs] for inputs in self.inputs])
+            outputs = self.runner([read(leaves, values) for read in self.inputs])
             for gradient in self.program.gradients:
                 grad = None if gradient.output is None else _get(gradient.output, outputs)
                 _set_grad(shard_at(gradient.of, leaves), grad)
@@ -96,6 +110,33 @@ def compiled(graph: fx.Graph) -> Callable[..., Any]:
     return fx.GraphModule(nn.Module(), graph).forward
 
 
+def gathering(sources: Sequence[Source], state: Slots | None = None) -> Callable[[Leaves, Values], list[Any]]:
+    """What gathers the inputs of a part: one generated expression, since there may be thousands. What an optimizer
+    keeps is read where it keeps it."""
+    namespace: dict[str, Any] = {"shards_of": shards_of}
+    terms = []
+    for number, source in enumerate(sources):
+        match source:
+            case FromArgument(leaf, 0):
+                terms.append(f"leaves[{leaf}]")
+            case FromHost(at):
+                terms.append(f"values[{at}]")
+            case FromObject(tensor, owner, shard) if state and id(owner) in state:
+                namespace[f"x{number}"], key = state[id(owner)]
+                kept = f"x{number}[{key!r}]"
+                terms.append(kept if tensor is owner else f"shards_of({kept})[{shard}]")
+            case FromObject(tensor):
+                namespace[f"x{number}"] = tensor
+                terms.append(f"x{number}")
+            case _:
+                namespace[f"x{number}"] = _reader(source)
+                terms.append(f"x{number}(leaves, values)")
+    locals_ = "".join(f", {name}={name}" for name in namespace)
+    exec(f"def gather(leaves, values{locals_}):\n    return [{', '.join(terms)}]", namespace)
+    gather: Callable[[Leaves, Values], list[Any]] = namespace["gather"]
+    return gather
+
+
 def _reader(source: Source) -> Callable[[Leaves, Values], Any]:
     match source:
         case FromArgument(leaf, 0):
@@ -106,8 +147,8 @@ def _reader(source: Source) -> Callable[[Leaves, Values], Any]:
             return lambda leaves, values: tensor
         case FromGradient(of):
             return lambda leaves, values: _get_grad(shard_at(of, leaves))
-        case FromGroup(optimizer, index, name):
-            return lambda leaves, values: optimizer.param_groups[index][name]
+        case FromGroup():
+            return lambda leaves, values: source.read()
         case FromHost(number):
             return lambda leaves, values: values[number]
         case _:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -57,22 +58,22 @@ def test_what_depends_on_data(function: Callable[[Any], Any], why: str, is_distr
 
 
 def test_tensors_that_a_capture_leaves_behind() -> None:
-    kept: list[Any] = []
+    """Where nothing looks for them."""
+    kept = threading.local()
 
     def keeps(x: Any) -> Any:
-        y = x + (kept[0] if kept else 1)
-        kept.append(y)
-        return y.sum()
+        kept.y = x + getattr(kept, "y", 1)
+        return kept.y.sum()
 
     sw.compile(keeps, backend="fx")(torch.ones(3))
     assert refusal(keeps, torch.ones(3)) == (
         "the program uses a tensor of shape [3] (LINE) that has no data, since it was left behind by a capture, in an "
         "attribute or a list say: what is kept from call to call must be returned, or written to in place"
     )
-    kept.clear()
+    del kept.y
     sw.compile(keeps, backend="fx")(batch(sw.simulate((2, 2), ("dp", "tp")), 0))
     with pytest.raises(CaptureError) as caught:
-        kept[0].full_tensor()
+        kept.y.full_tensor()
     assert str(caught.value) == (
         "a tensor on Mesh(dp=2, tp=2) is used that has no data, since it was left behind by a capture: what is needed "
         "outside of a captured function must be returned by it"

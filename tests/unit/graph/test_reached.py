@@ -16,9 +16,10 @@ class Training:
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.every = 4
+        self.every, self.seen = 4, 0
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
         return self.model(x) * SCALE
 
 
@@ -33,7 +34,10 @@ def test_what_a_method_reaches() -> None:
         *("self.model.1.running_mean", "self.model.1.running_var", "self.model.1.num_batches_tracked"),
         "self.optimizer",
     ]
-    assert [(found.name, found.value) for found in reached.values] == [("self.every", 4), ("SCALE", 3)]
+    assert [(found.name, found.value) for found in reached.values] == [
+        *(("self.model.1.eps", 1e-5), ("self.model.1.momentum", 0.1), ("self.model.1.track_running_stats", True)),
+        ("SCALE", 3),  # and not `self.every`, which no code names
+    ]
     assert list(reached.names.values()) == ["self.model", "self.model.0", "self.model.1", "self.optimizer"]
 
 

@@ -19,6 +19,7 @@ from shardwise.dispatch.aliasing.views import OnCopiedViews
 from shardwise.dispatch.plan import reduce_terms
 from shardwise.dispatch.planning.fallback import WithoutData, needs_data, on_meta
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
+from shardwise.dispatch.refits import refits
 from shardwise.dispatch.steps import Whole
 from shardwise.errors import MixedTensorError
 from shardwise.layout import Layout
@@ -280,9 +281,11 @@ def _on_every_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         reduce_terms(args[0], within_graph)
     if func is Tensor.retain_grad:
         observe(args[0])
+    needed_gradient = args[0].requires_grad
     with _disabled():
         for shard in shards_of(args[0]):
             func(shard, *args[1:], **kwargs)
+    refits.count += args[0].requires_grad != needed_gradient
     return args[0] if func in (Tensor.requires_grad_, Tensor.detach_, Tensor.share_memory_) else None
 
 
@@ -334,6 +337,7 @@ def _set_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
                 func(shard, new.new_empty(0, dtype=_another(new.dtype)))  # lets go of what accumulates old shards
             func(shard, new)
     x._layout = value._layout
+    refits.count += 1
     x.__dict__.pop("_moved", None)
     if gradient is not None:
         x.grad = gradient if gradient.shape == x.shape else None

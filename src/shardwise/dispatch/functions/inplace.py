@@ -15,6 +15,7 @@ from shardwise.dispatch.aliasing.copied_views import CopiedView
 from shardwise.dispatch.functions.handlers import handles
 from shardwise.dispatch.planning.fallback import describe
 from shardwise.dispatch.planning.trace import flat_tensors
+from shardwise.dispatch.refits import refits
 from shardwise.errors import InPlaceError
 from shardwise.redistribute import drop, unreduced
 from shardwise.tensor import DTensor
@@ -43,6 +44,7 @@ def _reshape_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DT
             on_meta = torch.empty_strided(x._layout.shape, strides, device="meta")
             x.__dict__["_strides"] = func(on_meta, *args[1:], **kwargs).stride()
     x._layout = layout
+    refits.count += 1
     return x
 
 

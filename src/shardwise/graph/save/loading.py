@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from shardwise.errors import CaptureWarning, SavedProgramError
 from shardwise.graph.call import Call
 from shardwise.graph.compile import BRANCHES, Compiled, make_of
-from shardwise.graph.guards import FIRST, Guards, kind_of
+from shardwise.graph.guards import FIRST, Guards
+from shardwise.graph.kinds import kind_of
 from shardwise.graph.names import named_tensors
 from shardwise.graph.program import Program
 from shardwise.graph.run import Make, holds

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.planning.fallback import short_dtype
-from shardwise.graph.guards import MODES, Guards, said
+from shardwise.graph.guards import MODES, Guards
+from shardwise.graph.kinds import said
 from shardwise.layout import Layout, Mesh
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -32,10 +33,7 @@ def needs_of(guards: Guards, objects: Mapping[str, Tensor]) -> Needs:
         found[guards.names.leaf(number)] = argument_said(kind)
     found |= {name: repr(value) for name, value in zip(MODES, guards.modes, strict=True)}
     found |= {x.name: repr(x.value) for x in guards.plain}
-    modules = zip(guards.module_names, guards.training, strict=True)
-    found |= {f"{name or 'the module'}.training": repr(training) for name, training in modules}
-    for name, _, values in guards.groups:
-        found |= {f"{name}[{key!r}]": repr(value) for key, value in values}
+    found |= {f"{name or 'the module'}.training": repr(training) for name, _, training in guards.training}
     found["the functions"] = code_digest(guards.codes)
     return found
 

@@ -44,8 +44,8 @@ class ProgramWriter:
                 return {"Part": self._part(x)}
             case FromObject(owner=owner, shard=shard):
                 return {"object": [self._named(owner), shard]}
-            case FromGroup(optimizer, index, name):
-                return {"group": [self.names.of_optimizer(optimizer), index, name]}
+            case FromGroup(optimizer, index, name, position):
+                return {"group": [self.names.of_optimizer(optimizer), index, name, position]}
             case Mesh():
                 return {"mesh": [self.number_of(x), list(x.names)]}
             case Tensor():
@@ -121,7 +121,7 @@ class ProgramReader:
             case "constant":
                 return FromObject(self.constants[value], self.constants[value], 0)
             case "group":
-                return FromGroup(self.optimizers[value[0]], value[1], value[2])
+                return FromGroup(self.optimizers[value[0]], *value[1:])
             case "mesh":
                 return self.mesh(value[0])[tuple(value[1])]
         raise SavedProgramError(f"the file has a {tag!r}, which this version does not know")

@@ -22,7 +22,7 @@ from shardwise.comm import running_mesh
 from shardwise.comm.record import Comm
 from shardwise.dispatch.planning.randomness import draw_seed
 from shardwise.errors import SavedProgramError
-from shardwise.graph.nodes import Check, Collective, Draw, Seeded, Start, wait
+from shardwise.graph.nodes import Check, Collective, Draw, Seeded, Start, recurrent_layer, wait
 from shardwise.graph.numbers import FUNCTIONS
 from shardwise.graph.passes.report import PassReport, Traffic
 from shardwise.graph.program import (
@@ -59,7 +59,7 @@ NO_PROGRAM = "the file holds what is no program"
 
 _SHARED = (Collective, Comm, Facts, Layout, Line)
 _NAMED_FUNCTIONS = {f"{function.__module__}.{function.__name__}": function for function in FUNCTIONS}
-_NAMED_FUNCTIONS |= {"operator.getitem": operator.getitem, "wait": wait}
+_NAMED_FUNCTIONS |= {"operator.getitem": operator.getitem, "wait": wait, "recurrent_layer": recurrent_layer}
 _FUNCTION_NAMES = {function: name for name, function in _NAMED_FUNCTIONS.items()}
 _OF_TORCH = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
 _KINDS = {kind.__name__: kind for kind in (bool, int, float)}

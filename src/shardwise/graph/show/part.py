@@ -78,9 +78,9 @@ class ShownPart:
 
     def _kept_by_optimizers(self) -> set[fx.Node]:
         kept: set[int] = set()
-        for optimizer, state, _ in self.guards.states:
+        for optimizer in self.guards.optimizers:
             kept |= {id(param) for group in optimizer.param_groups for param in group["params"]}
-            kept |= {id(x) for x in tree_leaves(list(state.values())) if isinstance(x, Tensor)}
+            kept |= {id(x) for x in tree_leaves(list(optimizer.state.values())) if isinstance(x, Tensor)}
         return {x for x, source in self.inputs.items() if isinstance(source, FromObject) and id(source.owner) in kept}
 
     # What comes out

@@ -11,7 +11,8 @@ from shardwise.comm.record import Comm
 from shardwise.comm.recording import RecordingPort
 from shardwise.debug.table import size, tables
 from shardwise.graph.comms import comms_of
-from shardwise.graph.guards import Guards, said
+from shardwise.graph.guards import Guards
+from shardwise.graph.kinds import said
 from shardwise.graph.memory import memory_of
 from shardwise.graph.names import place_of
 from shardwise.graph.nodes import Draw, collective_of

@@ -68,6 +68,11 @@ def no_sync(*, enabled: bool = True) -> Iterator[None]:
         yield
 
 
+def is_keeping() -> bool:
+    """Whether gradients are kept, now or since before."""
+    return bool(unreduced) or (bool(blocks) and blocks[-1] == "kept")
+
+
 @contextmanager
 def alone() -> Iterator[None]:
     """Inside, a backward pass is asked for the gradients of its own outputs: nothing is kept, nothing added."""
@@ -77,14 +82,22 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def reduced_apart() -> Iterator[None]:
-    """While a program is captured: what it keeps it must reduce, or it would be lost."""
-    before = set(unreduced)
+    """While a program is captured: what it keeps it must reduce, or it would be lost. What was kept before stays."""
+    before = dict(unreduced)
+    parameters = [parameter for found in before.values() if (parameter := found()) is not None]
+    aside = [(parameter, parameter.__dict__.pop("_kept")) for parameter in parameters]
+    unreduced.clear()
     try:
         with _block("reduced"):
             yield
     finally:
-        kept = [unreduced.pop(key) for key in unreduced.keys() - before]
-    if kept:
+        left = [parameter for found in unreduced.values() if (parameter := found()) is not None]
+        for parameter in left:
+            drop(parameter)
+        for parameter, kept in aside:
+            parameter.__dict__["_kept"] = kept
+        unreduced.update(before)
+    if left:
         raise UnreducedGradientError(
             "a program that is captured ends with gradients that no_sync() kept: run its last backward pass outside of "
             "that block, inside of the program"

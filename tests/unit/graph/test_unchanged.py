@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.graph.identities import unchanged
+from shardwise.graph.unchanged import unchanged
 
 
 def test_each_place_counts() -> None:
