@@ -28,7 +28,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils, checkpoint
 
 from shardwise.dispatch.interop.autograd_function import apply, keeping_shards, listening_to_shards
-from shardwise.dispatch.interop.mixing import refusing_collectives
+from shardwise.dispatch.interop.mixing import refusing_collectives, refusing_parameters
 from shardwise.dispatch.interop.nodes import node_of_shard
 from shardwise.dispatch.interop.state_dicts import knowing_dtensors, staging_shards
 from shardwise.dispatch.interop.transforms import refusing
@@ -171,6 +171,12 @@ HOOKS: tuple[Replaced | ReplacedLater | Registered, ...] = (
         staging_shards,
         "it copies what is saved in the background by its memory, which would be a shard's",
         within="StateDictStager",
+    ),
+    ReplacedLater(
+        "torch.distributed.fsdp._fully_shard._fsdp_init",
+        "_verify_managed_param",
+        refusing_parameters,
+        "torch's fully_shard would cut a shard for the whole, or the whole once more, and train wrong values",
     ),
 )
 

@@ -161,3 +161,18 @@ def test_a_sum_that_is_reduced_inside_and_used_again(use_reentrant: bool) -> Non
         (out * out).sum().backward()
         found.append((full(out.detach()), full(w.grad)))
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    "function", [F.softmin, F.softmax, F.log_softmax, torch.logcumsumexp], ids=lambda f: f.__name__
+)
+def test_shards_of_several_sizes_are_saved_and_found_again(function: Callable) -> None:
+    """Also those that a distributed program saves, in which the simulator's ranks are one."""
+    whole = torch.randn(2, 3, dtype=torch.float64)
+    found = []
+    for on in (whole, sw.distribute_tensor(whole, mesh_of((4,)), [S(1)])):
+        x = on.clone().detach().requires_grad_()
+        y = checkpoint(lambda x: function(x, 1), x, use_reentrant=False)
+        (y * y).sum().backward()
+        found.append(full(x.grad))
+    torch.testing.assert_close(*found)

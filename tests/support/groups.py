@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11 forgot it, and looks there to destroy a group
+    threaded.ThreadLocalWorld.comms = []
+
 
 def run_threads(body: Callable[[int], Any], world_size: int) -> list[Any]:
     """`body(rank)` on every rank of a new group, each a thread; what they return, in order."""

@@ -264,7 +264,8 @@ def _profiled(runs: Sequence[Run], device: str) -> list[Ran]:
     on_cuda = device == "cuda"
     wait = torch.cuda.synchronize if on_cuda else lambda: None
     wait()
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]) as profiler:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    with profile(activities=activities, acc_events=True) as profiler:  # without, torch 2.11 warns of lost cycles
         for number, run in enumerate(runs):
             with record_function(f"{MARK}{number}"):
                 run()

@@ -39,6 +39,7 @@ def expected_in(program: str) -> set[tuple[str, int, str]]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the first run reads all of torch
 def test_a_program_checks_and_wrong_arguments_do_not() -> None:
+    pytest.importorskip("mypy")
     expected = expected_in("wrong_types.py")
     assert expected
     assert errors_in("user_program.py", "wrong_types.py") == expected

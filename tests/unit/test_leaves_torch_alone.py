@@ -132,7 +132,7 @@ def path(hook: Replaced | ReplacedLater) -> str:
 
 
 def test_hooks_are_few_and_each_has_its_reason() -> None:
-    assert len(HOOKS) <= 12
+    assert len(HOOKS) <= 13
     assert all(len(hook.why) > 20 for hook in HOOKS)
     assert all(hasattr(home(hook), hook.name) for hook in HOOKS if not isinstance(hook, Registered))
 
@@ -142,17 +142,18 @@ def test_a_hook_waits_for_a_module_that_is_not_imported(imported: str) -> None:
     script = f"""
 import sys, torch, shardwise as sw
 if {imported == "before"}:
-    import torch.distributed.checkpoint
+    import torch.distributed.checkpoint, torch.distributed.fsdp
 finders = len(sys.meta_path)
 sw.simulate((2,), ("tp",))
 print(len(sys.meta_path) - finders, "torch.distributed._state_dict_utils" in sys.modules)
 import torch.distributed.checkpoint.state_dict
 from torch.distributed._state_dict_utils import _iterate_state_dict
 from torch.distributed.checkpoint.staging import StateDictStager
-hooked = _iterate_state_dict, StateDictStager._offload_tensor
+from torch.distributed.fsdp._fully_shard._fsdp_init import _verify_managed_param
+hooked = _iterate_state_dict, StateDictStager._offload_tensor, _verify_managed_param
 print(len(sys.meta_path) - finders, all(hasattr(f, "__wrapped__") for f in hooked))
 """
-    waiting = ["0", "True"] if imported == "before" else ["2", "False"]
+    waiting = ["0", "True"] if imported == "before" else ["3", "False"]
     assert run(script).split() == [*waiting, "0", "True"]
 
 

@@ -104,14 +104,6 @@ class DTensor(Tensor):
         self.data = args[0]  # parametrizations do this
         return self
 
-    @property
-    def _fsdp_orig_uid(self) -> int:
-        """Asked for by torch's own `fully_shard`, before it cuts a parameter: it would cut the shard, or the whole."""
-        raise MixedTensorError(
-            "torch's fully_shard knows no DTensors of shardwise, and would train wrong values: call "
-            "shardwise.parallel.fully_shard, which takes the same arguments"
-        )
-
     __dlpack_c_exchange_api__ = _Withheld()  # functions in C that give out memory without asking: not for a shard's
 
     # The global view, as plain properties: they cost no dispatch.

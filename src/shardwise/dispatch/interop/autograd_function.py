@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.utils.checkpoint import CheckpointFunction
 
-from shardwise.comm import ranked, shards_of
+from shardwise.comm import Ranked, ranked, shards_of
 from shardwise.comm.rendezvous import expect
 from shardwise.dispatch.aliasing.copied_views import CopiedView, KeepsStrides, StaleView, renew, storage_of
 from shardwise.dispatch.interop.nodes import pass_none_on
@@ -172,7 +172,8 @@ class _Context:
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
         flat = super().saved_tensors  # type: ignore[misc]
-        return tuple(joined(flat, *self.saved)) if flat else flat
+        with torch.enable_grad():  # what was no leaf is none: only then is it remembered what its sums have come to
+            return tuple(joined(flat, *self.saved)) if flat else flat
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
@@ -309,8 +310,13 @@ def _derive(cls: Any) -> Any:
 # none (the indices of a sort) is plain when it is saved, and a DTensor when the call returns: an alias is given.
 
 
+def _is_inside(x: Tensor) -> bool:
+    """Whether a tensor is one that only the call in which it is saved has seen: ranks' shards together, or a result."""
+    return x.__class__ is Ranked or (x.__class__ is Tensor and not x.requires_grad)
+
+
 def _as_saved(x: Any) -> Any:
-    if not isinstance(x, DTensor) and (_enabled() or x.__class__ is not Tensor or x.requires_grad):
+    if not isinstance(x, DTensor) and (_enabled() or not _is_inside(x)):
         return x
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         shard: Any = x.detach()
@@ -354,7 +360,7 @@ def keeping_shards(frame: Any) -> type:
         frame.save_inputs(self, *flat_shards(args))
 
     def get_inputs(self: Any) -> list[Any]:
-        with torch.enable_grad():  # what was no leaf is none: only then is it remembered what its sums have come to
+        with torch.enable_grad():  # as above
             return joined(frame.get_inputs(self), *self.kept)
 
     methods = {"save_inputs": save_inputs, "get_inputs": get_inputs, "__wrapped__": frame}

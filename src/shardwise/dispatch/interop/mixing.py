@@ -128,3 +128,18 @@ def refusing_collectives(original: Callable) -> Callable:
         return original(*args, **kwargs)
 
     return guarded
+
+
+def refusing_parameters(original: Callable) -> Callable:
+    """What torch's `fully_shard` asks of each parameter, before it cuts the first."""
+
+    @functools.wraps(original)
+    def guarded(name: str, param: Tensor) -> None:
+        if isinstance(param, DTensor):
+            raise MixedTensorError(
+                f"torch's fully_shard knows no DTensors of shardwise, and would train wrong values of {name}: call "
+                f"shardwise.parallel.fully_shard, which takes the same arguments"
+            )
+        original(name, param)
+
+    return guarded

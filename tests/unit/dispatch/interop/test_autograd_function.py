@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -36,6 +36,23 @@ class Cube(torch.autograd.Function):
         assert type(x) is type(g) is ctx.kind and x.shape == g.shape and nothing is None
         assert ctx.needs_input_grad == (True, False)
         return 3 * ctx.k * x**2 * g, None
+
+
+class Historian(torch.autograd.Function):
+    """x², which tells whether what it saved is part of a graph when the gradient comes."""
+
+    told: ClassVar[list[tuple[bool, bool]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        Historian.told.append((x.requires_grad, x.is_leaf))
+        return 2 * x.detach() * g
 
 
 class Product(torch.autograd.Function):
@@ -220,3 +237,18 @@ def test_module_hooks(placements: tuple) -> None:
         torch.testing.assert_close(found.full_tensor(), right)
     check_grad(d, a)
     check_grad(layer.weight, plain.weight)
+
+
+@over_layouts
+@pytest.mark.parametrize("leaf", [True, False])
+def test_what_was_saved_still_has_its_history(placements: Any, leaf: bool) -> None:
+    """A sum that was pending then, and is reduced since, too."""
+    Historian.told.clear()
+    whole = data(4, 4)
+    for x in (whole, sw.distribute_tensor(whole, MESH, [R, R]).redistribute(placements=placements)):
+        x = x.detach().requires_grad_()
+        y = x if leaf else x + x
+        out = Historian.apply(y)
+        (out.sum() + y.relu().sum()).backward()
+    on_one_device, on_the_mesh = Historian.told
+    assert on_the_mesh == on_one_device == (True, leaf)

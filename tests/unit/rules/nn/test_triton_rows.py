@@ -28,6 +28,9 @@ from shardwise.rules.kit import kernels as table
 from shardwise.rules.kit.registry import restored
 from shardwise.rules.nn import device_kernels, row_numbers, row_passes
 
+# Triton's interpreter counts loops by arrays of one number.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
 R, S = sw.Replicate(), sw.Shard
 HALF = (torch.bfloat16, torch.float16)
 STEPS = [step for steps in device_kernels.WRITTEN_IN_TRITON.values() for step in steps]
