@@ -373,7 +373,7 @@ SHARED_REASONS = (
     Reason(
         "the mean of what targets of a sharded batch name: the ranks' sums of losses and of weights, reduced together",
         ("*cross_entropy", "*multi*margin_loss"),
-        (*SUMS, *CHECK, *COPIES),
+        (*SUMS, *CHECK, *COPIES, *ops_named("masked_fill", "masked_fill_", "zero_", "zeros")),
         (*SUM_KERNELS, "*nll_loss*", "*[Mm]ulti*argin*"),
     ),
     Reason(

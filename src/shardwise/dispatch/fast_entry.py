@@ -60,17 +60,22 @@ def _operator(function: Callable) -> Callable:
     return method
 
 
-def _to(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-    """`to` the device where a tensor is: asked of every gradient's norm by `clip_grad_norm_`."""
-    asked = args[0] if len(args) == 1 and not kwargs else None
-    if asked.__class__ is torch.device and self.__class__ is DTensor and _enabled() and not _in_a_mode():
-        if asked == _on_shard(_device, (), (self,), {}):
-            return self
-    return _convert(self, *args, **kwargs)
+def _conversion(function: Callable) -> Callable:
+    """Likewise `to`; the device where a tensor is already, `clip_grad_norm_` asks of every gradient's norm."""
+    convert = _straight(function)
+
+    @functools.wraps(function)
+    def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        asked = args[0] if len(args) == 1 and not kwargs else None
+        if asked.__class__ is torch.device and self.__class__ is DTensor and _enabled() and not _in_a_mode():
+            if asked == _on_shard(_device, (), (self,), {}):
+                return self
+        return convert(self, *args, **kwargs)
+
+    return method
 
 
-_convert = _straight(Tensor.to)
-DTensor.to = functools.wraps(Tensor.to)(_to)  # type: ignore[assignment]
+DTensor.to = _conversion(Tensor.to)  # type: ignore[method-assign]
 
 for _name, _function in _OPERATORS.items():
     setattr(DTensor, _name, _operator(_function))

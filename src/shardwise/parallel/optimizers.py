@@ -78,13 +78,13 @@ class _Shadows:
         (same, equal), (same_now, equal_now) = self.seen, self._seen(optimizer, _params(optimizer), grads)
         return equal == equal_now and len(same) == len(same_now) and all(map(is_, same, same_now))
 
-    def init_group(self, twin: optim.Optimizer, grads: list[Any], group: dict[str, Any], *lists: list[Any]) -> Any:
-        """In the place of torch's method, which looks at one parameter after the other: it would find what it found
-        before, and other gradients."""
+    def init_group(self, optimizer: optim.Optimizer, grads: list[Any], group: dict[str, Any], *lists: list[Any]) -> Any:
+        """In the place of the twin's method, which looks at one parameter after the other: it would find what it found
+        before, and other gradients. The twin itself is not given: gradients would live as long as that cycle."""
         at = next(at for at, params in enumerate(self.lists) if params is group["params"])
         mine = [grads[place] for place in self.places[at]]
         if at not in self.found:
-            self.found[at] = _found(twin, group, mine, len(lists))
+            self.found[at] = _found(_twin(optimizer, self.states, self.lists), group, mine, len(lists))
         returned, parts = self.found[at]
         for target, part in zip(lists, parts, strict=True):
             target += mine if part is None else part
@@ -171,7 +171,7 @@ def _on_shards(optimizer: optim.Optimizer) -> optim.Optimizer | None:
         shadows.states.of_others = optimizer.state
         twin = _twin(optimizer, shadows.states, shadows.lists)
         plain = [grad.detach() if grad.__class__ is DTensor else grad for grad in grads]
-    twin.__dict__["_init_group"] = partial(shadows.init_group, twin, plain)
+    twin.__dict__["_init_group"] = partial(shadows.init_group, optimizer, plain)
     return twin
 
 

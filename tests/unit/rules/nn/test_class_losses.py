@@ -163,11 +163,12 @@ def test_classes_over_two_axes():
 
 
 def test_rows_and_classes():
-    """The mean is over the whole batch: one reduction more, of two numbers and of how many targets are out of range.
-    Where there is no mean, that is asked first, in one number."""
+    """The mean is over the whole batch: one reduction more, of two numbers. How many targets are out of range is asked
+    first, in one number; where classes are not split, by the reduction that adds up the losses."""
     places = ([S(0), S(1)], CLASSES, [S(0), R], (2, 2))
     within = reductions(3, 6, axes=("b",))
-    assert communicated(F.cross_entropy, normal(6, 13), *places) == within + reductions(3)
+    assert communicated(F.cross_entropy, normal(6, 13), *places) == reductions(1) + within + reductions(2)
+    assert communicated(F.cross_entropy, normal(6, 13), [S(0)], CLASSES, [S(0)], (2,)) == reductions(3)
     assert communicated(F.cross_entropy, normal(6, 13), *places, reduction="none") == reductions(1) + within
 
 

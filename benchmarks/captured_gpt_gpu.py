@@ -1,0 +1,367 @@
+"""A captured train step of an eight-layer GPT with its loss on a GPU, beside the same by hand, compiled by torch.
+
+    python benchmarks/captured_gpt_gpu.py                       on the GPU; minutes, most of them the compilers'
+    python benchmarks/captured_gpt_gpu.py --write               and write benchmarks/results/captured-gpt-gpu-<date>.md
+    python benchmarks/captured_gpt_gpu.py --device cpu --tiny   tries all of it where there is no GPU
+
+One process is rank 1 of 8 in torch's fake process group, whose collectives return at once: two ranks, with batches of
+their own, times four tensor-parallel ones. Either each of the two has all parameters, and gradients are reduced; or
+each has half of every parameter, gathered where it is used, and gradients are reduced and scattered. Both are said by
+layouts alone; by hand they are Megatron's functions, a cross entropy over the vocabulary's parts, and a gather in front
+of every weight. By hand, compiled: forward and backward by one torch.compile, the optimizer's step (AdamW, foreach) by
+another. The systems take turns in short slices; a ratio is the median of the ratios within the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import itertools
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise as sw
+from on_device import clock_of
+from race import Call, Table, Timing, race, seconds
+from real_models import PLAIN, SHARDWISE, with_parameters
+from real_sizes import quieten_torch, versions
+from scheduled import Size
+from shardwise.debug import CommDebugMode
+from transformer import GPT, MEGATRON, MLP, VOCABULARY, Attention, Block, Variant, token_ids
+
+BATCHES, TENSOR = 2, 4
+SIZE = Size(4, 2048, 4096, tp=TENSOR, dp=BATCHES, layers=8)
+TINY = Size(4, 16, 64, tp=TENSOR, dp=BATCHES, layers=2)
+COMPILED, CAPTURED = f"{PLAIN}, compiled", "captured"
+LIMIT = 1.02
+WAYS = {"data × tensor parallel": False, "fully sharded × tensor parallel": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A GPT to train, and how."""
+
+    size: Size
+    mesh: DeviceMesh
+    fully_sharded: bool
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.mesh.device_type)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+
+def whole_gpt(case: Case) -> GPT:
+    torch.manual_seed(0)
+    with case.device:
+        variant = Variant(norm=nn.RMSNorm, bias=False)
+        return GPT(case.size, variant, num_blocks=case.size.layers).to(case.dtype).requires_grad_(False)
+
+
+def tensor_dim(name: str) -> int | None:
+    """By which a parameter is split along the tensor-parallel axis."""
+    splits = {**MEGATRON, **VOCABULARY}
+    return next((split["tp"] for pattern, split in splits.items() if fnmatchcase(name, pattern)), None)
+
+
+def batches(case: Case) -> Iterator[tuple[Tensor, ...]]:
+    torch.manual_seed(1)
+    return itertools.cycle([tuple(x.to(case.device) for x in token_ids(case.size)) for _ in range(4)])
+
+
+# --- By layouts ---
+
+
+def laid_out(case: Case, whole: GPT) -> GPT:
+    def distributed(name: str, parameter: Tensor) -> Tensor:
+        dim = tensor_dim(name)
+        axes: dict[int, tuple[str, ...]] = {} if dim is None else {dim: ("tp",)}
+        if case.fully_sharded:
+            axes[0] = (*axes.get(0, ()), "batch")
+        return sw.distribute_tensor(parameter, case.mesh, axes)
+
+    return with_parameters(whole, distributed)
+
+
+def split_batch(case: Case, x: Tensor) -> Tensor:
+    return sw.distribute_tensor(x, case.mesh, {0: ("batch",)})
+
+
+# --- By hand ---
+
+
+class _Copy(torch.autograd.Function):
+    """In front of weights split by columns: gradients are terms of a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Reduce(torch.autograd.Function):
+    """Behind weights split by rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    """A weight from its parts, which get their part of the sum of its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        whole = part.new_empty((BATCHES * part.shape[0], *part.shape[1:]))
+        dist.all_gather_into_tensor(whole, part, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        part = grad.new_empty((grad.shape[0] // BATCHES, *grad.shape[1:]))
+        dist.reduce_scatter_tensor(part, grad.contiguous(), group=ctx.group)
+        return part, None
+
+
+class ByHand(nn.Module):
+    """One rank's part of the GPT."""
+
+    def __init__(self, case: Case, whole: GPT) -> None:
+        super().__init__()
+        self.tp, self.batch = case.mesh.get_group("tp"), case.mesh.get_group("batch")
+        self.rank, self.fully_sharded = case.mesh.get_local_rank("tp"), case.fully_sharded
+        self.part = with_parameters(whole, lambda name, parameter: self.own(case, name, parameter))
+
+    def own(self, case: Case, name: str, parameter: Tensor) -> Tensor:
+        dim = tensor_dim(name)
+        part = parameter if dim is None else parameter.chunk(TENSOR, dim)[self.rank]
+        if case.fully_sharded:
+            part = part.chunk(BATCHES)[case.mesh.get_local_rank("batch")]
+        return part.detach().clone()
+
+    def weight(self, module: nn.Module) -> Tensor:
+        own: Any = module.weight
+        return _Gather.apply(own, self.batch) if self.fully_sharded else own
+
+    def normed(self, norm: Any, x: Tensor) -> Tensor:
+        """As it goes into weights that are split by columns."""
+        return _Copy.apply(F.rms_norm(x, x.shape[-1:], self.weight(norm), norm.eps), self.tp)
+
+    def attention(self, module: Attention, x: Tensor) -> Tensor:
+        heads = [module.by_heads(F.linear(x, self.weight(w))) for w in (module.query, module.key, module.value)]
+        mixed = module.attend(*heads).transpose(1, 2).contiguous().view(*x.shape[:2], -1)
+        return _Reduce.apply(F.linear(mixed, self.weight(module.output)), self.tp)
+
+    def mlp(self, module: MLP, x: Tensor) -> Tensor:
+        hidden = F.gelu(F.linear(x, self.weight(module.up)))
+        return _Reduce.apply(F.linear(hidden, self.weight(module.down)), self.tp)
+
+    def block(self, module: Block, x: Tensor) -> Tensor:
+        x = x + self.attention(module.attention, self.normed(module.attention_norm, x))
+        return x + self.mlp(module.mlp, self.normed(module.mlp_norm, x))
+
+    def here(self, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Which ids are among those of this rank, and where."""
+        local = ids - self.rank * count
+        place = local.clamp(0, count - 1)
+        return local == place, place
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        table = self.weight(self.part.tokens)
+        mine, place = self.here(tokens, len(table))
+        found = torch.where(mine.unsqueeze(-1), F.embedding(place, table), 0)
+        x = _Reduce.apply(found, self.tp) + self.weight(self.part.positions)
+        for block in self.part.blocks:
+            x = self.block(block, x)
+        logits = F.linear(self.normed(self.part.norm, x), self.weight(self.part.head)).flatten(0, 1)
+        return self.loss(logits, targets.flatten())
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        top = logits.detach().amax(1).float()
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.tp)
+        less = logits.float() - top.unsqueeze(1)
+        mine, place = self.here(targets, logits.shape[1])
+        picked = torch.where(mine, less.gather(1, place.unsqueeze(1)).squeeze(1), 0)
+        total, picked = _Reduce.apply(torch.stack([less.exp().sum(1), picked]), self.tp).unbind()
+        return (total.log() - picked).sum() / (len(targets) * BATCHES)
+
+    def reduce_gradients(self) -> None:
+        if not self.fully_sharded:
+            for parameter in self.parameters():
+                dist.all_reduce(parameter.grad, group=self.batch)
+
+
+# --- The systems ---
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-9, weight_decay=0.0, foreach=True)
+
+
+def by_hand(case: Case, *, compiled: bool) -> Call:
+    model = ByHand(case, whole_gpt(case))
+    optimizer, turns = adamw(model), batches(case)
+    run, update = (torch.compile(model), torch.compile(optimizer.step)) if compiled else (model, optimizer.step)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        run(*(x.chunk(BATCHES)[case.mesh.get_local_rank("batch")] for x in next(turns))).backward()
+        model.reduce_gradients()
+        update()
+
+    return step
+
+
+def by_layouts(case: Case, *, captured: bool) -> Call:
+    model = laid_out(case, whole_gpt(case))
+    optimizer = adamw(model)
+    turns = itertools.cycle([tuple(split_batch(case, x) for x in next(batches(case))) for _ in range(4)])
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        optimizer.zero_grad()
+        model(tokens, targets).backward()
+        optimizer.step()
+
+    run: Callable[..., Any] = sw.compile(step) if captured else step
+    return lambda: run(*next(turns))
+
+
+SYSTEMS: dict[str, Callable[[Case], Call]] = {
+    PLAIN: lambda case: by_hand(case, compiled=False),
+    COMPILED: lambda case: by_hand(case, compiled=True),
+    SHARDWISE: lambda case: by_layouts(case, captured=False),
+    CAPTURED: lambda case: by_layouts(case, captured=True),
+}
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """The collectives that somebody asks torch.distributed for."""
+    found: Counter[str] = Counter()
+    names = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
+    before = {name: getattr(dist, name) for name in names}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return before[name](*args, **kwargs)
+
+        return call
+
+    try:
+        for name in names:
+            setattr(dist, name, counting(name))
+        yield found
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
+def collectives_of(system: str, call: Call) -> int | None:
+    if system == COMPILED:
+        return None
+    if system == PLAIN:
+        with counted() as found:
+            call()
+        return found.total()
+    with CommDebugMode() as comms:
+        call()
+    return comms.get_total_counts()
+
+
+# --- The report ---
+
+
+def measured(case: Case, num_rounds: int, failures: list[str]) -> tuple[dict[str, Timing], dict[str, int | None]]:
+    calls: dict[str, Call] = {}
+    for name, make in SYSTEMS.items():
+        try:
+            call = make(case)
+            for _ in range(6):
+                call()
+            if case.device.type == "cuda":
+                torch.cuda.synchronize()
+        except Exception as error:  # whatever a system under test raises
+            failures.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        else:
+            calls[name] = call
+    sent = {name: collectives_of(name, call) for name, call in calls.items()}
+    return race(calls, num_rounds=num_rounds, clock=clock_of(case.device)), sent
+
+
+def table_of(way: str, case: Case, timings: dict[str, Timing], sent: dict[str, int | None]) -> Table:
+    rows = []
+    for name, timing in timings.items():
+        ratios = {to: timing.ratio_to(timings[to]) for to in (PLAIN, COMPILED) if to in timings}
+        judged = ("", "")
+        if name == CAPTURED and COMPILED in ratios:
+            judged = f"≤ {LIMIT} x {COMPILED}", "pass" if ratios[COMPILED] <= LIMIT else "MISS"
+        count = "-" if sent[name] is None else f"{sent[name]}"
+        each = (f"{ratios[to]:.3f}" if to in ratios else "-" for to in (PLAIN, COMPILED))
+        rows.append((name, seconds(timing.median), count, *each, *judged))
+    columns = ("system", "time", "collectives", f"x {PLAIN}", f"x {COMPILED}", "limit", "")
+    return Table(f"{way}: {case.size}, train step", columns, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="write a dated report")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can run, for trying this out")
+    parser.add_argument("--rounds", type=int, default=11)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    quieten_torch()
+    warnings.simplefilter("ignore")
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=BATCHES * TENSOR)
+    mesh = init_device_mesh(options.device, (BATCHES, TENSOR), mesh_dim_names=("batch", "tp"))
+    console, failures, tables = Console(width=150), list[str](), []
+    for way, fully_sharded in WAYS.items():
+        case = Case(TINY if options.tiny else SIZE, mesh, fully_sharded)
+        tables.append(table_of(way, case, *measured(case, options.rounds, failures)))
+        tables[-1].print(console)
+        torch.compiler.reset()
+        gc.collect()
+    for failure in failures:
+        console.print(f"could not be run: {failure}", style="yellow", markup=False)
+    if options.write:
+        today = datetime.date.today()
+        text = [f"# A captured GPT on a GPU, {today}\n", f"{versions(torch.device(options.device))}.\n"]
+        text += [*(table.markdown() for table in tables), *(f"- could not be run: {x}" for x in failures)]
+        (Path(__file__).parent / "results" / f"captured-gpt-gpu-{today}.md").write_text("\n".join(text))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
