@@ -228,10 +228,10 @@ def block_table(bench: Bench, models: dict[str, Training]) -> Table:
     def method(name: str) -> dict[str, Callable[[], Call]]:
         return {system: partial(getattr, training, name) for system, training in models.items()}
 
-    rows = bench.timing_rows("forward + backward", method("forward_backward"), Target(1.45, PLAIN))
-    rows += bench.timing_rows("train step, AdamW foreach", method("step"), Target(1.4, PLAIN))
+    rows = bench.timing_rows("forward + backward", method("forward_backward"), Target(1.40, PLAIN))
+    rows += bench.timing_rows("train step, AdamW foreach", method("step"), Target(1.35, PLAIN))
     with torch.no_grad():
-        rows += bench.timing_rows("forward, no_grad", method("forward"), Target(2.2, PLAIN))
+        rows += bench.timing_rows("forward, no_grad", method("forward"), Target(2.0, PLAIN))
     title = "Transformer block: width 64, 4 heads, 2 x 8 tokens, tensor parallel over 4 ranks"
     return Table(title, TIMING_COLUMNS, rows)
 
