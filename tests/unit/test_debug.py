@@ -27,7 +27,7 @@ import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.comm.cause import watchers
 from shardwise.comm.record import listeners
-from shardwise.debug import Comm, CommDebugMode, table
+from shardwise.debug import Comm, CommDebugMode, table, visualize_sharding
 from shardwise.errors import FallbackWarning
 from shardwise.redistribute import move_cache as shared
 
@@ -498,3 +498,48 @@ def test_an_empty_table() -> None:
     with CommDebugMode() as comm:
         pass
     assert "none" in comm.generate_comm_debug_tracing_table()
+
+
+# Where a tensor lies
+
+
+def shown(capsys: pytest.CaptureFixture[str], x: Tensor, **options: Any) -> list[str]:
+    visualize_sharding(x, **options)
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines() if line]
+
+
+def test_where_two_dims_lie(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = sw.simulate((2, 2, 2), ("pp", "dp", "tp"))
+    x = sw.distribute_tensor(torch.ones(5, 8), mesh, {0: ("tp", "dp")})
+    assert shown(capsys, x, header="weight") == [
+        "weight",
+        "[5,8] S(0)@tp,dp; the same along pp",
+        "dim 0 ↓ 1 →  0:8",
+        "0:2          dp=0 tp=0",
+        "2:3          dp=1 tp=0",
+        "3:4          dp=0 tp=1",
+        "4:5          dp=1 tp=1",
+    ]
+    pending = sw.DTensor.from_local(torch.ones(2, 3, 4), mesh, [sw.Partial("max"), Replicate(), Shard(2)])
+    assert shown(capsys, pending) == [
+        "[2,3,8] S(2)@tp P(max)@pp; the same along dp; pending: max along pp",
+        "dim 0 ↓ 2 →  0:4   4:8",
+        "0:2          tp=0  tp=1",
+    ]
+
+
+def test_where_one_dim_lies_or_three(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = sw.simulate((2, 2, 2), ("pp", "dp", "tp"))
+    line = shown(capsys, sw.distribute_tensor(torch.ones(3), mesh, {0: "tp"}))
+    assert line == ["[3] S(0)@tp; the same along pp and dp", "dim 0  where", "0:2    tp=0", "2:3    tp=1"]
+    assert shown(capsys, sw.distribute_tensor(torch.ones(()), mesh))[1:] == ["where", "everywhere"]
+    cube = shown(capsys, sw.distribute_tensor(torch.ones(2, 2, 4), mesh, {0: "pp", 1: "dp", 2: "tp"}))
+    assert len(cube) == 10 and cube[-1] == "1:2    1:2    2:4    pp=1 dp=1 tp=1"
+
+
+def test_of_many_parts_some_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = sw.recording((64, 16), ("dp", "tp"))
+    x = sw.distribute_tensor(torch.empty(1000, 160, device="meta"), mesh, [Shard(0), Shard(1)])
+    lines = shown(capsys, x)
+    assert len(lines) == 14 and lines[1].split()[-2:] == ["…", "150:160"] and lines[-1].split()[0] == "1000:1000"
+    assert any("━" in line for line in shown(capsys, x, use_rich=True))

@@ -14,6 +14,8 @@ import pytest
 ORDER = (
     "errors",
     "layout",
+    "placement_types",
+    "device_mesh",
     "rules",
     "comm",
     "redistribute",

@@ -7,6 +7,7 @@ import inspect
 import operator
 import pickle
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import numpy
@@ -45,6 +46,24 @@ def test_arguments_are_torchs(function: Callable) -> None:
     assert tuple(parameters) == SIGNATURES[function]
     if "device_mesh" in parameters:
         assert parameters["device_mesh"].default is None, "the mesh that the program is in"
+
+
+TORCHS = "torch.distributed.tensor"
+MODULES = (
+    "",
+    "debug",
+    "device_mesh",
+    "experimental",
+    "placement_types",
+    "parallel",
+    *map("parallel.{}".format, ("api", "loss", "style")),
+)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_programs_switch_by_changing_the_import(module: str) -> None:
+    theirs, ours = (import_module(f"{package}.{module}".rstrip(".")) for package in (TORCHS, "shardwise"))
+    assert {*theirs.__all__} <= {*dir(ours)}
 
 
 # Modules

@@ -17,9 +17,10 @@ from shardwise.comm.record import Comm
 from shardwise.debug.counts import Counts
 from shardwise.debug.parameters import ModuleParameters
 from shardwise.debug.reads import watch_reads
+from shardwise.debug.sharding import visualize_sharding
 from shardwise.debug.table import draw, tables
 
-__all__ = ["Comm", "CommDebugMode", "watch_reads"]
+__all__ = ["Comm", "CommDebugMode", "visualize_sharding", "watch_reads"]
 
 
 class CommDebugMode:
