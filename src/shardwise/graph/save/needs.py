@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.planning.fallback import short_dtype
-from shardwise.graph.guards import MODES, Guards
-from shardwise.graph.kinds import said
+from shardwise.graph.guards.guards import MODES, Guards
+from shardwise.graph.guards.kinds import said
 from shardwise.layout import Layout, Mesh
 
 _disabled = torch._C.DisableTorchFunctionSubclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shardwise.graph.guards import FIRST
-from shardwise.graph.run import Run
+from shardwise.graph.guards.guards import FIRST
+from shardwise.graph.run.run import Run
 from shardwise.graph.show.report import Report
 from shardwise.graph.show.text import Page, Text, drawn, labelled, plain
 

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from shardwise.dispatch.planning.fallback import short_dtype
-from shardwise.graph.guards import Guards
-from shardwise.graph.names import place_of
+from shardwise.graph.guards.guards import Guards
+from shardwise.graph.guards.names import place_of
 from shardwise.graph.program import FromGradient, FromHost, FromObject, Given, Output, Place, Program, Result, Source
 from shardwise.graph.show.expressions import expressions
 from shardwise.graph.show.layouts import layouts_of

@@ -10,11 +10,11 @@ from functools import cached_property
 from shardwise.comm.record import Comm
 from shardwise.comm.recording import RecordingPort
 from shardwise.debug.table import size, tables
-from shardwise.graph.comms import comms_of
-from shardwise.graph.guards import Guards
-from shardwise.graph.kinds import said
-from shardwise.graph.memory import memory_of
-from shardwise.graph.names import place_of
+from shardwise.graph.cost.comms import comms_of
+from shardwise.graph.cost.memory import memory_of
+from shardwise.graph.guards.guards import Guards
+from shardwise.graph.guards.kinds import said
+from shardwise.graph.guards.names import place_of
 from shardwise.graph.nodes import Draw, collective_of
 from shardwise.graph.program import Program
 from shardwise.graph.show.part import ShownPart
