@@ -13,6 +13,7 @@ import pytest
 # before it. A new package or top-level module gets its place here; "__init__" is src/shardwise/__init__.py.
 ORDER = (
     "errors",
+    "words",
     "layout",
     "rules",
     "comm",

@@ -24,6 +24,7 @@ from shardwise.errors import CheckpointError
 from shardwise.layout import Box, Layout, Mesh
 from shardwise.redistribute import plan_moves, run_path
 from shardwise.tensor import DTensor, localise, wrap
+from shardwise.words import dtype_name
 
 
 class Writable(Protocol):
@@ -96,10 +97,6 @@ def _written(key: str, x: Tensor, shares: Sequence[Written]) -> Iterator[Part]:
         if rank in numbers:
             held, shard = shards[numbers.index(rank)]
             yield Part(key, tuple(x.shape), box, shard[within(box, outer=held)])
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

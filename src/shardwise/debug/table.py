@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.comm.record import Comm
+from shardwise.words import size
 
 NARROW, WIDE = 110, 160
 """Columns of a terminal below which the cells of a row stand under one another, and from which each has its own."""
@@ -98,18 +99,6 @@ def place(file: str, line: int) -> str:
     near = os.path.relpath(file) if os.path.isabs(file) else file
     name = near if not near.startswith("..") else os.sep.join(["…", *Path(file).parts[-2:]])
     return f"{name}:{line}"
-
-
-def size(num_bytes: int) -> str:
-    """Bytes as people read them.
-
-    >>> size(12), size(2_000), size(4_190_000)
-    ('12 B', '2.0 kB', '4.2 MB')
-    """
-    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
-        if num_bytes >= 10**power:
-            return f"{num_bytes / 10**power:.1f} {unit}"
-    return f"{num_bytes} B"
 
 
 # How they are drawn

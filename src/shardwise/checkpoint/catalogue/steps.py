@@ -16,6 +16,7 @@ from shardwise.checkpoint.steps.index import INDEX, SavedTensor, StepIndex, read
 from shardwise.checkpoint.steps.trees import decode
 from shardwise.checkpoint.torch_files import Keys, key_of, leaves
 from shardwise.errors import DamagedFileError
+from shardwise.words import counted, dtype_name
 
 
 def open_step(path: Path) -> Catalogue:
@@ -80,11 +81,9 @@ def _itself(value: Any) -> Any:
 def _item(key: str, keys: Keys, tensor: SavedTensor, index: StepIndex, files: Opened) -> RegionItem:
     layout = "" if tensor.layout is None else tensor.layout.text.partition("] ")[2]
     regions = {saved.box: (index.folder / saved.file, tensor.region(saved)) for saved in tensor.boxes}
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return RegionItem(key, dtype, tensor.shape, tuple(regions), layout, keys, regions, files)
+    return RegionItem(key, dtype_name(tensor.dtype), tensor.shape, tuple(regions), layout, keys, regions, files)
 
 
 def _about(index: StepIndex) -> str:
     time = index.made_by.get("time", "")
-    ranks = f"{index.num_ranks} rank{'s' if index.num_ranks > 1 else ''}"
-    return f"step {index.step}, saved by {ranks}{f' at {time}' if time else ''}"
+    return f"step {index.step}, saved by {counted(index.num_ranks, 'rank')}{f' at {time}' if time else ''}"

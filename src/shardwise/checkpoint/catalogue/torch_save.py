@@ -17,6 +17,7 @@ from shardwise.checkpoint.pieces import volume, within
 from shardwise.checkpoint.torch_files import Keys, Record, Saved, key_of, leaves
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box
+from shardwise.words import dtype_name
 
 
 def open_torch_file(path: Path) -> Catalogue:
@@ -69,4 +70,4 @@ def _item(keys: Keys, x: Tensor) -> _TorchItem:
     shards = dict(held_shards(x))  # of replicas, one
     boxes = tuple(box for box in shards if volume(box)) or tuple(shards)[:1]
     layout = "" if (found := layout_of(x)) is None else str(found).partition("] ")[2]
-    return _TorchItem(key_of(keys), str(x.dtype).removeprefix("torch."), tuple(x.shape), boxes, layout, keys, shards)
+    return _TorchItem(key_of(keys), dtype_name(x.dtype), tuple(x.shape), boxes, layout, keys, shards)

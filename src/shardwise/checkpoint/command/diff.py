@@ -10,9 +10,10 @@ import argparse
 from pathlib import Path
 
 from shardwise.checkpoint.catalogue import open_checkpoint
-from shardwise.checkpoint.command.printing import counted, print_tables, progress
+from shardwise.checkpoint.command.printing import print_tables, progress
 from shardwise.checkpoint.compare import Tolerance, differences
 from shardwise.debug.table import Cells, Table
+from shardwise.words import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

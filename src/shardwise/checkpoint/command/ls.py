@@ -7,8 +7,9 @@ from pathlib import Path
 
 from shardwise.checkpoint.catalogue import Catalogue, found_in, open_checkpoint
 from shardwise.checkpoint.command.printing import print_tables
-from shardwise.debug.table import Table, size
+from shardwise.debug.table import Table
 from shardwise.errors import CheckpointError
+from shardwise.words import size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,20 +11,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from shardwise.debug.table import Table, draw, plain, size
+from shardwise.debug.table import Table, draw, plain
+from shardwise.words import size
 
 UNBOUNDED = 10**6
 """Columns of a pipe: nothing is folded there, so that other programs find whole lines."""
 INTERVAL = 10.0
 """Seconds between two lines of plain progress."""
-
-
-def counted(number: int, what: str) -> str:
-    """
-    >>> counted(1, "tensor"), counted(3, "tensor")
-    ('1 tensor', '3 tensors')
-    """
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def has_rich() -> bool:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.checkpoint.catalogue import open_checkpoint
-from shardwise.checkpoint.command.printing import counted, progress
+from shardwise.checkpoint.command.printing import progress
 from shardwise.checkpoint.steps.folders import steps_in
-from shardwise.debug.table import size
 from shardwise.errors import CheckpointError, DamagedFileError
+from shardwise.words import counted, size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,9 +18,9 @@ from shardwise.checkpoint.files.reader import Reader, explained
 from shardwise.checkpoint.files.reading import Region, contiguous_region, is_possible
 from shardwise.checkpoint.files.safetensors import parsed
 from shardwise.checkpoint.files.verifying import Claim, are_whole
-from shardwise.checkpoint.steps.trees import dtype_named
 from shardwise.errors import CheckpointError, DamagedFileError
 from shardwise.layout import Box, Layout, Mesh
+from shardwise.words import dtype_name, dtype_named
 
 INDEX = "index.json"
 FORMAT = "shardwise step"
@@ -147,7 +147,7 @@ def _checksum(said: Mapping[str, Any]) -> str:
 
 
 def _tensor_said(tensor: SavedTensor) -> dict[str, Any]:
-    said: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    said: dict[str, Any] = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
     if (layout := tensor.layout) is not None:
         said["layout"] = layout_said(layout)
     said["boxes"] = [[*map(list, box.box), box.file, box.offset, f"{box.checksum:08x}"] for box in tensor.boxes]

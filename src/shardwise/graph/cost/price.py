@@ -15,12 +15,13 @@ from functools import cached_property
 import torch
 
 from shardwise.comm.record import Comm
-from shardwise.debug.table import Table, draw, size
+from shardwise.debug.table import Table, draw
 from shardwise.graph.cost.comms import comms_of
 from shardwise.graph.cost.flops import dtype_of, flops_of
 from shardwise.graph.cost.memory import Memory, memory_of
 from shardwise.graph.program import Place, Program
 from shardwise.layout import Layout
+from shardwise.words import dtype_name, size
 
 Speed = float | Mapping[str, float]
 """A number, or one for each axis of the mesh."""
@@ -83,7 +84,7 @@ class Price:
             (f"{own.kind} {'×'.join(own.axes)}={own.ranks}", str(own.count), size(own.bytes), seconds(own.seconds))
             for own in self.traffic
         ]
-        rows += [(f"compute {_named(dtype)}", "", number(flops), "") for dtype, flops in self.flops.items()]
+        rows += [(f"compute {dtype_name(dtype)}", "", number(flops), "") for dtype, flops in self.flops.items()]
         rows += [
             ("all collectives", str(self.collectives), size(self.wire_bytes), seconds(self.comm_seconds)),
             ("all computation", "", number(sum(self.flops.values())), seconds(self.compute_seconds)),
@@ -160,10 +161,6 @@ def _sum(seconds: Sequence[float | None]) -> float | None:
             return None
         found += own
     return found
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def number(count: int) -> str:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import shards_of
-from shardwise.dispatch.planning.fallback import short_dtype
 from shardwise.graph.guards.reached import VALUES
+from shardwise.words import short_dtype
 
 _stride = torch._C.TensorBase.stride
 _size = torch._C.TensorBase.size

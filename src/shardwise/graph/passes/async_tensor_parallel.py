@@ -18,7 +18,8 @@ from shardwise.graph.draft.order import needs
 from shardwise.graph.draft.storages import Storages, is_view
 from shardwise.graph.nodes import Collective
 from shardwise.graph.passes.bucket import gradient_reductions
-from shardwise.graph.passes.report import bytes_of, counted
+from shardwise.graph.passes.report import bytes_of
+from shardwise.words import counted
 
 _aten = torch.ops.aten
 CHUNKS = 2

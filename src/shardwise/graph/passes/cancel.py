@@ -24,8 +24,8 @@ from shardwise.graph.draft.moves import (
 )
 from shardwise.graph.draft.storages import Storages
 from shardwise.graph.nodes import Collective, collective_of
-from shardwise.graph.passes.report import counted
 from shardwise.layout import Layout, Mesh, Replicate
+from shardwise.words import counted
 
 _aten = torch.ops.aten
 

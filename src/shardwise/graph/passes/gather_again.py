@@ -13,7 +13,7 @@ from shardwise.graph.draft.draft import NUMBERS, Draft, in_backward
 from shardwise.graph.draft.moves import Moved, moves
 from shardwise.graph.draft.storages import Storages, is_view
 from shardwise.graph.passes.narrow import carried
-from shardwise.graph.passes.report import counted
+from shardwise.words import counted
 
 _aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from shardwise.graph.draft.order import Emission, Needs, arranged, needed_by, ne
 from shardwise.graph.draft.storages import may_be_view
 from shardwise.graph.nodes import Collective, Start, collective_of, wait
 from shardwise.graph.passes.bucket import gradient_reductions
-from shardwise.graph.passes.report import counted
+from shardwise.words import counted
 
 _STARTED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 

@@ -12,9 +12,9 @@ from shardwise.graph.draft.draft import Draft, contiguous
 from shardwise.graph.draft.moves import coordinate, cut, is_part, is_slice, relative, shape
 from shardwise.graph.draft.storages import Storages
 from shardwise.graph.nodes import Collective, is_op
-from shardwise.graph.passes.report import counted
 from shardwise.layout import Box, Layout
 from shardwise.redistribute.kernels import members
+from shardwise.words import counted
 
 _aten = torch.ops.aten
 

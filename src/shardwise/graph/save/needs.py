@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import shards_of
-from shardwise.dispatch.planning.fallback import short_dtype
 from shardwise.graph.guards.guards import MODES, Guards
 from shardwise.graph.guards.kinds import said
 from shardwise.layout import Layout, Mesh
+from shardwise.words import short_dtype
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
