@@ -22,8 +22,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.comm import ProcessGroupPort
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box, Layout, Mesh
-from shardwise.redistribute import plan_moves, run_path
-from shardwise.tensor import DTensor, localise, wrap
+from shardwise.tensor import DTensor
 from shardwise.words import dtype_name
 
 
@@ -58,15 +57,6 @@ class Part:
 def check_has_data(key: str, x: Tensor) -> None:
     if x.is_meta:
         raise CheckpointError(f"{key!r} is on the meta device, so there is nothing to save")
-
-
-def settled(x: Tensor) -> Tensor:
-    """A tensor with nothing pending on it: what is, is reduced, by all ranks of its mesh together."""
-    if not isinstance(x, DTensor) or not x._layout.has_pending:
-        return x
-    target = x._layout.with_(pending=[None] * x._layout.mesh.ndim)
-    with torch.no_grad():
-        return wrap(run_path(localise(x.detach()), plan_moves(x._layout, target)), target)
 
 
 def parts_of(tensors: Mapping[str, Tensor], ranks: Ranks) -> tuple[list[Part], dict[str, Any]]:

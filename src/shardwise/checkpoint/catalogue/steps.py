@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, RegionItem
+from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, RegionItem, at_hand
 from shardwise.checkpoint.files import checksums
 from shardwise.checkpoint.files.reader import Opened
 from shardwise.checkpoint.files.verifying import Claim
@@ -29,7 +29,7 @@ def open_step(path: Path) -> Catalogue:
             key = value.key if value.key not in items else key_of(keys)  # a tied tensor has several names
             items[key] = _item(key, keys, index.tensors[value.key], index, files)
         else:
-            others[keys] = partial(_itself, value)
+            others[keys] = at_hand(value)
     return Catalogue(path, "step", items, others, checks_of(index.claims(), files), files, _about(index))
 
 
@@ -72,10 +72,6 @@ def _one_state(said: Mapping[str, Any]) -> Any:
 
 def _decoded(said: Any) -> Any:
     return decode(said, _Named)
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _item(key: str, keys: Keys, tensor: SavedTensor, index: StepIndex, files: Opened) -> RegionItem:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, outer
+from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, at_hand, outer
 from shardwise.checkpoint.files.memory import held_shards, layout_of
 from shardwise.checkpoint.files.reader import Opened
 from shardwise.checkpoint.pieces import volume, within
@@ -31,7 +31,7 @@ def open_torch_file(path: Path) -> Catalogue:
                 raise CheckpointError(f"{path} has two tensors that are called {key_of(keys)!r}")
             items[key_of(keys)] = _item(keys, value)
         else:
-            others[keys] = partial(_itself, value)
+            others[keys] = at_hand(value)
     records = saved.records()
     names = _keys_of([record for record in records if "/data/" in record.name and record.num_bytes], items)
     checks = [Check(one.num_bytes, partial(saved.check, one, key=names.get(one.name))) for one in records]
@@ -49,10 +49,6 @@ def _keys_of(records: Sequence[Record], items: Mapping[str, _TorchItem]) -> dict
     if len(ordered) != len(first):  # something else than tensors has data
         return {}
     return {record.name: first[at] for record, at in zip(ordered, sorted(first), strict=True)}
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 @dataclass(frozen=True, slots=True)

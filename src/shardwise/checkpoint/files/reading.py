@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,11 @@ def is_possible(shape: Sequence[int]) -> bool:
     """Whether a tensor may have this shape: how far its elements are apart is counted in 64 bits, even of one without
     elements."""
     return len(shape) <= MOST_DIMS and min(shape, default=0) >= 0 and math.prod(max(size, 1) for size in shape) < 2**63
+
+
+def are_sizes(found: Any, kind: type[list] | type[tuple] = list) -> bool:
+    """Whether something that was read is a list of sizes."""
+    return isinstance(found, kind) and all(type(size) is int and 0 <= size < 2**63 for size in found)
 
 
 def contiguous_region(begin: int, sizes: Sequence[int], dtype: torch.dtype) -> Region:

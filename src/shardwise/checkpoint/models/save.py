@@ -34,8 +34,8 @@ from shardwise.checkpoint.writers import (
     check_has_data,
     parts_of,
     put_together,
-    settled,
 )
+from shardwise.dispatch.interop.state_dicts import settled
 from shardwise.errors import CheckpointError, CheckpointFileError
 from shardwise.words import bytes_said, dtype_name
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.files.memory import part
 from shardwise.checkpoint.files.reader import Opened
 from shardwise.checkpoint.files.reading import Region, contiguous_region, read
 from shardwise.checkpoint.files.safetensors import Stored
@@ -19,6 +18,7 @@ from shardwise.checkpoint.models.sources import From
 from shardwise.checkpoint.pieces import overlap
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box
+from shardwise.local import part
 from shardwise.words import dtype_name
 
 

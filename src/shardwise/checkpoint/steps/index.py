@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.files.reader import Reader, explained
-from shardwise.checkpoint.files.reading import Region, contiguous_region, is_possible
+from shardwise.checkpoint.files.reading import Region, are_sizes, contiguous_region, is_possible
 from shardwise.checkpoint.files.safetensors import parsed
 from shardwise.checkpoint.files.verifying import Claim, are_whole
 from shardwise.errors import CheckpointError, DamagedFileError
@@ -217,7 +217,7 @@ def layout_from(said: Mapping[str, Any]) -> SavedLayout:
 
 
 def _sizes(said: Any) -> tuple[int, ...]:
-    if not isinstance(said, list) or not all(type(size) is int and 0 <= size < 2**63 for size in said):
+    if not are_sizes(said):
         raise ValueError(f"{said!r} are not sizes")
     return tuple(said)
 

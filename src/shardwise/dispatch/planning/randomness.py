@@ -7,7 +7,7 @@ shards, equal ones for replicas. Either way the generators of all ranks advance 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from shardwise.dispatch.planning.realise import Realised
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.errors import ReplicaError
 from shardwise.layout import Layout, Mesh
+from shardwise.local import part
 from shardwise.rules import Call
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -223,7 +224,7 @@ def drawn_shards(draw: Callable[[tuple[int, ...]], Tensor], layout: Layout) -> l
     boxes = [layout.box(coordinate) for coordinate in layout.mesh.held]
     if layout.mesh.device_type != "cpu" or layout.numel <= 2 * SLAB:
         whole = draw(layout.shape)
-        return [_part(whole, *box).clone() for box in boxes]
+        return [part(whole, *box).clone() for box in boxes]
     num_rows, rest = layout.shape[0], layout.shape[1:]
     rows = max(SLAB // math.prod(rest) // 16, 1) * 16
     starts = range(0, max(num_rows - rows, 1), rows)
@@ -236,12 +237,6 @@ def drawn_shards(draw: Callable[[tuple[int, ...]], Tensor], layout: Layout) -> l
                 shards[at] = slab.new_empty(extents)
             first, last = max(begins[0], start), min(begins[0] + extents[0], start + count)
             if first < last:
-                part = _part(slab, (first - start, *begins[1:]), (last - first, *extents[1:]))
-                shards[at][first - begins[0] : last - begins[0]] = part
+                rows_here = part(slab, (first - start, *begins[1:]), (last - first, *extents[1:]))
+                shards[at][first - begins[0] : last - begins[0]] = rows_here
     return shards
-
-
-def _part(x: Tensor, starts: Sequence[int], extents: Sequence[int]) -> Tensor:
-    for dim, (start, extent) in enumerate(zip(starts, extents, strict=True)):
-        x = x.narrow(dim, start, extent)
-    return x
