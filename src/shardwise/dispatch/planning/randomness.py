@@ -15,11 +15,10 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise.comm.agreement import largest
 from shardwise.comm.captured import noters, running_mesh
 from shardwise.comm.ranked import join, pick, ranked, shards_of
-from shardwise.comm.record import off_the_record
 from shardwise.dispatch.planning.local_calls import EachRank
 from shardwise.dispatch.planning.realise import Realised
 from shardwise.dispatch.planning.trace import flat_tensors
@@ -72,28 +71,17 @@ def check_in_step(mesh: Mesh) -> None:
     mesh = running_mesh(mesh)
     if mesh in _in_step:
         return
-    if noters:
-        with _disable_current_modes():
-            _compare_seeds(mesh)
-    else:
-        _compare_seeds(mesh)
+    generators = (torch.default_generator, default_generator(torch.device(mesh.device_type)))
+    seeds = [_signed(generator.initial_seed()) for generator in generators if generator is not None]
+    # The largest of `~seed` is that of the smallest seed: one reduction finds both ends.
+    found = largest(mesh, [*seeds, *(~seed for seed in seeds)])
+    for high, low in zip(found, found[len(seeds) :]):
+        if high != ~low:
+            raise ReplicaError(
+                f"random numbers on {mesh} need its ranks in step, but their generators were seeded differently, "
+                f"from {~low} to {high}; call torch.manual_seed with the same seed on every rank"
+            )
     _in_step.add(mesh)
-
-
-def _compare_seeds(mesh: Mesh) -> None:
-    if len(mesh.held) < mesh.size() and mesh.device_type != "meta":
-        generators = (torch.default_generator, default_generator(torch.device(mesh.device_type)))
-        seeds = [_signed(generator.initial_seed()) for generator in generators if generator is not None]
-        # The largest of `~seed` is that of the smallest seed: one reduction finds both ends.
-        ends = torch.tensor([seeds, [~seed for seed in seeds]], dtype=torch.int64, device=mesh.device_type)
-        with _disabled(), off_the_record():
-            largest, inverted = mesh.port.all_reduce([ends], mesh, tuple(range(mesh.ndim)), "max")[0].tolist()
-        for high, low in zip(largest, inverted, strict=True):
-            if high != ~low:
-                raise ReplicaError(
-                    f"random numbers on {mesh} need its ranks in step, but their generators were seeded differently, "
-                    f"from {~low} to {high}; call torch.manual_seed with the same seed on every rank"
-                )
 
 
 def _signed(seed: int) -> int:
