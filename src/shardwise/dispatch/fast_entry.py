@@ -31,7 +31,7 @@ _METHODS = (
 )
 
 
-def _straight(function: Callable) -> Callable:
+def _dispatching(function: Callable) -> Callable:
     """A method that dispatches at once, and is torch's own where a DTensor is only its shard, or a mode looks on."""
 
     @functools.wraps(function)
@@ -69,10 +69,10 @@ def _to(self: DTensor, *args: Any, **kwargs: Any) -> Any:
     return _convert(self, *args, **kwargs)
 
 
-_convert = _straight(Tensor.to)
+_convert = _dispatching(Tensor.to)
 DTensor.to = functools.wraps(Tensor.to)(_to)  # type: ignore[assignment]
 
 for _name, _function in _OPERATORS.items():
     setattr(DTensor, _name, _operator(_function))
 for _name in _METHODS:
-    setattr(DTensor, _name, _straight(getattr(Tensor, _name)))
+    setattr(DTensor, _name, _dispatching(getattr(Tensor, _name)))

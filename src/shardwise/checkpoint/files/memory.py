@@ -17,7 +17,7 @@ _as_subclass = torch._C.TensorBase.as_subclass
 _disabled = torch._C.DisableTorchFunctionSubclass
 
 BUFFER = 4 * 2**20
-"""How many bytes are in between at a time, where they cannot go straight from the file to where they belong."""
+"""How many bytes are in between at a time, where they cannot be read from the file in place."""
 
 
 def bytes_of(x: Tensor) -> memoryview:
