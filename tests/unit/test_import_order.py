@@ -27,6 +27,7 @@ ORDER = (
     "torch_hooks",
     "experimental",
     "debug",
+    "terminal",
     "checkpoint",
     "graph",
     "explain",

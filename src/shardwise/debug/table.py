@@ -118,9 +118,8 @@ def _with_rich(made: Sequence[Table], width: int, color: bool) -> str:
     text = io.StringIO()
     console = Console(file=text, width=width, force_terminal=color, color_system="auto" if color else None)
     for table in made:
-        drawn = RichTable(
-            title=Text(table.title), title_justify="left", show_lines=any("\n" in c for r in table.rows for c in r)
-        )
+        drawn = RichTable(title=Text(table.title), title_justify="left", show_header=any(table.columns))
+        drawn.show_lines = any("\n" in cell for row in table.rows for cell in row)
         for at, column in enumerate(table.columns):
             number = at >= table.numbers
             drawn.add_column(Text(column), overflow="fold", justify="right" if number else "left", no_wrap=number)
@@ -132,7 +131,7 @@ def _with_rich(made: Sequence[Table], width: int, color: bool) -> str:
 
 def plain(table: Table, width: int) -> str:
     """A table without lines, at most `width` wide: what does not fit of a cell goes on below it."""
-    lines = [table.columns, *table.rows]
+    lines = [*([table.columns] if any(table.columns) else []), *table.rows]
     widths = _widths([[max(map(len, cell.split("\n"))) for cell in line] for line in lines], width)
     text = [table.title]
     for line in lines:

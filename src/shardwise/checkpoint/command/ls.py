@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from shardwise.checkpoint.catalogue import Catalogue, found_in, open_checkpoint
-from shardwise.checkpoint.command.printing import print_tables
 from shardwise.debug.table import Table
 from shardwise.errors import CheckpointError
+from shardwise.terminal import print_tables
 from shardwise.words import size
 
 
