@@ -3,7 +3,8 @@
     python benchmarks/house.py           print the tables
     python benchmarks/house.py --json    print the numbers as JSON, to compare two commits
 
-A function's length is from `def` to its last line, without its docstring. The way of a first call is measured in a
+A function's length is from `def` to its last line, without its docstring. Triton programs are listed apart: each is one
+loop over a row, and takes an address and strides for every tensor. The way of a first call is measured in a
 fresh process on one rank of a fake process group of two, by `sys.setprofile`: how many functions of the package are
 called, in how many files, and how often the next call is in another file than the last.
 """
@@ -42,6 +43,8 @@ class Function:
     name: str
     lines: int
     parameters: int
+    by_name: int  # of the parameters, those that can only be given by name
+    is_triton: bool
 
 
 def source_files() -> Iterator[tuple[str, Path]]:
@@ -54,7 +57,9 @@ def functions_in(file: Path) -> Iterator[Function]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             where = f"{file.relative_to(PACKAGE)}:{node.lineno}"
-            yield Function(where, node.name, length(node), num_parameters(node))
+            is_triton = any(ast.unparse(one).startswith(("triton.jit", "program(")) for one in node.decorator_list)
+            counts = num_parameters(node), len(node.args.kwonlyargs)
+            yield Function(where, node.name, length(node), *counts, is_triton)
 
 
 def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -147,16 +152,19 @@ def measured() -> dict[str, Any]:
         files[folder] += 1
         functions += functions_in(file)
     lengths = [function.lines for function in functions]
-    longest = sorted(functions, key=lambda function: -function.lines)
-    many = [function for function in functions if function.parameters > MAX_PARAMETERS]
+    ordinary = [function for function in functions if not function.is_triton]
+    longest = sorted(ordinary, key=lambda function: -function.lines)
+    many = [function for function in ordinary if function.parameters > MAX_PARAMETERS]
+    programs = [function for function in functions if function.is_triton]
     return {
         "folders": {folder: {"lines": lines[folder], "files": files[folder]} for folder in sorted(lines)},
         "functions": {
             **{"number": len(functions), "median": statistics.median(lengths)},
-            **{"90%": statistics.quantiles(lengths, n=10)[-1], "longest": max(lengths)},
+            **{"90%": statistics.quantiles(lengths, n=10)[-1], "longest": longest[0].lines},
         },
         "longest": [dataclasses.asdict(function) for function in longest[:5]],
         "more than seven parameters": [dataclasses.asdict(function) for function in many],
+        "triton programs": [dataclasses.asdict(function) for function in programs],
         "first calls": {name: in_a_fresh_process(name) for name in CALLS},
     }
 
@@ -167,9 +175,10 @@ def tables(found: dict[str, Any]) -> Iterator[Table]:
     totals = ("all", *(str(sum(n[what] for n in folders.values())) for what in ("lines", "files")))
     yield Table("src/shardwise", ("folder", "lines", "files"), [*rows, totals])
     yield Table("Functions", tuple(found["functions"]), [tuple(f"{n:g}" for n in found["functions"].values())])
-    for title in ("longest", "more than seven parameters"):
-        listed = [(f["where"], f["name"], str(f["lines"]), str(f["parameters"])) for f in found[title]]
-        yield Table(title.capitalize(), ("where", "function", "lines", "parameters"), listed)
+    for title in ("longest", "more than seven parameters", "triton programs"):
+        columns = ("where", "name", "lines", "parameters", "by_name")
+        listed = [tuple(str(function[column]) for column in columns) for function in found[title]]
+        yield Table(title.capitalize(), ("where", "function", "lines", "parameters", "by name"), listed)
     ways = [
         (escape(name), which, *(str(n) for n in way.values()))
         for name, pair in found["first calls"].items()

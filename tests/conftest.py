@@ -19,7 +19,7 @@ from shardwise.comm import cause, record
 from shardwise.dispatch import modes
 from shardwise.layout import mesh
 from shardwise.rules.kit import registry
-from shardwise.rules.nn.row_passes import keeps_logits
+from shardwise.rules.rows.row_passes import keeps_logits
 
 SEED = 0
 

@@ -19,6 +19,7 @@ from shardwise.comm import running_mesh, shards_of
 from shardwise.comm.agreement import compared, digest
 from shardwise.errors import PlacementError, ReplicaError, ShardShapeError
 from shardwise.layout import Layout, Mesh, Placements, Replicate
+from shardwise.words import counted, dtype_name
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -138,7 +139,7 @@ def _check_kinds(mesh: Mesh, coordinates: Sequence[Coordinate], kinds: Sequence[
 
 
 def _kind(num_dims: int, dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} with {num_dims} dim{'' if num_dims == 1 else 's'}"
+    return f"{dtype_name(dtype)} with {counted(num_dims, 'dim')}"
 
 
 def _place(mesh: Mesh, coordinate: Coordinate) -> str:

@@ -86,6 +86,13 @@ def part_held(layout: Layout) -> str:
     return f"{' of the '.join(kinds)} at {', '.join(apart)}: " if apart else ""
 
 
+def part(x: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """A box cut out of a tensor, as a view."""
+    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        x = x.narrow(dim, start, size)
+    return x
+
+
 def check_strided(x: Tensor) -> Tensor:
     """The tensor, unless it cannot be cut along its dims."""
     if not isinstance(x, Tensor):

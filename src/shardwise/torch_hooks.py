@@ -7,6 +7,8 @@ so is listed in README's Limits. Those in modules that are not imported yet wait
 At import shardwise registers nothing with torch but names of its own: the ops `shardwise::…`, which exist for traces on
 meta tensors, and the functions that rebuild a DTensor, for `torch.load(weights_only=True)` in programs that load before
 they make a mesh. The first mesh registers DTensor among the types of which `clip_grad_norm_` gives lists to one call.
+Only `destroy_process_group` is replaced elsewhere (`comm.process_group`): from the first collective, or save, that is
+left under way it waits for those that are.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
 from shardwise import DTensor, Placement, Replicate, Shard
-from shardwise.rules.nn import row_passes
+from shardwise.rules.rows import row_passes
 
 NUM_RANKS = 4
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

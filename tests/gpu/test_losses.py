@@ -17,7 +17,7 @@ from torch import Tensor
 import shardwise as sw
 from launch import run_ranks
 from shardwise.parallel import cross_entropy, linear_cross_entropy
-from shardwise.rules.nn import device_kernels, row_passes
+from shardwise.rules.rows import device_kernels, row_passes
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the ranks import this file without pytest's settings
 from compare import beside, compare

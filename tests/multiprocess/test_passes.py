@@ -13,10 +13,10 @@ import torch
 import shardwise as sw
 from launch import Case
 from shardwise.errors import CaptureError
-from shardwise.graph.inductor import lowered
 from shardwise.graph.nodes import is_op
 from shardwise.graph.passes import DEFAULT, PASSES
 from shardwise.graph.passes.share import share
+from shardwise.graph.run.inductor import lowered
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the ranks import this file without pytest's settings
 from captured import compare

@@ -9,8 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shardwise.rules.nn import triton_numbers as numbers
-from shardwise.rules.nn import triton_rows as rows
+from shardwise.rules.rows import triton_numbers as numbers
+from shardwise.rules.rows import triton_rows as rows
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {

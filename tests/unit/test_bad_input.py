@@ -91,7 +91,7 @@ def test_a_rank_that_raises_alone_is_seen() -> None:
 
 
 def test_a_rule_that_does_not_confer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.rules.nn import losses
+    from shardwise.rules.losses import losses
 
     function, tensors = BAD_DATA["binary_cross_entropy"]
     call, way = bad(function, *tensors), ((S(0),), (S(0),))

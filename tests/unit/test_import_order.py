@@ -13,6 +13,7 @@ import pytest
 # before it. A new package or top-level module gets its place here; "__init__" is src/shardwise/__init__.py.
 ORDER = (
     "errors",
+    "words",
     "layout",
     "placement_types",
     "device_mesh",
@@ -28,8 +29,9 @@ ORDER = (
     "torch_hooks",
     "experimental",
     "debug",
-    "graph",
+    "terminal",
     "checkpoint",
+    "graph",
     "explain",
     "sim",
     "proof",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.files.reader import Reader
-from shardwise.checkpoint.files.reading import is_possible
+from shardwise.checkpoint.files.reading import are_sizes, is_possible
 from shardwise.checkpoint.torch_files import Keys, Section
 from shardwise.errors import CheckpointError, CheckpointFileError, DamagedFileError
 from shardwise.layout import Box
@@ -205,7 +205,7 @@ def _tensor(folder: Path, key: str, said: Any, written: Mapping[Any, Place]) -> 
 
 
 def _sizes(said: Any) -> tuple[int, ...]:
-    if not isinstance(said, tuple) or not all(type(size) is int and 0 <= size < 2**63 for size in said):
+    if not are_sizes(said, tuple):
         raise ValueError(f"{said!r} are not sizes")
     return said
 

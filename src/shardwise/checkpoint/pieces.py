@@ -87,13 +87,7 @@ def pieces(layout: Layout) -> tuple[Piece, ...]:
 
 def held_ranks(mesh: Mesh) -> tuple[int, ...]:
     """The numbers of the ranks whose shards this process has, in the order in which it has them."""
-    numbers = []
-    for coordinate in mesh.held:
-        rank = 0
-        for at, extent in zip(coordinate, mesh.shape, strict=True):
-            rank = rank * extent + at
-        numbers.append(rank)
-    return tuple(numbers)
+    return tuple(map(mesh.number, mesh.held))
 
 
 # Who writes what

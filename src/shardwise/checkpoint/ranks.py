@@ -113,7 +113,7 @@ class Ranks:
             raise refused
         for number, other in enumerate(said):
             if other is not None:
-                raise _elsewhere(f"{doing} failed on rank {self.members[number]}: {other['text']}", other["errno"])
+                raise _failed_there(f"{doing} failed on rank {self.members[number]}: {other['text']}", other["errno"])
         return result  # type: ignore[return-value]
 
 
@@ -121,7 +121,7 @@ def _told(error: Exception) -> dict[str, Any]:
     return {"text": f"{type(error).__name__}: {error}", "errno": getattr(error, "errno", None)}
 
 
-def _elsewhere(what: str, errno: int | None) -> CheckpointError:
+def _failed_there(what: str, errno: int | None) -> CheckpointError:
     return CheckpointError(what) if errno is None else CheckpointFileError(errno, what)
 
 

@@ -22,8 +22,8 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.comm import ProcessGroupPort
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box, Layout, Mesh
-from shardwise.redistribute import plan_moves, run_path
-from shardwise.tensor import DTensor, localise, wrap
+from shardwise.tensor import DTensor
+from shardwise.words import dtype_name
 
 
 class Writable(Protocol):
@@ -59,15 +59,6 @@ def check_has_data(key: str, x: Tensor) -> None:
         raise CheckpointError(f"{key!r} is on the meta device, so there is nothing to save")
 
 
-def settled(x: Tensor) -> Tensor:
-    """A tensor with nothing pending on it: what is, is reduced, by all ranks of its mesh together."""
-    if not isinstance(x, DTensor) or not x._layout.has_pending:
-        return x
-    target = x._layout.with_(pending=[None] * x._layout.mesh.ndim)
-    with torch.no_grad():
-        return wrap(run_path(localise(x.detach()), plan_moves(x._layout, target)), target)
-
-
 def parts_of(tensors: Mapping[str, Tensor], ranks: Ranks) -> tuple[list[Part], dict[str, Any]]:
     """What this process writes of some tensors, with nothing pending, and what to tell the others of it. All ranks ask
     together; a rank may have other tensors than the rest."""
@@ -96,10 +87,6 @@ def _written(key: str, x: Tensor, shares: Sequence[Written]) -> Iterator[Part]:
         if rank in numbers:
             held, shard = shards[numbers.index(rank)]
             yield Part(key, tuple(x.shape), box, shard[within(box, outer=held)])
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

@@ -31,7 +31,7 @@ class Noter(Protocol):
         mesh: Mesh,
         axes: Axes,
         how: Any,
-        made: Callable[[Sequence[Any]], list[Any]],
+        made: Made,
     ) -> list[Any]:
         """A collective of the mesh that runs the program."""
         ...
@@ -78,7 +78,7 @@ class CapturedPort(Port):
         return self._note("all_gather", shards, mesh, axes, shapes, lambda shards: _of_shapes(shards, shapes))
 
     def _reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
-        own = [_number(mesh, axes, at) for at in mesh.held]
+        own = [mesh.number(at, axes) for at in mesh.held]
         return self._note(
             "reduce_scatter", chunks, mesh, axes, op, lambda chunks: [_like(mine[i]) for mine, i in zip(chunks, own)]
         )
@@ -99,7 +99,7 @@ class CapturedPort(Port):
         mesh: Mesh,
         axes: Axes,
         how: Any,
-        made: Callable[[Sequence[Any]], list[Any]],
+        made: Made,
     ) -> list[Any]:
         if not noters:
             raise CaptureError(
@@ -118,14 +118,6 @@ def _like(x: Tensor) -> Tensor:
 
 def _of_shapes(likes: Sequence[Tensor], shapes: Shapes) -> list[list[Tensor]]:
     return [[like.new_empty(shape) for shape in own] for like, own in zip(likes, shapes, strict=True)]
-
-
-def _number(mesh: Mesh, axes: Axes, coordinate: Sequence[int]) -> int:
-    """Which member of its group the rank at a coordinate is."""
-    number = 0
-    for axis in axes:
-        number = number * mesh.shape[axis] + coordinate[axis]
-    return number
 
 
 def captured_mesh(mesh: Mesh) -> Mesh:

@@ -98,19 +98,21 @@ class Port(ABC):
     def all_reduce(self, shards: Shards, mesh: Mesh, axes: Axes, op: str, *, owned: bool = False) -> list[Tensor]:
         """Each member gets the reduction (`sum`, `max`, `min`, `product`) over its group. `owned` says that the shards
         are contiguous and nobody else's: they may be written to."""
-        return self._start("all_reduce", shards, mesh, axes, op, awaited=True, owned=owned).wait()
+        return self.start_all_reduce(shards, mesh, axes, op, owned=owned, awaited=True).wait()
 
     def start_all_reduce(
-        self, shards: Shards, mesh: Mesh, axes: Axes, op: str, *, owned: bool = False
+        self, shards: Shards, mesh: Mesh, axes: Axes, op: str, **options: bool
     ) -> Handle[list[Tensor]]:
-        return self._start("all_reduce", shards, mesh, axes, op, owned=owned)
+        return self._start("all_reduce", shards, mesh, axes, op, **options)
 
     def all_gather(self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes) -> list[list[Tensor]]:
         """Each member gets all members' shards; `shapes[held][member]` are theirs."""
-        return self._start("all_gather", shards, mesh, axes, shapes, awaited=True).wait()
+        return self.start_all_gather(shards, mesh, axes, shapes, awaited=True).wait()
 
-    def start_all_gather(self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes) -> Handle[list[list[Tensor]]]:
-        return self._start("all_gather", shards, mesh, axes, shapes)
+    def start_all_gather(
+        self, shards: Shards, mesh: Mesh, axes: Axes, shapes: Shapes, *, awaited: bool = False
+    ) -> Handle[list[list[Tensor]]]:
+        return self._start("all_gather", shards, mesh, axes, shapes, awaited=awaited)
 
     def stack(self, shards: Shards, mesh: Mesh, axes: Axes) -> list[Tensor]:
         """Each member gets all members' shards, which are of one shape, along a new first dim."""
@@ -120,17 +122,21 @@ class Port(ABC):
 
     def reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str) -> list[Tensor]:
         """Each member brings one chunk per member and gets the reduction of the chunks meant for it."""
-        return self._start("reduce_scatter", chunks, mesh, axes, op, awaited=True).wait()
+        return self.start_reduce_scatter(chunks, mesh, axes, op, awaited=True).wait()
 
-    def start_reduce_scatter(self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str) -> Handle[list[Tensor]]:
-        return self._start("reduce_scatter", chunks, mesh, axes, op)
+    def start_reduce_scatter(
+        self, chunks: Chunks, mesh: Mesh, axes: Axes, op: str, *, awaited: bool = False
+    ) -> Handle[list[Tensor]]:
+        return self._start("reduce_scatter", chunks, mesh, axes, op, awaited=awaited)
 
     def all_to_all(self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes) -> list[list[Tensor]]:
         """Each member brings one chunk per member and gets those meant for it; `shapes[held][member]` are theirs."""
-        return self._start("all_to_all", chunks, mesh, axes, shapes, awaited=True).wait()
+        return self.start_all_to_all(chunks, mesh, axes, shapes, awaited=True).wait()
 
-    def start_all_to_all(self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes) -> Handle[list[list[Tensor]]]:
-        return self._start("all_to_all", chunks, mesh, axes, shapes)
+    def start_all_to_all(
+        self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes, *, awaited: bool = False
+    ) -> Handle[list[list[Tensor]]]:
+        return self._start("all_to_all", chunks, mesh, axes, shapes, awaited=awaited)
 
     def broadcast(self, shards: Shards, mesh: Mesh, axes: Axes, source: int) -> list[Tensor]:
         """Each member gets the shard of the member numbered `source`."""

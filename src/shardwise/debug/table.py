@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.comm.record import Comm
+from shardwise.words import size
 
 NARROW, WIDE = 110, 160
 """Columns of a terminal below which the cells of a row stand under one another, and from which each has its own."""
@@ -100,18 +101,6 @@ def place(file: str, line: int) -> str:
     return f"{name}:{line}"
 
 
-def size(num_bytes: int) -> str:
-    """Bytes as people read them.
-
-    >>> size(12), size(2_000), size(4_190_000)
-    ('12 B', '2.0 kB', '4.2 MB')
-    """
-    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
-        if num_bytes >= 10**power:
-            return f"{num_bytes / 10**power:.1f} {unit}"
-    return f"{num_bytes} B"
-
-
 # How they are drawn
 
 
@@ -129,9 +118,8 @@ def _with_rich(made: Sequence[Table], width: int, color: bool) -> str:
     text = io.StringIO()
     console = Console(file=text, width=width, force_terminal=color, color_system="auto" if color else None)
     for table in made:
-        drawn = RichTable(
-            title=Text(table.title), title_justify="left", show_lines=any("\n" in c for r in table.rows for c in r)
-        )
+        drawn = RichTable(title=Text(table.title), title_justify="left", show_header=any(table.columns))
+        drawn.show_lines = any("\n" in cell for row in table.rows for cell in row)
         for at, column in enumerate(table.columns):
             number = at >= table.numbers
             drawn.add_column(Text(column), overflow="fold", justify="right" if number else "left", no_wrap=number)
@@ -143,7 +131,7 @@ def _with_rich(made: Sequence[Table], width: int, color: bool) -> str:
 
 def plain(table: Table, width: int) -> str:
     """A table without lines, at most `width` wide: what does not fit of a cell goes on below it."""
-    lines = [table.columns, *table.rows]
+    lines = [*([table.columns] if any(table.columns) else []), *table.rows]
     widths = _widths([[max(map(len, cell.split("\n"))) for cell in line] for line in lines], width)
     text = [table.title]
     for line in lines:

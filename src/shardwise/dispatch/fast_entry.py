@@ -31,7 +31,7 @@ _METHODS = (
 )
 
 
-def _straight(function: Callable) -> Callable:
+def _dispatching(function: Callable) -> Callable:
     """A method that dispatches at once, and is torch's own where a DTensor is only its shard, or a mode looks on."""
 
     @functools.wraps(function)
@@ -62,7 +62,7 @@ def _operator(function: Callable) -> Callable:
 
 def _conversion(function: Callable) -> Callable:
     """Likewise `to`; the device where a tensor is already, `clip_grad_norm_` asks of every gradient's norm."""
-    convert = _straight(function)
+    convert = _dispatching(function)
 
     @functools.wraps(function)
     def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
@@ -80,4 +80,4 @@ DTensor.to = _conversion(Tensor.to)  # type: ignore[method-assign]
 for _name, _function in _OPERATORS.items():
     setattr(DTensor, _name, _operator(_function))
 for _name in _METHODS:
-    setattr(DTensor, _name, _straight(getattr(Tensor, _name)))
+    setattr(DTensor, _name, _dispatching(getattr(Tensor, _name)))

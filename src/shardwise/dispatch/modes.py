@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardwise.comm.cause import watchers
+from shardwise.words import bytes_said
 
 _strict: ContextVar[bool] = ContextVar("strict", default=False)
 _implicit: ContextVar[bool] = ContextVar("implicit_replication", default=False)
@@ -81,16 +81,11 @@ def checked(check: Callable[[Any, Any], None]) -> Iterator[None]:
         yield
 
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
 def _parsed(moves: str | int) -> Limits:
     if moves == "parameters":
         return Limits(parameters=True)
-    if isinstance(moves, str) and (
-        size := re.fullmatch(r"([\d_]*\.?\d+)\s*([KMG]?i?B|)", moves.strip(), re.IGNORECASE)
-    ):
-        return Limits(bytes=int(float(size[1]) * _UNITS[size[2].upper()]))
+    if isinstance(moves, str) and (limit := bytes_said(moves)) is not None:
+        return Limits(bytes=limit)
     if isinstance(moves, int) and not isinstance(moves, bool) and moves >= 0:
         return Limits(bytes=moves)
     raise ValueError(

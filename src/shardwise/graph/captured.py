@@ -13,11 +13,11 @@ from torch import nn
 
 from shardwise.comm.record import Comm
 from shardwise.errors import CaptureError
-from shardwise.graph.comms import comms_of
-from shardwise.graph.guards import Guards
-from shardwise.graph.price import Price, Speed, price
+from shardwise.graph.cost.comms import comms_of
+from shardwise.graph.cost.price import Price, Speed, price
+from shardwise.graph.guards.guards import Guards
 from shardwise.graph.program import Place, Program
-from shardwise.graph.run import Run
+from shardwise.graph.run.run import Run
 from shardwise.graph.save.saving import save
 from shardwise.graph.show import show
 from shardwise.layout import Layout

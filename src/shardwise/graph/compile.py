@@ -15,18 +15,18 @@ from torch.utils._pytree import tree_flatten
 from shardwise.comm import noters
 from shardwise.comm.agreement import compared, digest
 from shardwise.errors import CaptureError, CaptureWarning, NoDataError, ShardwiseError, UnreducedGradientError
-from shardwise.graph.call import Call
-from shardwise.graph.capture import capture_varying
+from shardwise.graph.capture.capture import capture_varying
 from shardwise.graph.captured import Captured
-from shardwise.graph.function import DifferentiableRun
-from shardwise.graph.guards import FIRST, Guards
-from shardwise.graph.inductor import by_inductor
+from shardwise.graph.guards.call import Call
+from shardwise.graph.guards.guards import FIRST, Guards
+from shardwise.graph.guards.reached import Reached
+from shardwise.graph.guards.side_effects import Before, MakesState
 from shardwise.graph.nodes import collective_of
 from shardwise.graph.passes import DEFAULT, PASSES, optimised
 from shardwise.graph.program import Program
-from shardwise.graph.reached import Reached
-from shardwise.graph.run import Make, Run, by_nodes, slots_of
-from shardwise.graph.side_effects import Before, MakesState
+from shardwise.graph.run.function import DifferentiableRun
+from shardwise.graph.run.inductor import by_inductor
+from shardwise.graph.run.run import Make, Run, by_nodes, slots_of
 from shardwise.layout import Mesh
 from shardwise.parallel.agreement import agreed
 from shardwise.redistribute import is_keeping

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -81,10 +81,14 @@ class Mesh:
 
     def get_rank(self) -> int:
         """The number of the first rank held here, in row-major order of the axes."""
-        rank = 0
-        for at, extent in zip(self.held[0], self.shape, strict=True):
-            rank = rank * extent + at
-        return rank
+        return self.number(self.held[0])
+
+    def number(self, coordinate: Sequence[int], axes: Sequence[int] | None = None) -> int:
+        """The number of the rank at a coordinate in row-major order of the axes, or of some of them."""
+        found = 0
+        for axis in range(self.ndim) if axes is None else axes:
+            found = found * self.shape[axis] + coordinate[axis]
+        return found
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """The coordinate of the first held rank along one axis (which may be left out on a 1-axis mesh)."""

@@ -14,8 +14,8 @@ from shardwise.dispatch import implicit_replication
 from shardwise.layout import Replicate
 from shardwise.parallel.style import to_local
 from shardwise.rules.kit.treatments import treat
-from shardwise.rules.nn.linear_cross_entropy import linear_cross_entropy as of_dtensors
-from shardwise.rules.nn.linear_cross_entropy import with_logits
+from shardwise.rules.losses.linear_cross_entropy import linear_cross_entropy as of_dtensors
+from shardwise.rules.losses.linear_cross_entropy import with_logits
 from shardwise.tensor import DTensor
 
 

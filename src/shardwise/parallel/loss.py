@@ -15,8 +15,8 @@ from shardwise.dispatch.planning.fallback import describe
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.dispatch.watch import Label, SeenCall
 from shardwise.errors import PlacementError
-from shardwise.rules.nn.class_losses import cross_entropy
-from shardwise.rules.nn.linear_cross_entropy import linear_cross_entropy
+from shardwise.rules.losses.class_losses import cross_entropy
+from shardwise.rules.losses.linear_cross_entropy import linear_cross_entropy
 from shardwise.tensor import DTensor
 
 LOSSES = frozenset(

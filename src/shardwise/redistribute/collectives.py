@@ -18,7 +18,6 @@ from shardwise.redistribute.backward.double_backward import anchored, left_behin
 from shardwise.redistribute.cost import transition_cost
 from shardwise.redistribute.exchange import Interval
 from shardwise.redistribute.execute import applied, recorded, run_path
-from shardwise.redistribute.kernels import members
 from shardwise.redistribute.masks import placeholder
 from shardwise.redistribute.move_cache import forget
 from shardwise.redistribute.transitions import Move, Typed
@@ -119,7 +118,7 @@ class Group:
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def index(self) -> Any:
-        return per_rank([members(self.mesh, self.axes, at).index(tuple(at)) for at in self.mesh.held])
+        return per_rank([self.mesh.number(at, self.axes) for at in self.mesh.held])
 
     def offset(self, position: int, dim: int) -> Any:
         return per_rank([start[dim] for start in self.ins[position].held_starts])

@@ -16,7 +16,6 @@ from torch import Tensor
 from shardwise.comm.cause import inherited, listeners
 from shardwise.layout import Mesh
 from shardwise.redistribute.backward.double_backward import anchored, left_behind
-from shardwise.redistribute.kernels import members
 
 Interval = tuple[int, int]
 Kernel = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -33,7 +32,7 @@ class Along:
 
     def numbers(self) -> list[int]:
         """The held ranks' numbers in their groups."""
-        return [members(self.mesh, self.axes, at).index(tuple(at)) for at in self.mesh.held]
+        return [self.mesh.number(at, self.axes) for at in self.mesh.held]
 
 
 class Exchange(NamedTuple):

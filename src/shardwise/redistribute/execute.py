@@ -23,7 +23,7 @@ from shardwise.redistribute.backward.double_backward import anchored, left_behin
 from shardwise.redistribute.backward.ownership import bare_function, is_ours
 from shardwise.redistribute.backward.reach import PREPARED
 from shardwise.redistribute.cost import group_size
-from shardwise.redistribute.kernels import KERNELS, run_move
+from shardwise.redistribute.kernels import KERNELS, STARTS, run_move
 from shardwise.redistribute.masks import masking
 from shardwise.redistribute.move_cache import forget
 from shardwise.redistribute.transitions import Move, Typed
@@ -233,7 +233,7 @@ class Moved(torch.autograd.Function):
             return None, *(deferred(leaf_of(ctx.next_functions[0][0]), dual, grads) or run_move(dual, grads))
 
 
-NAMES = {kind: "".join(map(str.capitalize, kind.split("_"))) for kind in KERNELS}
+NAMES = {kind: "".join(map(str.capitalize, kind.split("_"))) for kind in (*KERNELS, *STARTS)}
 """Of classes, one for each kind of move: what users see in their graphs."""
 
 _NAMED = {kind: type(name, (Moved,), {}) for kind, name in NAMES.items()}

@@ -29,16 +29,19 @@ Kernel = Callable[[Move, Sequence[Tensor]], list[Tensor]]
 
 def run_move(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
     """The held ranks' shards after a move, from those before it."""
-    if _autocasting() and not shards[0].is_meta:  # it has opinions about joining tensors, too
-        with torch.autocast(shards[0].device.type, enabled=False):
-            return KERNELS[move.kind](move, shards)
-    return KERNELS[move.kind](move, shards)
+    kernel = KERNELS.get(move.kind)
+    if kernel is None:
+        return start_move(move, shards, awaited=True).wait()
+    if _autocasting():  # it has opinions about joining tensors, too
+        with _without_autocast(shards[0]):
+            return kernel(move, shards)
+    return kernel(move, shards)
 
 
-def start_move(move: Move, shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
-    """The same for a move that communicates, whose result is then waited for."""
+def start_move(move: Move, shards: Sequence[Tensor], *, awaited: bool = False) -> Handle[list[Tensor]]:
+    """The same for a move that communicates, whose result is then waited for: at once, if it is `awaited`."""
     with _without_autocast(shards[0]):
-        return STARTS[move.kind](move, shards)
+        return STARTS[move.kind](move, shards, awaited)
 
 
 def _without_autocast(x: Tensor) -> Any:
@@ -161,28 +164,6 @@ def _pad(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
     return out
 
 
-def _all_reduce(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
-    mesh = move.source.layout.mesh
-    return mesh.port.all_reduce(shards, mesh, move.axes, move.wire_op)
-
-
-def _all_gather(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
-    source = move.source.layout
-    shapes = received(source, move.target.layout, move.axes)[1]
-    return _assemble(move, source.mesh.port.all_gather(shards, source.mesh, move.axes, shapes), shards)
-
-
-def _reduce_scatter(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
-    source = move.source.layout
-    return source.mesh.port.reduce_scatter(_outgoing(move, shards), source.mesh, move.axes, move.wire_op)
-
-
-def _all_to_all(move: Move, shards: Sequence[Tensor]) -> list[Tensor]:
-    source, target = move.source.layout, move.target.layout
-    shapes = received(source, target, move.axes)[1]
-    return _assemble(move, source.mesh.port.all_to_all(_outgoing(move, shards), source.mesh, move.axes, shapes), shards)
-
-
 def run_exchanges(moves: Sequence[Move], shards: Sequence[Tensor]) -> list[Tensor]:
     """All-to-alls of several values over the same axes, as one. The held ranks' shards of the first value come first,
     then those of the next."""
@@ -202,34 +183,34 @@ def run_exchanges(moves: Sequence[Move], shards: Sequence[Tensor]) -> list[Tenso
         return found
 
 
-# The same, started. What comes is put together when it is waited for.
+# Collectives: started, and put together when they are waited for
 
 
-def _start_all_reduce(move: Move, shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
+def _all_reduce(move: Move, shards: Sequence[Tensor], awaited: bool) -> Handle[list[Tensor]]:
     mesh = move.source.layout.mesh
-    return mesh.port.start_all_reduce(shards, mesh, move.axes, move.wire_op)
+    return mesh.port.start_all_reduce(shards, mesh, move.axes, move.wire_op, awaited=awaited)
 
 
-def _start_all_gather(move: Move, shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
+def _all_gather(move: Move, shards: Sequence[Tensor], awaited: bool) -> Handle[list[Tensor]]:
     source = move.source.layout
     shapes = received(source, move.target.layout, move.axes)[1]
-    rows = source.mesh.port.start_all_gather(shards, source.mesh, move.axes, shapes)
-    return _assembled_later(move, rows, shards)
+    rows = source.mesh.port.start_all_gather(shards, source.mesh, move.axes, shapes, awaited=awaited)
+    return _assembled(move, rows, shards)
 
 
-def _start_reduce_scatter(move: Move, shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
-    source = move.source.layout
-    return source.mesh.port.start_reduce_scatter(_outgoing(move, shards), source.mesh, move.axes, move.wire_op)
+def _reduce_scatter(move: Move, shards: Sequence[Tensor], awaited: bool) -> Handle[list[Tensor]]:
+    source, chunks = move.source.layout, _outgoing(move, shards)
+    return source.mesh.port.start_reduce_scatter(chunks, source.mesh, move.axes, move.wire_op, awaited=awaited)
 
 
-def _start_all_to_all(move: Move, shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
-    source, target = move.source.layout, move.target.layout
-    shapes = received(source, target, move.axes)[1]
-    rows = source.mesh.port.start_all_to_all(_outgoing(move, shards), source.mesh, move.axes, shapes)
-    return _assembled_later(move, rows, shards)
+def _all_to_all(move: Move, shards: Sequence[Tensor], awaited: bool) -> Handle[list[Tensor]]:
+    source, chunks = move.source.layout, _outgoing(move, shards)
+    shapes = received(source, move.target.layout, move.axes)[1]
+    rows = source.mesh.port.start_all_to_all(chunks, source.mesh, move.axes, shapes, awaited=awaited)
+    return _assembled(move, rows, shards)
 
 
-def _assembled_later(move: Move, rows: Handle[list[list[Tensor]]], shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
+def _assembled(move: Move, rows: Handle[list[list[Tensor]]], shards: Sequence[Tensor]) -> Handle[list[Tensor]]:
     def finish() -> list[Tensor]:
         with _without_autocast(shards[0]):
             return _assemble(move, rows.wait(), shards)
@@ -237,20 +218,12 @@ def _assembled_later(move: Move, rows: Handle[list[list[Tensor]]], shards: Seque
     return Handle(finish)
 
 
-STARTS: dict[str, Callable[[Move, Sequence[Tensor]], Handle[list[Tensor]]]] = {
-    "all_reduce": _start_all_reduce,
-    "all_gather": _start_all_gather,
-    "reduce_scatter": _start_reduce_scatter,
-    "all_to_all": _start_all_to_all,
-}
-
-KERNELS: dict[str, Kernel] = {
-    "nothing": _nothing,
-    "slice": _slice,
-    "mask": _mask,
-    "pad": _pad,
+STARTS: dict[str, Callable[[Move, Sequence[Tensor], bool], Handle[list[Tensor]]]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
 }
+
+KERNELS: dict[str, Kernel] = {"nothing": _nothing, "slice": _slice, "mask": _mask, "pad": _pad}
+"""What each rank does by itself."""

@@ -46,10 +46,10 @@ def _is_large(x: Tensor) -> bool:
 
 
 def _zeros(x: Tensor) -> Tensor:
-    return nothing_like(x) if _is_large(x) else x.new_zeros(_size(x))
+    return zeros_without_memory(x) if _is_large(x) else x.new_zeros(_size(x))
 
 
-def nothing_like(x: Tensor) -> Tensor:
+def zeros_without_memory(x: Tensor) -> Tensor:
     """Zeros of a shard's shape that take no memory."""
     return x.new_zeros(()).expand(_size(x))
 
@@ -69,7 +69,7 @@ def _silenced(x: Tensor) -> Tensor:
 def placeholder(x: Tensor) -> Tensor:
     """Zeros in the place of a shard in the graph."""
     out = _unsafe_view(x, _size(x))
-    out.data = nothing_like(out)
+    out.data = zeros_without_memory(out)
     return out
 
 

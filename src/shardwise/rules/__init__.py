@@ -1,6 +1,6 @@
 """Rules: how each op may run on shards. Data: one file per family, in the folder of its kind."""
 
-from shardwise.rules import lookup, math, nn, shapes
+from shardwise.rules import lookup, losses, math, nn, rows, shapes
 from shardwise.rules.kit import guards
 from shardwise.rules.kit.registry import register, rule_for
 from shardwise.rules.kit.types import (
@@ -32,10 +32,12 @@ __all__ = [
     "guards",
     "is_inexact",
     "lookup",
+    "losses",
     "math",
     "nn",
     "register",
     "replicated",
+    "rows",
     "rule_for",
     "shapes",
 ]

@@ -13,8 +13,10 @@ import torch
 from formats import save_all
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpoint.command import SUBCOMMANDS, printing
+from shardwise import terminal
+from shardwise.checkpoint.command import SUBCOMMANDS
 from shardwise.cli import main
+from shardwise.words import size
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +170,7 @@ def test_in_a_terminal(
     has_rich: bool, saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_rich:
-        monkeypatch.setattr(printing, "has_rich", lambda: False)
+        monkeypatch.setattr(terminal, "has_rich", lambda: False)
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert run("show", saved / "dcp") == 0
@@ -215,8 +217,8 @@ def test_numbers_that_torch_does_not_have(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_progress_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(printing, "INTERVAL", -1.0)
-    with printing.progress("copying", 2000) as done:
+    monkeypatch.setattr(terminal, "INTERVAL", -1.0)
+    with terminal.progress("copying", 2000, said=size) as done:
         done(500)
     told = capsys.readouterr()
-    assert told.err == "copying: 500 B of 2.0 kB\n" and not told.out
+    assert told.err == "copying: 500 B of 2.0 kB, 0:00 left\n" and not told.out

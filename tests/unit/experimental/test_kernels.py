@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.debug import CommDebugMode
 from shardwise.experimental import register_kernel
-from shardwise.rules.nn.class_losses import class_parallel_loss
+from shardwise.rules.losses.class_losses import class_parallel_loss
 
 R, S = sw.Replicate(), sw.Shard
 TARGET = torch.tensor([1, 3, 0, 6, -100, 5])

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 
 import shardwise as sw
 from shardwise.errors import CaptureError
-from shardwise.graph.numbers_as_tensors import on_tensors
 from shardwise.graph.program import Line
+from shardwise.graph.run.numbers_as_tensors import on_tensors
 
 ADVICE = (
     "A captured program does the same in every run: compute with tensors (torch.where instead of if), return the "

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.errors import IndexRangeError
-from shardwise.graph import inductor
-from shardwise.graph.inductor import lowered
 from shardwise.graph.nodes import is_op
+from shardwise.graph.run import inductor
+from shardwise.graph.run.inductor import lowered
 from shardwise.parallel import cross_entropy, linear_cross_entropy
-from shardwise.rules.nn import row_passes
+from shardwise.rules.rows import row_passes
 
 R, S = sw.Replicate(), sw.Shard
 CLASSES, WIDTH = 13, 8

@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise import DTensor
 from shardwise.errors import PlanError
 from shardwise.parallel import fully_shard, fuse_loss, parallelize_module
-from shardwise.rules.nn import linear_cross_entropy as chunks
+from shardwise.rules.losses import linear_cross_entropy as chunks
 
 transformers = pytest.importorskip("transformers")
 

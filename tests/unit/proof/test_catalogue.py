@@ -60,7 +60,7 @@ def test_a_page() -> None:
     assert "- `mv`: it is hidden" in page
     for text in (page, PAGE.read_text()):
         assert "## Kernels" in text
-        assert "- `nn.class_rows.class_parallel_loss`: The loss of rows whose classes are sharded" in text
+        assert "- `losses.class_rows.class_parallel_loss`: The loss of rows whose classes are sharded" in text
 
 
 def test_the_page_is_up_to_date() -> None:

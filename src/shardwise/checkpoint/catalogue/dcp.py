@@ -16,6 +16,7 @@ from shardwise.checkpoint.pieces import Flaw, flaw, within
 from shardwise.checkpoint.torch_files import Saved
 from shardwise.errors import DamagedFileError
 from shardwise.layout import Box
+from shardwise.words import counted, dtype_name
 
 
 def open_dcp(path: Path) -> Catalogue:
@@ -26,7 +27,7 @@ def open_dcp(path: Path) -> Catalogue:
     checks = [check for item in items.values() for check in item.checks(path)]
     checks += [Check(value.place.length, value.check) for value in values.values()]
     names = {place.file for tensor in folder.tensors.values() for place in tensor.boxes.values()}
-    about = f"{len(names)} file{'s' if len(names) > 1 else ''}"
+    about = counted(len(names), "file")
     return Catalogue(path, "dcp", items, others, checks, files, about)
 
 
@@ -84,7 +85,7 @@ class _DcpItem(Item):
 
 def _item(tensor: DcpTensor, folder: DcpFolder, files: Opened) -> _DcpItem:
     written = {box: _Written(tensor.key, folder.path / place.file, place, files) for box, place in tensor.boxes.items()}
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(tensor.dtype)
     layout = "" if len(written) < 2 else f"{len(written)} boxes"
     return _DcpItem(tensor.key, dtype, tensor.shape, tuple(written), layout, folder.keys[tensor.key], written)
 

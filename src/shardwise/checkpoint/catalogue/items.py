@@ -150,3 +150,8 @@ class Catalogue:
 
     def __exit__(self, *_: object) -> None:
         self.files.close()
+
+
+def at_hand(value: Any) -> Callable[[], Any]:
+    """One of the `others` that was read with the rest."""
+    return lambda: value

@@ -13,20 +13,21 @@ from shardwise.checkpoint.files.safetensors import Stored
 from shardwise.checkpoint.files.verifying import claims_of
 from shardwise.checkpoint.pieces import whole
 from shardwise.errors import CheckpointError, DamagedFileError
+from shardwise.words import counted, dtype_name
 
 
 def open_safetensors(path: Path) -> Catalogue:
     found, files = find_files(path), Opened()
     items = {key: _item(key, stored, files) for key, stored in found.keys.items()}
     checks, unproven = _checks(found, files)
-    about = f"{len(found.files)} file{'s' if len(found.files) > 1 else ''}"
+    about = counted(len(found.files), "file")
     return Catalogue(path, "safetensors", items, {}, checks, files, about, unproven)
 
 
 def _item(key: str, stored: Stored, files: Opened) -> RegionItem:
     box, dtype = whole(stored.shape), stored.dtype
     regions = {} if dtype is None else {box: (stored.path, contiguous_region(stored.begin, stored.shape, dtype))}
-    name = stored.code if dtype is None else str(dtype).removeprefix("torch.")
+    name = stored.code if dtype is None else dtype_name(dtype)
     return RegionItem(key, name, stored.shape, (box,), "", (key,), regions, files)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, RegionItem
+from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, RegionItem, at_hand
 from shardwise.checkpoint.files import checksums
 from shardwise.checkpoint.files.reader import Opened
 from shardwise.checkpoint.files.verifying import Claim
@@ -16,6 +16,7 @@ from shardwise.checkpoint.steps.index import INDEX, SavedTensor, StepIndex, read
 from shardwise.checkpoint.steps.trees import decode
 from shardwise.checkpoint.torch_files import Keys, key_of, leaves
 from shardwise.errors import DamagedFileError
+from shardwise.words import counted, dtype_name
 
 
 def open_step(path: Path) -> Catalogue:
@@ -28,7 +29,7 @@ def open_step(path: Path) -> Catalogue:
             key = value.key if value.key not in items else key_of(keys)  # a tied tensor has several names
             items[key] = _item(key, keys, index.tensors[value.key], index, files)
         else:
-            others[keys] = partial(_itself, value)
+            others[keys] = at_hand(value)
     return Catalogue(path, "step", items, others, checks_of(index.claims(), files), files, _about(index))
 
 
@@ -73,18 +74,12 @@ def _decoded(said: Any) -> Any:
     return decode(said, _Named)
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
 def _item(key: str, keys: Keys, tensor: SavedTensor, index: StepIndex, files: Opened) -> RegionItem:
     layout = "" if tensor.layout is None else tensor.layout.text.partition("] ")[2]
     regions = {saved.box: (index.folder / saved.file, tensor.region(saved)) for saved in tensor.boxes}
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return RegionItem(key, dtype, tensor.shape, tuple(regions), layout, keys, regions, files)
+    return RegionItem(key, dtype_name(tensor.dtype), tensor.shape, tuple(regions), layout, keys, regions, files)
 
 
 def _about(index: StepIndex) -> str:
     time = index.made_by.get("time", "")
-    ranks = f"{index.num_ranks} rank{'s' if index.num_ranks > 1 else ''}"
-    return f"step {index.step}, saved by {ranks}{f' at {time}' if time else ''}"
+    return f"step {index.step}, saved by {counted(index.num_ranks, 'rank')}{f' at {time}' if time else ''}"

@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, outer
+from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, at_hand, outer
 from shardwise.checkpoint.files.memory import held_shards, layout_of
 from shardwise.checkpoint.files.reader import Opened
 from shardwise.checkpoint.pieces import volume, within
 from shardwise.checkpoint.torch_files import Keys, Record, Saved, key_of, leaves
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box
+from shardwise.words import dtype_name
 
 
 def open_torch_file(path: Path) -> Catalogue:
@@ -30,7 +31,7 @@ def open_torch_file(path: Path) -> Catalogue:
                 raise CheckpointError(f"{path} has two tensors that are called {key_of(keys)!r}")
             items[key_of(keys)] = _item(keys, value)
         else:
-            others[keys] = partial(_itself, value)
+            others[keys] = at_hand(value)
     records = saved.records()
     names = _keys_of([record for record in records if "/data/" in record.name and record.num_bytes], items)
     checks = [Check(one.num_bytes, partial(saved.check, one, key=names.get(one.name))) for one in records]
@@ -50,10 +51,6 @@ def _keys_of(records: Sequence[Record], items: Mapping[str, _TorchItem]) -> dict
     return {record.name: first[at] for record, at in zip(ordered, sorted(first), strict=True)}
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class _TorchItem(Item):
     """The file is mapped: what is not looked at is not read."""
@@ -69,4 +66,4 @@ def _item(keys: Keys, x: Tensor) -> _TorchItem:
     shards = dict(held_shards(x))  # of replicas, one
     boxes = tuple(box for box in shards if volume(box)) or tuple(shards)[:1]
     layout = "" if (found := layout_of(x)) is None else str(found).partition("] ")[2]
-    return _TorchItem(key_of(keys), str(x.dtype).removeprefix("torch."), tuple(x.shape), boxes, layout, keys, shards)
+    return _TorchItem(key_of(keys), dtype_name(x.dtype), tuple(x.shape), boxes, layout, keys, shards)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import get_args
 
 from shardwise.checkpoint.catalogue import open_checkpoint
-from shardwise.checkpoint.command.printing import counted, printable, progress
 from shardwise.checkpoint.convert import Format, convert, format_of
 from shardwise.checkpoint.models.save import num_bytes_of
 from shardwise.checkpoint.torch_files import key_of
-from shardwise.debug.table import size
 from shardwise.errors import CheckpointError
+from shardwise.terminal import printable, progress
+from shardwise.words import counted, size, some
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +41,9 @@ def run(options: argparse.Namespace) -> int:
         raise CheckpointError(str(error)) from error
     with open_checkpoint(options.source) as opened:
         source = opened.under(options.under)
-        with progress(options.target.name, source.num_bytes) as done:
+        with progress(options.target.name, source.num_bytes, said=size) as done:
             left = convert(source, options.target, to, max_shard_size=most, done=done)
     print(f"{options.target}: {to}, {counted(len(source.items), 'tensor')}, {size(source.num_bytes)}")
     if left:
-        some = printable(", ".join(map(key_of, left[:3])))
-        print(f"left out, being no tensors: {some}{f' and {len(left) - 3} more' if len(left) > 3 else ''}")
+        print(f"left out, being no tensors: {printable(some(map(key_of, left), most=3))}")
     return 0

@@ -10,9 +10,10 @@ import argparse
 from pathlib import Path
 
 from shardwise.checkpoint.catalogue import open_checkpoint
-from shardwise.checkpoint.command.printing import counted, print_tables, progress
 from shardwise.checkpoint.compare import Tolerance, differences
 from shardwise.debug.table import Cells, Table
+from shardwise.terminal import print_tables, progress
+from shardwise.words import counted, size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     with open_checkpoint(options.first) as one, open_checkpoint(options.second) as two:
         first, second = one.under(options.under[0]), two.under(options.under[1])
         total = 0 if options.no_values else first.num_bytes
-        with progress("comparing", total) as done:
+        with progress("comparing", total, said=size) as done:
             found = list(
                 differences(
                     first,

@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 
 from shardwise.checkpoint.catalogue import Catalogue, found_in, open_checkpoint
-from shardwise.checkpoint.command.printing import print_tables
-from shardwise.debug.table import Table, size
+from shardwise.debug.table import Table
 from shardwise.errors import CheckpointError
+from shardwise.terminal import print_tables
+from shardwise.words import size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

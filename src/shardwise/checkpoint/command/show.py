@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.catalogue import Catalogue, Item, open_checkpoint
-from shardwise.checkpoint.command.printing import counted, print_tables
 from shardwise.checkpoint.torch_files import key_of
-from shardwise.debug.table import Cells, Table, size
+from shardwise.debug.table import Cells, Table
 from shardwise.errors import CheckpointError
+from shardwise.terminal import print_tables
+from shardwise.words import counted, size
 
 LONGEST = 100
 """Letters of a value that are shown."""

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.checkpoint.catalogue import open_checkpoint
-from shardwise.checkpoint.command.printing import counted, progress
 from shardwise.checkpoint.steps.folders import steps_in
-from shardwise.debug.table import size
 from shardwise.errors import CheckpointError, DamagedFileError
+from shardwise.terminal import progress
+from shardwise.words import counted, size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def _verified(path: Path) -> int:
         print(f"{path}: damaged\n  {error}")
         return 1
     problems = []
-    with found, progress(path.name, sum(check.num_bytes for check in found.checks)) as done:
+    with found, progress(path.name, sum(check.num_bytes for check in found.checks), said=size) as done:
         for check in found.checks:
             try:
                 check.run()

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from shardwise.checkpoint.files.reader import Reader, explained
 from shardwise.checkpoint.files.safetensors import LONGEST_HEADER, Header, Stored, parsed, read_header
 from shardwise.errors import CheckpointError, CheckpointFileError, DamagedFileError
+from shardwise.words import some
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -59,7 +60,7 @@ def _in_folder(folder: Path) -> Path:
     if len(files) > 1:
         raise CheckpointError(
             f"{folder} has {len(files)} safetensors files and no index that says which belong together: "
-            f"{', '.join(files[:3])}{', …' if len(files) > 3 else ''}. Name one file; or, if they were being saved, "
+            f"{some(files, most=3)}. Name one file; or, if they were being saved, "
             f"save them again"
         )
     return folder / files[0]

@@ -17,7 +17,7 @@ _as_subclass = torch._C.TensorBase.as_subclass
 _disabled = torch._C.DisableTorchFunctionSubclass
 
 BUFFER = 4 * 2**20
-"""How many bytes are in between at a time, where they cannot go straight from the file to where they belong."""
+"""How many bytes are in between at a time, where they cannot be read from the file in place."""
 
 
 def bytes_of(x: Tensor) -> memoryview:
@@ -62,10 +62,3 @@ def held_shards(x: Tensor) -> list[tuple[Box, Tensor]]:
         with _disabled():
             shards = [_as_subclass(shard, Tensor) for shard in shards_of(local)]
     return [(x._layout.box(coordinate), shard) for coordinate, shard in zip(x._layout.mesh.held, shards, strict=True)]
-
-
-def part(x: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """A box cut out of a tensor, as a view."""
-    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        x = x.narrow(dim, start, size)
-    return x

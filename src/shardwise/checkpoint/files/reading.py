@@ -1,4 +1,4 @@
-"""Parts of stored tensors, read into memory: only what is wanted, and straight into place where that is possible."""
+"""Parts of stored tensors, read into memory: only what is wanted, and in place where that is possible."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,11 @@ def is_possible(shape: Sequence[int]) -> bool:
     return len(shape) <= MOST_DIMS and min(shape, default=0) >= 0 and math.prod(max(size, 1) for size in shape) < 2**63
 
 
+def are_sizes(found: Any, kind: type[list] | type[tuple] = list) -> bool:
+    """Whether something that was read is a list of sizes."""
+    return isinstance(found, kind) and all(type(size) is int and 0 <= size < 2**63 for size in found)
+
+
 def contiguous_region(begin: int, sizes: Sequence[int], dtype: torch.dtype) -> Region:
     """All of a tensor that is stored in row-major order."""
     strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
@@ -80,12 +86,12 @@ class _Reading:
     dtype: torch.dtype
 
     def fill(self, begin: int, sizes: list[int], strides: list[int], target: Tensor) -> None:
-        """Piece by piece, if it cannot go straight to its place and is more than a buffer holds."""
+        """Piece by piece, if it cannot be read in place and is more than a buffer holds."""
         if not sizes:
             target = target.view(())
         at = _dense_from(sizes, strides)
-        if self._goes_straight(sizes[at:], strides[at:], target, at):
-            self._straight(begin, sizes, strides, target, at)
+        if self._has_the_same_order(sizes[at:], strides[at:], target, at):
+            self._read_in_place(begin, sizes, strides, target, at)
         elif (needed := self._staged_bytes(sizes, strides, at)) <= BUFFER or not sizes:
             self._staged(begin, sizes, strides, target, at)
         elif (rows := BUFFER * sizes[0] // needed) > 0:
@@ -97,7 +103,7 @@ class _Reading:
             for row in range(sizes[0]):
                 self.fill(begin + row * strides[0] * self.dtype.itemsize, sizes[1:], strides[1:], target[row])
 
-    def _goes_straight(self, sizes: list[int], strides: list[int], target: Tensor, at: int) -> bool:
+    def _has_the_same_order(self, sizes: list[int], strides: list[int], target: Tensor, at: int) -> bool:
         """Whether what is read at once lies in memory as it does in the file."""
         if target.device.type != "cpu" or target.dtype != self.dtype or self.dtype == torch.bool:
             return False
@@ -106,7 +112,7 @@ class _Reading:
         rows = list(itertools.accumulate([1, *reversed(sizes[1:])], lambda a, b: a * b))[::-1] if sizes else []
         return strides == rows and list(target.stride())[at:] == rows
 
-    def _straight(self, begin: int, sizes: list[int], strides: list[int], target: Tensor, at: int) -> None:
+    def _read_in_place(self, begin: int, sizes: list[int], strides: list[int], target: Tensor, at: int) -> None:
         memory, itemsize = bytes_of(target), self.dtype.itemsize
         run = math.prod(sizes[at:]) * itemsize
         for there, here in zip(steps(sizes[:at], strides), steps(sizes[:at], target.stride()), strict=True):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.files.reader import Reader
-from shardwise.checkpoint.files.reading import is_possible
+from shardwise.checkpoint.files.reading import are_sizes, is_possible
 from shardwise.errors import CheckpointError, DamagedFileError
 
 LONGEST_HEADER = 100_000_000
@@ -131,7 +131,7 @@ def _stored(key: str, entry: Any, begin: int, path: Path) -> Stored:
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or (code not in DTYPES and code not in _PACKED_BITS):
         raise wrong(f"unknown dtype {code!r}")
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not are_sizes(shape) or not are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise wrong(f"shape {shape!r} and data_offsets {offsets!r} are not sizes")
     if not is_possible(shape):
         raise wrong(f"no tensor has the shape {shape if len(shape) < 9 else f'of {len(shape)} dims'}")
@@ -142,10 +142,6 @@ def _stored(key: str, entry: Any, begin: int, path: Path) -> Stored:
             begin + offsets[0],
         )
     return Stored(path, key, code, tuple(shape), begin + offsets[0], offsets[1] - offsets[0])
-
-
-def _are_sizes(found: Any) -> bool:
-    return isinstance(found, list) and all(type(size) is int and 0 <= size < 2**63 for size in found)
 
 
 def _check_covered(tensors: Sequence[Stored], begin: int, size: int, path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,15 +59,12 @@ def are_whole(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     return all(len(starts) == len(sizes) == len(shape) for starts, sizes in boxes) and flaw(shape, boxes) is None
 
 
-def verify(
-    claims: Sequence[Claim], *, number: int = 0, count: int = 1, done: Callable[[int], object] = lambda num_bytes: None
-) -> int:
+def verify(claims: Sequence[Claim], *, number: int = 0, count: int = 1) -> int:
     """Read this rank's share of what is claimed, of `count` ranks together, and raise at the first that is not so. What
-    is returned are the bytes read; `done` is told of them as they are."""
+    is returned are the bytes read."""
     with Opened() as files:
         for claim in _share(claims, number, count):
             check(files[claim.path], claim.region, claim.checksum, key=claim.key, begin=claim.begin)
-            done(claim.region.num_bytes)
         return files.num_read
 
 

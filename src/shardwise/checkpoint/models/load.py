@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import CheckpointError
 from shardwise.layout.layout import Box
 from shardwise.tensor import DTensor
+from shardwise.words import some
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,9 @@ class Strictness:
         unexpected = [key for key in unexpected if not any(pattern.search(key) for pattern in self.may_be_left_over)]
         wrong = []
         if missing:
-            wrong.append(f"no file has {_some(map(repr, missing))}")
+            wrong.append(f"no file has {some(map(repr, missing))}")
         if unexpected:
-            wrong.append(f"the model has nothing for {_some(map(repr, unexpected))}")
+            wrong.append(f"the model has nothing for {some(map(repr, unexpected))}")
         if wrong:
             raise CheckpointError(
                 f"{path} does not fit {type(model).__name__}: {'; '.join(wrong)}. If they have other names there, say "
@@ -159,7 +160,7 @@ class _Plan:
             except CheckpointError as error:
                 wrong.append(f"{entry.name!r} {error}")
         if wrong:
-            raise CheckpointError(f"{path} does not fit {type(model).__name__}: {_some(wrong)}")
+            raise CheckpointError(f"{path} does not fit {type(model).__name__}: {some(wrong)}")
         _check_filled(model, wanted, path)
         return _Plan(model, files, wanted, missing, frozenset(used))
 
@@ -218,7 +219,7 @@ def _check_filled(model: nn.Module, wanted: Sequence[_Wanted], path: object) -> 
     if empty:
         raise CheckpointError(
             f"{type(model).__name__} has buffers on the meta device that no file has, because they are not persistent: "
-            f"{_some(map(repr, empty))}. Make the model with shardwise.init_on, or give them their values first"
+            f"{some(map(repr, empty))}. Make the model with shardwise.init_on, or give them their values first"
         )
 
 
@@ -229,9 +230,3 @@ def _unexpected(plan: _Plan, ranks: Ranks) -> list[str]:
     if len({len(used) for used in said}) > 1:
         raise CheckpointError(f"ranks find different files at {plan.files.path}: with {sorted(map(len, said))} keys")
     return [key for at, key in enumerate(keys) if all(used[at] == "0" for used in said)]
-
-
-def _some(items: Iterable[str]) -> str:
-    """The first of many."""
-    listed = list(items)
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

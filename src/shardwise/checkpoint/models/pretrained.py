@@ -28,7 +28,7 @@ from shardwise.checkpoint.models.load import Loaded, Strictness, load_with
 from shardwise.checkpoint.models.save import check_tensors_only, num_bytes_of, save_tensors
 from shardwise.checkpoint.models.sources import From
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.writers import settled
+from shardwise.dispatch.interop.state_dicts import settled
 
 
 def save_pretrained(

@@ -32,15 +32,14 @@ from shardwise.checkpoint.writers import (
     Whole,
     Writable,
     check_has_data,
-    dtype_name,
     parts_of,
     put_together,
-    settled,
 )
+from shardwise.dispatch.interop.state_dicts import settled
 from shardwise.errors import CheckpointError, CheckpointFileError
+from shardwise.words import bytes_said, dtype_name
 
 INDEX = f"model{INDEX_SUFFIX}"
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def save(
@@ -75,11 +74,10 @@ def save(
 
 def num_bytes_of(size: int | str) -> int:
     """A number of bytes, as users write it: 10**9, "5GB", "500 MB"."""
-    if isinstance(size, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", size.upper())):
-        size = int(float(match[1]) * UNITS[match[2]])
-    if not isinstance(size, int) or size <= 0:
+    found = bytes_said(size) if isinstance(size, str) else size
+    if not isinstance(found, int) or found <= 0:
         raise ValueError(f"max_shard_size={size!r} is no number of bytes: write 10**9, '5GB' or '500MB'")
-    return size
+    return found
 
 
 def _named(model: nn.Module, keys: KeyMap | None) -> dict[str, Tensor]:

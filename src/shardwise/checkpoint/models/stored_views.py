@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.files.memory import part
 from shardwise.checkpoint.files.reader import Opened
 from shardwise.checkpoint.files.reading import Region, contiguous_region, read
 from shardwise.checkpoint.files.safetensors import Stored
@@ -19,6 +18,8 @@ from shardwise.checkpoint.models.sources import From
 from shardwise.checkpoint.pieces import overlap
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box
+from shardwise.local import part
+from shardwise.words import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def sources_of(source: From, found: Sequence[Stored], shape: Sequence[int], dtyp
     if tuple(shape) != tuple(made.shape):
         raise CheckpointError(f"has shape {list(shape)}, and {source} gives {list(made.shape)}")
     if not is_converted(made.dtype, dtype):
-        raise CheckpointError(f"is {_name(dtype)}, and {_name(made.dtype)} is not converted to that unasked")
+        raise CheckpointError(f"is {dtype_name(dtype)}, and {dtype_name(made.dtype)} is not converted to that unasked")
     if parts is None:
         assert source.make is not None
         _check_runs(source, views)
@@ -99,7 +100,7 @@ def _tried_out(source: From, views: Sequence[View]) -> tuple[Tensor, list[Taken]
         with torch.no_grad(), noted:
             made = source.make(*given)
     except Exception as error:
-        shapes = " and ".join(f"{_name(x.dtype)} {list(x.shape)}" for x in given)
+        shapes = " and ".join(f"{dtype_name(x.dtype)} {list(x.shape)}" for x in given)
         raise CheckpointError(f"is read {source}, which fails for {shapes}: {error}") from error
     if not isinstance(made, Tensor):
         raise CheckpointError(f"is read {source}, which makes a {type(made).__name__} and not a tensor")
@@ -114,10 +115,6 @@ def _check_runs(source: From, views: Sequence[View]) -> None:
             source.make(*[torch.ones(view.region.sizes, dtype=view.dtype) for view in views])
     except Exception as error:
         raise CheckpointError(f"is read {source}, which fails: {error}") from error
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def is_converted(stored: torch.dtype, wanted: torch.dtype) -> bool:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.files.reader import Reader, explained
-from shardwise.checkpoint.files.reading import Region, contiguous_region, is_possible
+from shardwise.checkpoint.files.reading import Region, are_sizes, contiguous_region, is_possible
 from shardwise.checkpoint.files.safetensors import parsed
 from shardwise.checkpoint.files.verifying import Claim, are_whole
-from shardwise.checkpoint.steps.trees import dtype_named
 from shardwise.errors import CheckpointError, DamagedFileError
 from shardwise.layout import Box, Layout, Mesh
+from shardwise.words import dtype_name, dtype_named
 
 INDEX = "index.json"
 FORMAT = "shardwise step"
@@ -147,7 +147,7 @@ def _checksum(said: Mapping[str, Any]) -> str:
 
 
 def _tensor_said(tensor: SavedTensor) -> dict[str, Any]:
-    said: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    said: dict[str, Any] = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
     if (layout := tensor.layout) is not None:
         said["layout"] = layout_said(layout)
     said["boxes"] = [[*map(list, box.box), box.file, box.offset, f"{box.checksum:08x}"] for box in tensor.boxes]
@@ -217,7 +217,7 @@ def layout_from(said: Mapping[str, Any]) -> SavedLayout:
 
 
 def _sizes(said: Any) -> tuple[int, ...]:
-    if not isinstance(said, list) or not all(type(size) is int and 0 <= size < 2**63 for size in said):
+    if not are_sizes(said):
         raise ValueError(f"{said!r} are not sizes")
     return tuple(said)
 

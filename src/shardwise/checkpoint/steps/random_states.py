@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwise.checkpoint.steps.trees import Encoder, decode
 
@@ -88,12 +87,8 @@ def _set_python_state(state: list[Any]) -> None:
     random.setstate((version, tuple(array("Q", words)), gauss))
 
 
-def _set_torch_state(state: Tensor) -> None:
-    torch.set_rng_state(state)
-
-
 _SET: dict[str, Callable[[Any], None]] = {
     "python": _set_python_state,
-    "torch": _set_torch_state,
+    "torch": torch.set_rng_state,
     "numpy": lambda state: _numpy().set_state(state),
 }

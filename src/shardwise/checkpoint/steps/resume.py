@@ -25,11 +25,11 @@ from shardwise.checkpoint.steps.folders import steps_in
 from shardwise.checkpoint.steps.index import INDEX, SavedTensor, StepIndex, read_index
 from shardwise.checkpoint.steps.random_states import restore_random_states
 from shardwise.checkpoint.steps.training_state import check_kinds, decoded, names_of_parameters
-from shardwise.checkpoint.writers import dtype_name
 from shardwise.comm import ranked
 from shardwise.errors import CheckpointError, CheckpointFileError, CheckpointWarning, DamagedFileError
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor, wrap
+from shardwise.words import dtype_name
 
 
 def load_latest(

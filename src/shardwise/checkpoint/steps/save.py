@@ -38,9 +38,10 @@ from shardwise.checkpoint.steps.index import (
 )
 from shardwise.checkpoint.steps.random_states import States, all_states, random_states
 from shardwise.checkpoint.steps.training_state import check_kinds, encoded
-from shardwise.checkpoint.steps.trees import dtype_named
-from shardwise.checkpoint.writers import Part, Whole, check_has_data, parts_of, put_together, settled
+from shardwise.checkpoint.writers import Part, Whole, check_has_data, parts_of, put_together
+from shardwise.dispatch.interop.state_dicts import settled
 from shardwise.errors import CheckpointFileError, CheckpointWarning
+from shardwise.words import dtype_named
 
 
 def save_step(

@@ -16,6 +16,7 @@ from shardwise.checkpoint.entries import check_dense
 from shardwise.checkpoint.files.memory import bytes_of, in_rows
 from shardwise.checkpoint.files.reading import is_possible
 from shardwise.errors import CheckpointError
+from shardwise.words import dtype_name, dtype_named
 
 TAG = "$"
 """A JSON object with this key stands for what JSON does not have."""
@@ -74,7 +75,7 @@ class Encoder:
         check_dense(x, name)
         if self.inline(x):
             flat = in_rows(x).cpu().reshape(-1).view(torch.uint8)
-            facts = [str(x.dtype).removeprefix("torch."), list(x.shape), _as_text(bytes(bytes_of(flat)))]
+            facts = [dtype_name(x.dtype), list(x.shape), _as_text(bytes(bytes_of(flat)))]
             return {TAG: "numbers", "of": facts}
         known = self._names.get(id(x))
         if known is None or self.tensors[known] is not x:
@@ -144,13 +145,6 @@ def tensors_in(said: Any) -> Iterator[str]:
             yield from tensors_in(list(said.values()))
 
 
-def dtype_named(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
-    return found
-
-
 def _as_text(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
@@ -165,7 +159,7 @@ _MADE_OF_LISTS: dict[str, Callable[[Iterator], Any]] = {kind.__name__: kind for 
 _TEXTS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     bytes: (_as_text, _from_text),
     complex: (repr, complex),
-    torch.dtype: (lambda dtype: str(dtype).removeprefix("torch."), dtype_named),
+    torch.dtype: (dtype_name, dtype_named),
     torch.device: (str, torch.device),
 }
 _MADE_OF_TEXT: dict[str, Callable[[str], Any]] = {

@@ -60,8 +60,10 @@ def staging_shards(offload: Callable) -> Callable:
     return offloaded
 
 
-def settled(x: DTensor) -> DTensor:
+def settled(x: Tensor) -> Any:
     """A tensor outside the graph with nothing pending on it. Where something is, all ranks must call this."""
+    if not isinstance(x, DTensor):
+        return x
     with torch.no_grad():
         return as_layout(x.detach(), x._layout.without_pending, "tensor")
 

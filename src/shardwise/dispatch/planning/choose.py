@@ -1,17 +1,8 @@
 """Choosing: how one call of a trace runs along each mesh axis, given how its inputs are laid out.
 
-The choice is predictable before it is clever; it looks at one call, never at the calls to come:
-
-1. Nothing moves that need not: a strategy that needs no communication before it runs is taken, whether or not its
-   result is pending. Slicing what is replicated, and masking a bias so that it counts once, move nothing. (But a
-   pending value is not converted to a wider dtype.)
-2. No placement is invented: a strategy is open only if some input already has the placement it asks for, or if it
-   takes everything replicated. So a pending sum that must be reduced becomes replicated, or takes the placement of an
-   operand it meets.
-3. Where operands conflict, the strategy that sends least is taken, forward and, where a gradient will flow, backward,
-   with the reduction of a pending result counted, and the way back to where an activation was sharded. A parameter is
-   gathered, never sharded along another dim.
-4. A pending value that an earlier call has reduced counts as replicated from then on.
+The choice is predictable before it is clever: it looks at one call, never at the calls to come, and follows the five
+sentences of docs/design.md ("The choice"). 1: `_unmoved`; 2: `_is_open`; 3: `_widens`, `deferred`; 4: `Traffic`; 5:
+`Traffic._move`.
 """
 
 from __future__ import annotations

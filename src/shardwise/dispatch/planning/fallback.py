@@ -26,6 +26,7 @@ from shardwise.local import check_strided, single, spread
 from shardwise.redistribute import plan_moves
 from shardwise.rules.kit.treatments import treat, treatment_of
 from shardwise.tensor import DTensor, localise
+from shardwise.words import short_dtype
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _reported: set[tuple] = set()
@@ -49,18 +50,6 @@ def shown(value: Any, *, kinds: bool = False) -> str:
         items = [shown(item, kinds=kinds) for item in value[:4]] + (["…"] if len(value) > 4 else [])
         return f"[{', '.join(items)}]"
     return repr(value)
-
-
-def short_dtype(dtype: torch.dtype) -> str:
-    """
-    >>> short_dtype(torch.bfloat16), short_dtype(torch.bool)
-    ('bf16', 'bool')
-    """
-    name = str(dtype).removeprefix("torch.")
-    return _SHORT.get(name, name)
-
-
-_SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "i32"}
 
 
 def report(name: str, key: tuple, args: tuple, kwargs: dict[str, Any]) -> None:

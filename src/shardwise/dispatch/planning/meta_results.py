@@ -134,14 +134,15 @@ def _is_elementwise(func: Any) -> bool:
 UNLIKE = frozenset({"copy", "fill"})
 """Ops that are tagged as element-wise, but whose result has the shape of the first argument, whatever the others'."""
 
-_ELSEWHERE = frozenset({"memory_format", "device", "layout", "pin_memory"})
+_PLACING = frozenset({"memory_format", "device", "layout", "pin_memory"})
+"""Options that say where a result is made."""
 
 
 def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An element-wise op on contiguous tensors gives contiguous ones of their common shape; of which dtype, the op
     itself says on no elements at all. None if it is not as simple as that."""
     shapes: list[Shape] = []
-    simple = not any(name in _ELSEWHERE or isinstance(arg, Tensor) for name, arg in kwargs.items())
+    simple = not any(name in _PLACING or isinstance(arg, Tensor) for name, arg in kwargs.items())
     empties = []
     for arg in args:
         if isinstance(arg, Tensor):

@@ -7,7 +7,7 @@ shards, equal ones for replicas. Either way the generators of all ranks advance 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -15,16 +15,16 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise.comm.agreement import largest
 from shardwise.comm.captured import noters, running_mesh
 from shardwise.comm.ranked import join, pick, ranked, shards_of
-from shardwise.comm.record import off_the_record
 from shardwise.dispatch.planning.local_calls import EachRank
 from shardwise.dispatch.planning.realise import Realised
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.errors import ReplicaError
 from shardwise.layout import Layout, Mesh
+from shardwise.local import part
 from shardwise.rules import Call
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -71,28 +71,17 @@ def check_in_step(mesh: Mesh) -> None:
     mesh = running_mesh(mesh)
     if mesh in _in_step:
         return
-    if noters:
-        with _disable_current_modes():
-            _compare_seeds(mesh)
-    else:
-        _compare_seeds(mesh)
+    generators = (torch.default_generator, default_generator(torch.device(mesh.device_type)))
+    seeds = [_signed(generator.initial_seed()) for generator in generators if generator is not None]
+    # The largest of `~seed` is that of the smallest seed: one reduction finds both ends.
+    found = largest(mesh, [*seeds, *(~seed for seed in seeds)])
+    for high, low in zip(found, found[len(seeds) :]):
+        if high != ~low:
+            raise ReplicaError(
+                f"random numbers on {mesh} need its ranks in step, but their generators were seeded differently, "
+                f"from {~low} to {high}; call torch.manual_seed with the same seed on every rank"
+            )
     _in_step.add(mesh)
-
-
-def _compare_seeds(mesh: Mesh) -> None:
-    if len(mesh.held) < mesh.size() and mesh.device_type != "meta":
-        generators = (torch.default_generator, default_generator(torch.device(mesh.device_type)))
-        seeds = [_signed(generator.initial_seed()) for generator in generators if generator is not None]
-        # The largest of `~seed` is that of the smallest seed: one reduction finds both ends.
-        ends = torch.tensor([seeds, [~seed for seed in seeds]], dtype=torch.int64, device=mesh.device_type)
-        with _disabled(), off_the_record():
-            largest, inverted = mesh.port.all_reduce([ends], mesh, tuple(range(mesh.ndim)), "max")[0].tolist()
-        for high, low in zip(largest, inverted, strict=True):
-            if high != ~low:
-                raise ReplicaError(
-                    f"random numbers on {mesh} need its ranks in step, but their generators were seeded differently, "
-                    f"from {~low} to {high}; call torch.manual_seed with the same seed on every rank"
-                )
 
 
 def _signed(seed: int) -> int:
@@ -223,7 +212,7 @@ def drawn_shards(draw: Callable[[tuple[int, ...]], Tensor], layout: Layout) -> l
     boxes = [layout.box(coordinate) for coordinate in layout.mesh.held]
     if layout.mesh.device_type != "cpu" or layout.numel <= 2 * SLAB:
         whole = draw(layout.shape)
-        return [_part(whole, *box).clone() for box in boxes]
+        return [part(whole, *box).clone() for box in boxes]
     num_rows, rest = layout.shape[0], layout.shape[1:]
     rows = max(SLAB // math.prod(rest) // 16, 1) * 16
     starts = range(0, max(num_rows - rows, 1), rows)
@@ -236,12 +225,6 @@ def drawn_shards(draw: Callable[[tuple[int, ...]], Tensor], layout: Layout) -> l
                 shards[at] = slab.new_empty(extents)
             first, last = max(begins[0], start), min(begins[0] + extents[0], start + count)
             if first < last:
-                part = _part(slab, (first - start, *begins[1:]), (last - first, *extents[1:]))
-                shards[at][first - begins[0] : last - begins[0]] = part
+                rows_here = part(slab, (first - start, *begins[1:]), (last - first, *extents[1:]))
+                shards[at][first - begins[0] : last - begins[0]] = rows_here
     return shards
-
-
-def _part(x: Tensor, starts: Sequence[int], extents: Sequence[int]) -> Tensor:
-    for dim, (start, extent) in enumerate(zip(starts, extents, strict=True)):
-        x = x.narrow(dim, start, extent)
-    return x

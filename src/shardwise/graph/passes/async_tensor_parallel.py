@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardwise.graph.draft.draft import CHUNK, NUMBERS, Draft, contiguous
+from shardwise.graph.draft.moves import Moved, cut, joined_pieces, moves, shape
+from shardwise.graph.draft.order import needs
+from shardwise.graph.draft.storages import Storages, is_view
 from shardwise.graph.nodes import Collective
 from shardwise.graph.passes.bucket import gradient_reductions
-from shardwise.graph.passes.draft import CHUNK, NUMBERS, Draft, contiguous
-from shardwise.graph.passes.moves import Moved, cut, joined_pieces, moves, shape
-from shardwise.graph.passes.order import needs
-from shardwise.graph.passes.report import bytes_of, counted
-from shardwise.graph.passes.storages import Storages, is_view
+from shardwise.graph.passes.report import bytes_of
+from shardwise.words import counted
 
 _aten = torch.ops.aten
 CHUNKS = 2

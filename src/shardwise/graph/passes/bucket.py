@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardwise.graph.draft.draft import Draft, in_backward
+from shardwise.graph.draft.joined import bring_together, can_be_joined, facts_of, join, key_of
+from shardwise.graph.draft.order import Needs, ancestors, needed_by, needs
+from shardwise.graph.draft.storages import is_view
 from shardwise.graph.nodes import Collective
-from shardwise.graph.passes.draft import Draft, in_backward
-from shardwise.graph.passes.joined import bring_together, can_be_joined, facts_of, join, key_of
-from shardwise.graph.passes.order import Needs, ancestors, needed_by, needs
-from shardwise.graph.passes.storages import is_view
 from shardwise.redistribute.backward import buckets
 
 _aten = torch.ops.aten

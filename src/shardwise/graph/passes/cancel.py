@@ -9,9 +9,8 @@ import torch
 from torch import fx
 
 from shardwise.comm import running_mesh
-from shardwise.graph.nodes import Collective, collective_of
-from shardwise.graph.passes.draft import Draft, elements
-from shardwise.graph.passes.moves import (
+from shardwise.graph.draft.draft import Draft, elements
+from shardwise.graph.draft.moves import (
     Moved,
     coordinate,
     cut,
@@ -23,9 +22,10 @@ from shardwise.graph.passes.moves import (
     relative,
     shape,
 )
-from shardwise.graph.passes.report import counted
-from shardwise.graph.passes.storages import Storages
+from shardwise.graph.draft.storages import Storages
+from shardwise.graph.nodes import Collective, collective_of
 from shardwise.layout import Layout, Mesh, Replicate
+from shardwise.words import counted
 
 _aten = torch.ops.aten
 

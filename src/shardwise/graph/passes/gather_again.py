@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.graph.passes.draft import NUMBERS, Draft, in_backward
-from shardwise.graph.passes.moves import Moved, moves
+from shardwise.graph.draft.draft import NUMBERS, Draft, in_backward
+from shardwise.graph.draft.moves import Moved, moves
+from shardwise.graph.draft.storages import Storages, is_view
 from shardwise.graph.passes.narrow import carried
-from shardwise.graph.passes.report import counted
-from shardwise.graph.passes.storages import Storages, is_view
+from shardwise.words import counted
 
 _aten = torch.ops.aten
 

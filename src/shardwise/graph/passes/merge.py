@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.graph.draft.draft import CHUNK, Draft, in_backward
+from shardwise.graph.draft.joined import bring_together, can_be_joined, facts_of, join, key_of
+from shardwise.graph.draft.order import Needs, needs
 from shardwise.graph.passes.bucket import gradient_reductions
-from shardwise.graph.passes.draft import CHUNK, Draft, in_backward
-from shardwise.graph.passes.joined import bring_together, can_be_joined, facts_of, join, key_of
-from shardwise.graph.passes.order import Needs, needs
 
 SMALL, LARGEST = 1 << 16, 1 << 20
 """Bytes up to which a collective is small, and of what is brought together at most."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.graph.passes.draft import Draft, elements
-from shardwise.graph.passes.moves import Moved, cut, joined_pieces, moves, shape
+from shardwise.graph.draft.draft import Draft, elements
+from shardwise.graph.draft.moves import Moved, cut, joined_pieces, moves, shape
+from shardwise.graph.draft.storages import Storages
 from shardwise.graph.passes.report import bytes_of
 from shardwise.graph.passes.scatter import is_pointwise, sliced
-from shardwise.graph.passes.storages import Storages
 
 _aten = torch.ops.aten
 _KINDS = ("all_gather", "all_to_all")

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.graph.draft.draft import Draft
+from shardwise.graph.draft.moves import joined_pieces
+from shardwise.graph.draft.order import Emission, Needs, arranged, needed_by, needs, sides
+from shardwise.graph.draft.storages import may_be_view
 from shardwise.graph.nodes import Collective, Start, collective_of, wait
 from shardwise.graph.passes.bucket import gradient_reductions
-from shardwise.graph.passes.draft import Draft
-from shardwise.graph.passes.moves import joined_pieces
-from shardwise.graph.passes.order import Emission, Needs, arranged, needed_by, needs, sides
-from shardwise.graph.passes.report import counted
-from shardwise.graph.passes.storages import may_be_view
+from shardwise.words import counted
 
 _STARTED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 

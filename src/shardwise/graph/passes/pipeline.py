@@ -9,21 +9,21 @@ from functools import partial
 from torch import fx
 
 from shardwise.errors import CaptureError
+from shardwise.graph.draft.draft import NUMBERS, Draft
+from shardwise.graph.draft.joined import facts_of
+from shardwise.graph.draft.storages import replaces_memory
 from shardwise.graph.nodes import collective_of
 from shardwise.graph.passes.async_tensor_parallel import async_tensor_parallel
 from shardwise.graph.passes.bucket import bucket
 from shardwise.graph.passes.cancel import cancel
-from shardwise.graph.passes.draft import NUMBERS, Draft
 from shardwise.graph.passes.gather_again import gather_again
 from shardwise.graph.passes.in_place import in_place
-from shardwise.graph.passes.joined import facts_of
 from shardwise.graph.passes.merge import merge
 from shardwise.graph.passes.narrow import narrow
 from shardwise.graph.passes.overlap import overlap
 from shardwise.graph.passes.report import PassReport, Traffic
 from shardwise.graph.passes.scatter import SPLIT, scatter
 from shardwise.graph.passes.share import share, tidy
-from shardwise.graph.passes.storages import replaces_memory
 from shardwise.graph.program import Part, Program
 from shardwise.layout import Mesh
 from shardwise.parallel.agreement import agreed, first_difference, least

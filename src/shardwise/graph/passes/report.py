@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from shardwise.debug.table import size
 from shardwise.graph.nodes import collective_of
+from shardwise.words import size
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,6 @@ def bytes_of(brought: Any) -> int:
     found: list[int] = []
     fx.map_arg(brought, lambda node: found.append(node.meta["facts"].bytes))
     return sum(found)
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True)

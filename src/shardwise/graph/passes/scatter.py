@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardwise.graph.draft.draft import Draft, contiguous
+from shardwise.graph.draft.moves import coordinate, cut, is_part, is_slice, relative, shape
+from shardwise.graph.draft.storages import Storages
 from shardwise.graph.nodes import Collective, is_op
-from shardwise.graph.passes.draft import Draft, contiguous
-from shardwise.graph.passes.moves import coordinate, cut, is_part, is_slice, relative, shape
-from shardwise.graph.passes.report import counted
-from shardwise.graph.passes.storages import Storages
 from shardwise.layout import Box, Layout
 from shardwise.redistribute.kernels import members
+from shardwise.words import counted
 
 _aten = torch.ops.aten
 

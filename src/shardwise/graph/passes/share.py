@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.graph.draft.draft import Draft, in_backward
+from shardwise.graph.draft.storages import Storage, is_alias, is_view
 from shardwise.graph.nodes import Check, Draw, Start, collective_of, has_effects, wait
-from shardwise.graph.passes.draft import Draft, in_backward
-from shardwise.graph.passes.report import counted
-from shardwise.graph.passes.storages import Storage, is_alias, is_view
+from shardwise.words import counted
 
 
 def tidy(draft: Draft) -> list[str]:

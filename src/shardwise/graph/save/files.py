@@ -14,15 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.checkpoint.files.memory import bytes_of, in_rows
+from shardwise.checkpoint.files.safetensors import CODES, Written, make_header, read_header
 from shardwise.errors import SavedProgramError
 
 FORMAT, VERSION = "shardwise program", 1
-_DTYPES = {
-    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
-    **{torch.complex64: "C64"},
-}
-_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def versions() -> dict[str, str]:
@@ -54,9 +50,9 @@ def write(folder: Path, programs: list[dict[str, Any]], constants: Sequence[Tens
 def read(folder: Path) -> tuple[list[dict[str, Any]], list[Tensor]]:
     """What was written for this process: programs and constants."""
     stem = _stem(folder)
-    file = stem.with_suffix(".json")
+    file, beside = stem.with_suffix(".json"), stem.with_suffix(".safetensors")
     try:
-        data, tensors = file.read_bytes(), stem.with_suffix(".safetensors").read_bytes()
+        data, tensors = file.read_bytes(), beside.read_bytes()
     except OSError as error:
         raise _not_there(folder, error) from None
     content = _content(data, tensors)
@@ -69,7 +65,7 @@ def read(folder: Path) -> tuple[list[dict[str, Any]], list[Tensor]]:
     for name, here in versions().items():
         if (saved := content["versions"].get(name)) != here:
             raise SavedProgramError(f"{file} was saved with {name} {saved}; this is {name} {here}: capture it again")
-    return content["programs"], _unpacked(tensors)
+    return content["programs"], _unpacked(beside, tensors)
 
 
 def _not_there(folder: Path, error: OSError) -> SavedProgramError:
@@ -111,26 +107,18 @@ def _replace(file: Path, data: bytes) -> None:
 
 
 def _packed(tensors: Sequence[Tensor]) -> bytes:
-    """Tensors in safetensors' format: the length of a header, a header of JSON, and the data one after the other."""
-    header, data = {}, b""
-    for number, x in enumerate(tensors):
-        if x.dtype not in _DTYPES:
-            raise SavedProgramError(f"a constant of {x.dtype} cannot be saved")
-        own = bytes(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
-        ends = [len(data), len(data) + len(own)]
-        header[str(number)] = {"dtype": _DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": ends}
-        data += own
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + data
+    """Tensors in safetensors' format, by their numbers."""
+    if unknown := [x.dtype for x in tensors if x.dtype not in CODES]:
+        raise SavedProgramError(f"a constant of {unknown[0]} cannot be saved")
+    entries = [Written(str(number), CODES[x.dtype], tuple(x.shape)) for number, x in enumerate(tensors)]
+    rows = [in_rows(x).cpu() for x in tensors]
+    return make_header(entries, {}) + b"".join(map(bytes_of, rows))
 
 
-def _unpacked(data: bytes) -> list[Tensor]:
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
+def _unpacked(path: Path, data: bytes) -> list[Tensor]:
+    stored = read_header(path).tensors
     found = []
-    for facts in (header[str(number)] for number in range(len(header))):
-        first, last = facts["data_offsets"]
-        own = torch.tensor(list(data[start + first : start + last]), dtype=torch.uint8)
-        found.append(own.view(_BY_NAME[facts["dtype"]]).reshape(facts["shape"]))
+    for own in (stored[str(number)] for number in range(len(stored))):
+        found.append(torch.empty(own.shape, dtype=own.dtype))
+        bytes_of(found[-1])[:] = data[own.begin : own.begin + own.num_bytes]
     return found

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import CaptureWarning, SavedProgramError
-from shardwise.graph.call import Call
 from shardwise.graph.compile import BRANCHES, Compiled, make_of
-from shardwise.graph.guards import FIRST, Guards
-from shardwise.graph.kinds import kind_of
-from shardwise.graph.names import named_tensors
+from shardwise.graph.guards.call import Call
+from shardwise.graph.guards.guards import FIRST, Guards
+from shardwise.graph.guards.kinds import kind_of
+from shardwise.graph.guards.names import named_tensors
 from shardwise.graph.program import Program
-from shardwise.graph.run import Make, holds
+from shardwise.graph.run.run import Make, holds
 from shardwise.graph.save.files import read
 from shardwise.graph.save.needs import argument_said, difference, mesh_said, needs_of, tensor_said
 from shardwise.graph.save.programs import ProgramReader

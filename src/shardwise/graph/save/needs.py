@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import shards_of
-from shardwise.dispatch.planning.fallback import short_dtype
-from shardwise.graph.guards import MODES, Guards
-from shardwise.graph.kinds import said
-from shardwise.layout import Layout, Mesh
+from shardwise.graph.guards.guards import MODES, Guards
+from shardwise.graph.guards.kinds import kind_of, said
+from shardwise.layout import Mesh
+from shardwise.words import short_dtype
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -41,28 +40,15 @@ def needs_of(guards: Guards, objects: Mapping[str, Tensor]) -> Needs:
 def tensor_said(x: Tensor) -> str:
     """All of a tensor but its data."""
     with _disabled():
-        layout: Layout | None = x.__dict__.get("_layout")
-        shards = [(list(y.size()), list(y.stride())) for y in shards_of(x)]
-        return _tensor(type(x), layout, shards, x.dtype, x.device, x.requires_grad)
+        return argument_said(kind_of(x))
 
 
 def argument_said(kind: Any) -> str:
-    if isinstance(kind, tuple) and len(kind) > 2:
-        cls, layout, own, *rest = kind
-        return _tensor(cls, layout, [(list(size), list(strides)) for size, strides in own], *rest)
-    return said(kind)
-
-
-def _tensor(
-    cls: type,
-    layout: Layout | None,
-    shards: list[tuple[list[int], list[int]]],
-    dtype: torch.dtype,
-    device: torch.device,
-    requires_grad: bool,
-) -> str:
-    shape = f"[{','.join(map(str, shards[0][0]))}]" if layout is None else f"{layout} on {mesh_said(layout.mesh.root)}"
-    strides = " and ".join(dict.fromkeys(str(strides) for _, strides in shards))
+    if not isinstance(kind, tuple) or len(kind) < 3:
+        return said(kind)
+    cls, layout, own, dtype, device, requires_grad = kind
+    shape = f"[{','.join(map(str, own[0][0]))}]" if layout is None else f"{layout} on {mesh_said(layout.mesh.root)}"
+    strides = " and ".join(dict.fromkeys(str(list(strides)) for _, strides in own))
     gradient = ", with a gradient" if requires_grad else ""
     return f"{cls.__name__} {short_dtype(dtype)}{shape}, {device.type}, strides {strides}{gradient}"
 

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.errors import SavedProgramError
-from shardwise.graph.guards import Guards
+from shardwise.graph.guards.guards import Guards
 from shardwise.graph.program import Program
-from shardwise.graph.run import Run
+from shardwise.graph.run.run import Run
 from shardwise.graph.save.files import write
 from shardwise.graph.save.needs import mesh_said, needs_of
 from shardwise.graph.save.programs import ProgramWriter

@@ -22,8 +22,8 @@ from shardwise.comm import running_mesh
 from shardwise.comm.record import Comm
 from shardwise.dispatch.planning.randomness import draw_seed
 from shardwise.errors import SavedProgramError
+from shardwise.graph.capture.numbers import FUNCTIONS
 from shardwise.graph.nodes import Check, Collective, Draw, Seeded, Start, recurrent_layer, wait
-from shardwise.graph.numbers import FUNCTIONS
 from shardwise.graph.passes.report import PassReport, Traffic
 from shardwise.graph.program import (
     Differentiable,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shardwise.graph.guards import FIRST
-from shardwise.graph.run import Run
+from shardwise.graph.guards.guards import FIRST
+from shardwise.graph.run.run import Run
 from shardwise.graph.show.report import Report
 from shardwise.graph.show.text import Page, Text, drawn, labelled, plain
+from shardwise.words import counted
 
 if TYPE_CHECKING:
     from shardwise.graph.captured import Captured
@@ -19,7 +20,7 @@ __all__ = ["show"]
 def show(captured: Captured, *, width: int, every: bool = False, color: bool = False) -> str:
     """The programs of a function, in the order in which they were captured."""
     count = len(captured.runs)
-    page: Page = [plain(f"{captured.name}: {count or 'no'} program{'' if count == 1 else 's'} captured", "head")]
+    page: Page = [plain(f"{captured.name}: {counted(count, 'program') if count else 'no programs'} captured", "head")]
     page += _states(captured, width)
     for number, (guards, run) in enumerate(reversed(captured.runs)):
         why = f"at {guards.why}" if guards.why == FIRST else f"since {guards.why}"

@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 from shardwise.debug.table import place
-from shardwise.dispatch.planning.fallback import short_dtype
 from shardwise.graph.nodes import Seeded, Start, collective_of, is_op, op_of
 from shardwise.graph.program import Facts
 from shardwise.layout import Layout
+from shardwise.words import short_dtype
 
 Styled = tuple[str, str]
 """Text, and what it is: "op", "collective", "name", "type", "place", "head" or "" (`show.text` gives them colours)."""

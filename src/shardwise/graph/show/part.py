@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from shardwise.dispatch.planning.fallback import short_dtype
-from shardwise.graph.guards import Guards
-from shardwise.graph.names import place_of
+from shardwise.graph.guards.guards import Guards
+from shardwise.graph.guards.names import place_of
 from shardwise.graph.program import FromGradient, FromHost, FromObject, Given, Output, Place, Program, Result, Source
 from shardwise.graph.show.expressions import expressions
 from shardwise.graph.show.layouts import layouts_of
@@ -21,6 +20,7 @@ from shardwise.graph.show.phases import phases_of
 from shardwise.graph.show.repeats import folded
 from shardwise.graph.show.text import Text, broken, labelled, laid_out, plain
 from shardwise.layout import Layout
+from shardwise.words import short_dtype
 
 TYPES = "f32[8,4] S(0)@dp: a whole tensor and how it lies; f32(4,4): this rank's, where that is not known"
 

@@ -9,17 +9,18 @@ from functools import cached_property
 
 from shardwise.comm.record import Comm
 from shardwise.comm.recording import RecordingPort
-from shardwise.debug.table import size, tables
-from shardwise.graph.comms import comms_of
-from shardwise.graph.guards import Guards
-from shardwise.graph.kinds import said
-from shardwise.graph.memory import memory_of
-from shardwise.graph.names import place_of
+from shardwise.debug.table import tables
+from shardwise.graph.cost.comms import comms_of
+from shardwise.graph.cost.memory import memory_of
+from shardwise.graph.guards.guards import Guards
+from shardwise.graph.guards.kinds import said
+from shardwise.graph.guards.names import place_of
 from shardwise.graph.nodes import Draw, collective_of
 from shardwise.graph.program import Program
 from shardwise.graph.show.part import ShownPart
 from shardwise.graph.show.text import Page, Text, labelled, plain
 from shardwise.layout import Mesh
+from shardwise.words import counted, size
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Report:
     def _on_host(self) -> str:
         nodes = [node for node in self.program.host.graph.nodes if node.op == "call_function"]
         seeds = sum(isinstance(node.target, Draw) for node in nodes)
-        drawn = f", {_some(seeds, 'seed')} drawn" if seeds else ""
+        drawn = f", {counted(seeds, 'seed')} drawn" if seeds else ""
         return f", and {len(nodes)} on numbers of the host{drawn}" if nodes else ""
 
     @cached_property
@@ -94,7 +95,7 @@ class Report:
         kinds = Counter(comm.kind for comm in self.comms)
         named = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         sent = size(sum(comm.wire_bytes for comm in self.comms))
-        return f"{sent} in {_some(len(self.comms), 'collective')} ({named})" if kinds else "nothing"
+        return f"{sent} in {counted(len(self.comms), 'collective')} ({named})" if kinds else "nothing"
 
     def _passes(self) -> list[str]:
         """What passes have changed."""
@@ -105,7 +106,3 @@ class Report:
         whose = " for all ranks together" if self.program.is_joint else ""
         parts = f"{size(need.given)} that it is given, and {size(need.made)} that it makes"
         return f"{size(need.peak)} at most{whose}: {parts}"
-
-
-def _some(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

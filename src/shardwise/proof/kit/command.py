@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from shardwise.proof.kit.pool import Task, run_all
-from shardwise.proof.kit.progress import progress
 from shardwise.proof.kit.report import Table, page, print_tables
 from shardwise.proof.kit.results import CannotRun, Store
+from shardwise.terminal import progress
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, timed: str) -> None:
@@ -106,7 +106,7 @@ def run_tasks(
                 if outcome.failure is not None:
                     result.ended(outcome.failure, len(outcome.parts))
                 result.seconds = round(outcome.seconds, 2)
-                advance(f"{outcome.name} {result.status}")
+                advance(what=f"{outcome.name} {result.status}")
                 store.add(result)
     finally:
         store.save()

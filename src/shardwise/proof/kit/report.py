@@ -1,9 +1,12 @@
-"""Results as tables: with Rich where it is installed, else as the Markdown that is also written to files."""
+"""Results as tables: printed, and as Markdown in files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from shardwise import terminal
+from shardwise.debug import table
 
 WIDTH = 100
 
@@ -26,37 +29,20 @@ def by_reason(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 def page(made: Sequence[Table], title: str, about: str) -> str:
     """Tables as a page of Markdown, the last, which sums up, first."""
     *details, total = made
-    return "\n".join([f"# {title}", "", about, "", _rows(total), *(_section(table) for table in details if table[2])])
+    return "\n".join([f"# {title}", "", about, "", _rows(total), *(_section(one) for one in details if one[2])])
 
 
-def _section(table: Table) -> str:
-    return f"## {table[0].capitalize()}\n\n{_rows(table)}"
+def _section(one: Table) -> str:
+    return f"## {one[0].capitalize()}\n\n{_rows(one)}"
 
 
-def _rows(table: Table) -> str:
-    _, columns, rows = table
+def _rows(one: Table) -> str:
+    _, columns, rows = one
     lines = [columns, ["---"] * len(columns), *([cell.replace("|", "/") for cell in row] for row in rows)]
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
 def print_tables(made: Sequence[Table]) -> None:
     """Print those that have rows."""
-    try:
-        from rich.console import Console
-        from rich.table import Table as RichTable
-        from rich.text import Text
-    except ImportError:
-        print("\n".join(_section(table) for table in made if table[2]))
-        return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    for title, columns, rows in made:
-        table = RichTable(title=title, title_justify="left", show_header=any(columns))
-        for column in columns[:-1]:
-            table.add_column(column, overflow="fold", justify="right" if table.columns else "left")
-        table.add_column(columns[-1], overflow="fold", ratio=2)
-        for row in rows:
-            table.add_row(*map(Text, row))
-        if rows:
-            console.print(table)
+    shown = [(title, tuple(columns), list(map(tuple, rows))) for title, columns, rows in made if rows]
+    terminal.print_tables([table.Table(*one, numbers=len(one[1])) for one in shown], piped=WIDTH)

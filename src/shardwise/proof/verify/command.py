@@ -30,7 +30,6 @@ from shardwise.proof.kit.command import (
     pattern,
     run_tasks,
 )
-from shardwise.proof.kit.progress import progress
 from shardwise.proof.kit.results import CannotRun
 from shardwise.proof.kit.samples import Operator, operators, spread
 from shardwise.proof.verify import catalogue
@@ -42,6 +41,7 @@ from shardwise.proof.verify.gaps import reason_for
 from shardwise.proof.verify.oracle import Truth, truths, worth
 from shardwise.proof.verify.verdicts import OpReport, tables
 from shardwise.rules import AxisPlacement, Strategy, rule_for
+from shardwise.terminal import progress
 
 # Judging
 
@@ -197,7 +197,7 @@ def collect(settings: Settings, *, quiet: bool = True) -> dict[str, list[Case]]:
         with progress("recording", len(sources), quiet=quiet) as advance:
             for operator in sources:
                 keep(calls_of(operator, settings.samples))
-                advance(operator.name)
+                advance(what=operator.name)
     uncalled = _missing(settings.names, found)
     if uncalled or not found:
         ops = ", ".join(uncalled) or "any op that has rules"

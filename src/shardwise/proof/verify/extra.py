@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shardwise.proof.verify.calls import record
 from shardwise.proof.verify.case import Case
-from shardwise.rules.nn.class_losses import cross_entropy
-from shardwise.rules.nn.linear_cross_entropy import linear_cross_entropy
+from shardwise.rules.losses.class_losses import cross_entropy
+from shardwise.rules.losses.linear_cross_entropy import linear_cross_entropy
 
 
 def x(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

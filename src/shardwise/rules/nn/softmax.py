@@ -13,8 +13,8 @@ from shardwise.rules.kit.notation import factor_rule, other_dims
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, Local, Rule, Saved, Strategy
 from shardwise.rules.math.reductions import PROGRAM_COST, is_inexact, wide
-from shardwise.rules.nn.row_numbers import row_terms
-from shardwise.rules.nn.row_passes import MAXIMUM, TOTAL, row_products, row_softmax, row_softmax_gradient, row_sums
+from shardwise.rules.rows.row_numbers import row_terms
+from shardwise.rules.rows.row_passes import MAXIMUM, TOTAL, row_products, row_softmax, row_softmax_gradient, row_sums
 
 
 def _softmax(call: Call) -> list[Strategy]:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.files import reading, writing
-from shardwise.checkpoint.files.memory import part
 from shardwise.checkpoint.files.reader import Opened, Reader
 from shardwise.checkpoint.files.reading import Region, contiguous_region, read
 from shardwise.checkpoint.files.writing import make_file, open_to_write
 from shardwise.errors import CheckpointFileError, DamagedFileError
+from shardwise.local import part
 
 AHEAD = 3
 """Bytes before the tensor: nothing need be aligned in a file."""

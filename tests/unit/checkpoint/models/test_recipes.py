@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.files.memory import part
 from shardwise.checkpoint.models.recipes import Noted, Taken, grouped, recipe
+from shardwise.local import part
 
 A, B, C = torch.arange(24.0).view(4, 6), torch.arange(24.0, 48).view(4, 6), torch.arange(12).view(12)
 

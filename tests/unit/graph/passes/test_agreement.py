@@ -11,10 +11,10 @@ from optimised import case_of, kinds
 from torch import fx
 
 import shardwise as sw
+from shardwise.graph.draft.storages import replaces_memory
 from shardwise.graph.nodes import Start
 from shardwise.graph.passes import DEFAULT, PASSES
 from shardwise.graph.passes.share import share
-from shardwise.graph.passes.storages import replaces_memory
 
 
 def mesh_2() -> Any:

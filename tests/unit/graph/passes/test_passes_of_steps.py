@@ -16,10 +16,10 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.graph.draft.draft import in_backward
 from shardwise.graph.nodes import Start, collective_of
 from shardwise.graph.passes import DEFAULT
 from shardwise.graph.passes.bucket import PRODUCTS
-from shardwise.graph.passes.draft import in_backward
 from shardwise.redistribute.backward import buckets
 
 GPT = runpy.run_path(str(Path(__file__).parents[4] / "examples" / "gpt.py"), run_name="gpt")

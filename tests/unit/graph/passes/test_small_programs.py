@@ -10,7 +10,7 @@ from captured import shards
 from optimised import SMALL, R, S, Small, case_of, kinds, only, ops, program_of, red, whole_numbers
 
 import shardwise as sw
-from shardwise.graph.memory import memory_of
+from shardwise.graph.cost.memory import memory_of
 from shardwise.graph.nodes import collective_of
 from shardwise.graph.passes import Traffic
 

@@ -1,0 +1,48 @@
+"""A call of a function that is to be captured: its arguments, and all that the function reaches beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.comm.recording import RecordingPort
+from shardwise.graph.guards.reached import Reached, leaf_names
+from shardwise.layout import Mesh
+from shardwise.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call; `names` are those of the leaves of its arguments."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: Sequence[Any]
+    spec: Any
+    names: Sequence[str]
+    reached: Reached
+
+    @staticmethod
+    def of(
+        function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any], spec: Any
+    ) -> Call:
+        names = leaf_names(function, args, kwargs)
+        return Call(function, args, kwargs, leaves, spec, names, Reached.by(function, leaves, names))
+
+    def __call__(self) -> Any:
+        """The function itself."""
+        return self.function(*self.args, **self.kwargs)
+
+    def meshes(self) -> list[Mesh]:
+        """The whole meshes of the DTensors that it is about, in the order in which they are met."""
+        tensors = [x.value for x in self.reached.objects if isinstance(x.value, Tensor)]
+        tensors += [x for x in self.leaves if isinstance(x, Tensor)]
+        return list(dict.fromkeys(x._layout.mesh.root for x in tensors if isinstance(x, DTensor)))
+
+    def is_recorded(self) -> bool:
+        """Whether it is about tensors without data."""
+        return any(isinstance(mesh.port, RecordingPort) for mesh in self.meshes())

@@ -1,0 +1,227 @@
+"""When a program that was captured serves a call: what it depends on, in a form that is quick to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import shards_of
+from shardwise.dispatch.modes import is_strict, limits, replicates_implicitly
+from shardwise.graph.capture.optimizers import are_floats
+from shardwise.graph.guards.call import Call
+from shardwise.graph.guards.kinds import changed, differs, kind_of
+from shardwise.graph.guards.names import Names
+from shardwise.graph.guards.reached import VALUES, Found, Reached, Sized, is_library, is_same, is_value
+from shardwise.graph.guards.unchanged import Hooks, Identities, States, Structure, TensorFacts, unchanged
+from shardwise.graph.program import FromArgument, FromGradient, FromObject, Place, Program
+from shardwise.layout import Layout
+from shardwise.redistribute import is_keeping
+
+FIRST = "the first call"
+"""Why a program was captured that nothing was captured before."""
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+
+
+OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
+"""What schedulers keep in groups, and no step reads."""
+
+MODES = (
+    *(
+        "grad mode",
+        "inference mode",
+        "autocast on cpu",
+        "autocast on cuda",
+        "default dtype",
+        "deterministic algorithms",
+    ),
+    *("float32 matmul precision", "shardwise.strict", "limits of shardwise.strict", "implicit_replication"),
+)
+"""What `modes` tells, in its order."""
+
+
+def modes() -> tuple[Any, ...]:
+    """Settings of torch's, and of ours, under which a program is captured."""
+    devices = ("cpu", "cuda")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        is_strict(),
+        limits(),
+        replicates_implicitly(),
+    )
+
+
+class Guards:
+    """What a program depends on."""
+
+    def __init__(self, call: Call, program: Program, why: str) -> None:
+        leaves, reached = call.leaves, call.reached
+        self.spec, self.modes, self.why = call.spec, modes(), why
+        self.names = Names(program, reached, call.names)
+        with _disabled():
+            self.kinds = [kind_of(leaf) for leaf in leaves]
+        self._held = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *VALUES))]  # so that ids stay theirs
+        objects = {
+            id(tensor)
+            for part in (program.host, *program.ranks)
+            for source in part.sources
+            if isinstance(source, FromObject)
+            for tensor in (source.tensor, source.owner)
+        }
+        self.found = [x for x in reached.objects if id(x.value) in objects or not isinstance(x.value, Tensor)]
+        self.settings = [*_group_values(program, reached)]
+        self.plain, self.codes = [*reached.values, *self.settings], reached.codes
+        self.training = [
+            (reached.names[id(module)], module, module.training)
+            for module in reached.modules.values()
+            if "training" in reached.read or not is_library(module)
+        ]
+        self.states = States(reached)
+        self.optimizers = list(reached.optimizers.values())
+        self.given = program.given
+        self.makes_gradients = program.differentiable is None and bool(program.gradients)
+        self.grads = _grads(program)
+        self.identities = Identities(leaves, reached)
+        self.structure = Structure(reached)
+        self.hooks = Hooks(reached)
+        self.facts = TensorFacts([x for x in self.found if isinstance(x.value, Tensor)])
+        self.lengths = [*reached.lengths, *_group_lengths(reached)]
+        self._others = [*reached.others, *_groups(reached)]
+        in_modules = {id(kept) for module in reached.modules.values() for kept in (module._parameters, module._buffers)}
+        slots = [x for x in (*self.found, *self._others, *self.plain) if id(x.slot[0]) not in in_modules]
+        training = [(module.__dict__, "training") for _, module, _ in self.training]
+        self._look = unchanged(
+            [*(x.slot for x in slots), *training],
+            [*(x.value for x in slots), *(was for *_, was in self.training)],
+            [(x.kept, x.length) for x in self.lengths],
+        )
+
+    def layout_at(self, place: Place) -> Layout | None:
+        """The layout of a tensor that the program is given, if it is a DTensor."""
+        layout: Layout | None = (
+            place.owner.__dict__.get("_layout") if isinstance(place, FromObject) else self.kinds[place.leaf][1]
+        )
+        return layout
+
+    def miss(self, leaves: Sequence[Any], spec: Any) -> str | None:
+        """What has changed; None if nothing has."""
+        if spec != self.spec:
+            return "the arguments are nested otherwise"
+        if self.makes_gradients and is_keeping():
+            return "no_sync() keeps gradients"
+        if (now := modes()) != self.modes:
+            return next(changed(*both) for both in zip(MODES, self.modes, now, strict=True) if both[1] != both[2])
+        with _disabled():
+            for number, (leaf, kind) in enumerate(zip(leaves, self.kinds)):
+                if (now_kind := kind_of(leaf)) != kind:
+                    return f"{self.names.leaf(number)}: {differs(kind, now_kind, leaf)}"
+            return (
+                self._restored()
+                or self._moved()
+                or self.identities.miss(leaves, self.names)
+                or self.facts.miss()
+                or self.hooks.miss()
+                or self._other_gradients(leaves)
+            )
+
+    def _restored(self) -> str | None:
+        """Which optimizer has other state, or a learning rate that is no number any more."""
+        if (said := self.states.miss()) is not None:
+            return said
+        for given in self.given:
+            if not isinstance(now := given.read(), float):
+                return f"{self.names.of(given)} is now a {type(now).__name__}"
+        return None
+
+    def _other_gradients(self, leaves: Sequence[Any]) -> str | None:
+        for of, read, was_none in self.grads:
+            if (read(leaves) is None) != was_none:
+                return f"{self.names.of(FromGradient(of))} {'is there already' if was_none else 'is None'}"
+        return None
+
+    def varying(self) -> set[str]:
+        """Settings of optimizers that are other numbers now: a scheduler changes them."""
+        return {
+            x.slot[1]
+            for x in self.settings
+            if are_floats(x.value) and are_floats(now := x.slot[0].get(x.slot[1])) and now != x.value
+        }
+
+    def _moved(self) -> str | None:
+        """What is not where it was, or has another value."""
+        try:
+            if self._look() and self.structure.is_unchanged():
+                return None
+        except (LookupError, AttributeError, ValueError):
+            pass
+        for name, module, before in self.training:
+            if module.training != before:
+                return changed(f"{name or type(module).__name__}.training", before, module.training)
+        return (
+            next((said for x in (*self.found, *self.plain, *self._others) if (said := _difference(x))), None)
+            or self.structure.miss()
+            or next((f"{x.name} is longer or shorter" for x in self.lengths if len(x.kept) != x.length), None)
+        )
+
+
+def _difference(found: Found) -> str | None:
+    """How a slot differs from what it held."""
+    (kept, key), before, name = found
+    try:
+        now = kept[key]
+    except (LookupError, AttributeError, ValueError):
+        return f"{name} is not there any more"
+    if is_same(before, now):
+        return None
+    return changed(name, before, now) if is_value(before) else f"{name} is another {type(before).__name__}"
+
+
+def _groups(reached: Reached) -> Iterator[Found]:
+    """The groups of optimizers, their lists of parameters, and tensors that they are set to."""
+    for key, optimizer in reached.optimizers.items():
+        name = reached.names[key]
+        yield Found((optimizer.__dict__, "param_groups"), optimizer.param_groups, f"{name}.param_groups")
+        for index, group in enumerate(optimizer.param_groups):
+            here = f"{name}.param_groups[{index}]"
+            yield Found((optimizer.param_groups, index), group, here)
+            for own, value in group.items():
+                if own == "params" or isinstance(value, Tensor):
+                    yield Found((group, own), value, f"{here}[{own!r}]")
+
+
+def _group_lengths(reached: Reached) -> Iterator[Sized]:
+    for key, optimizer in reached.optimizers.items():
+        name = f"{reached.names[key]}.param_groups"
+        yield Sized(optimizer.param_groups, len(optimizer.param_groups), name)
+        for index, group in enumerate(optimizer.param_groups):
+            yield Sized(group["params"], len(group["params"]), f"{name}[{index}]['params']")
+
+
+def _group_values(program: Program, reached: Reached) -> Iterator[Found]:
+    """Plain values of optimizers' groups that are not inputs of the program."""
+    inputs = {(id(given.optimizer), given.index, given.name) for given in program.given}
+    for key, optimizer in reached.optimizers.items():
+        for index, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                if is_value(value) and name not in OF_SCHEDULERS and (id(optimizer), index, name) not in inputs:
+                    yield Found((group, name), value, f"{reached.names[key]}.param_groups[{index}][{name!r}]")
+
+
+def _grads(program: Program) -> list[tuple[Place, Callable[[Sequence[Any]], Any], bool]]:
+    """Leaves whose gradient when the program begins matters to it, and whether they had none."""
+    return [(of, _grad_reader(of), was_none) for of, was_none in program.entry_gradients]
+
+
+def _grad_reader(of: Place) -> Callable[[Sequence[Any]], Any]:
+    if isinstance(of, FromArgument):
+        return lambda leaves: _get_grad(shards_of(leaves[of.leaf])[of.shard])
+    return lambda leaves: _get_grad(of.tensor)

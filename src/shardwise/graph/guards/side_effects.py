@@ -1,0 +1,119 @@
+"""What Python changes beside tensors while a function is captured: runs of the program would not do it again, so it is
+undone, and said."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from typing import Any
+
+from shardwise.errors import CaptureError
+from shardwise.graph.guards.reached import Attributes, Cell, Found, Reached, is_same
+
+
+class MakesState(CaptureError):
+    """An optimizer would make state of tensors without data: the call is to run as it is."""
+
+
+class Before:
+    """What a function reaches, as it was before it ran."""
+
+    def __init__(self, reached: Reached) -> None:
+        modules = [(module, reached.names[key]) for key, module in reached.modules.items()]
+        self._holders = [(kept, dict(kept), name) for kept, name in reached.holders]
+        self._holders += [
+            (kept, dict(kept), name)
+            for module, name in modules
+            for kept in (module._modules, module._parameters, module._buffers)
+        ]
+        self._slots = [x for x in (*reached.values, *reached.others, *reached.objects) if _is_settable(x)]
+        self._containers = [(x.kept, copy(x.kept), x.name) for x in reached.lengths if _is_plain(x.kept)]
+        self._random = random.getstate()
+        self._states = [
+            (optimizer.state, dict(optimizer.state), {key: dict(own) for key, own in optimizer.state.items()})
+            for optimizer in reached.optimizers.values()
+        ]
+
+    def put_back(self) -> None:
+        """Undo what was changed, and raise what is to be said of it."""
+        restored = [_restored(kept, before, own) for kept, before, own in self._states]
+        changed = [*self._changed()]
+        if changed:
+            raise CaptureError(
+                f"the program changes {changed[0]}, which only Python would do in every run: return it, keep it in a "
+                f"tensor that is written to in place, or change it outside; what is made once, a cache say, is there "
+                f"if the function ran before without shardwise.compile"
+            )
+        if any(restored):
+            raise MakesState("the program makes state of an optimizer")
+
+    def _changed(self) -> Iterator[str]:
+        if random.getstate() != self._random:
+            random.setstate(self._random)
+            yield "the state of Python's random, which it draws from"
+        for found in self._slots:
+            (kept, key), before, name = found
+            if not is_same(before, kept[key]):
+                kept[key] = before
+                yield name
+        for kept, items, name in self._containers:
+            if len(kept) != len(items):
+                _refill(kept, items)
+                yield name
+        for kept, attributes, name in self._holders:
+            for key in _differing(kept, attributes):
+                _set(kept, attributes, key)
+                yield f"{name}.{key}" if name else key
+
+
+def _differing(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> list[Any]:
+    keys = dict.fromkeys((*before, *now))
+    return [key for key in keys if key != "training" and not is_same(before.get(key, _NONE), now.get(key, _NONE))]
+
+
+_NONE = object()
+
+
+def _set(kept: dict[Any, Any], before: Mapping[Any, Any], key: Any) -> None:
+    if key in before:
+        kept[key] = before[key]
+    else:
+        del kept[key]
+
+
+def _restored(state: Any, before: dict[Any, Any], own: dict[Any, dict[str, Any]]) -> bool:
+    """Whether the state of an optimizer had to be put back."""
+    changed = False
+    for param in [param for param in state if param not in before]:
+        changed |= bool(state[param])
+        del state[param]
+    for param, kept in before.items():
+        for key in _differing(kept, own[param]):
+            _set(kept, own[param], key)
+            changed = True
+    return changed
+
+
+def _is_settable(found: Found) -> bool:
+    kept, _ = found.slot
+    return isinstance(kept, (dict, list, Cell, Attributes))
+
+
+def _is_plain(kept: Any) -> bool:
+    """Whether it can be filled again."""
+    return type(kept) in _REFILL
+
+
+_REFILL: dict[type, Callable[[Any, Any], None]] = {
+    list: lambda kept, items: kept.extend(items),
+    deque: lambda kept, items: kept.extend(items),
+    dict: lambda kept, items: kept.update(items),
+    set: lambda kept, items: kept.update(items),
+}
+
+
+def _refill(kept: Any, items: Any) -> None:
+    kept.clear()
+    _REFILL[type(kept)](kept, items)

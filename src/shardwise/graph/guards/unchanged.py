@@ -1,0 +1,217 @@
+"""Whether what a program relies on is still what it was, in forms that are quick to look at: a model of 24 layers has
+some 700 places that may change, and they are looked at before every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.comm import shards_of
+from shardwise.comm.rendezvous import PLACES
+from shardwise.dispatch.refits import refits
+from shardwise.graph.guards.kinds import differs, kind_of
+from shardwise.graph.guards.reached import Found, Reached, is_library
+from shardwise.tensor import DTensor
+
+_disabled = torch._C.DisableTorchFunctionSubclass
+_push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
+
+
+def unchanged(
+    slots: Sequence[tuple[Any, Any]], values: Sequence[Any], lengths: Sequence[tuple[Any, int]] = ()
+) -> Callable[[], bool]:
+    """A function that says whether every `container[key]` is still the very object that it was, and every list as long:
+    one generated expression, which the interpreter specialises. A place that is gone raises what it raises.
+
+    >>> x, kept = [1], {"x": None}
+    >>> kept["x"] = x
+    >>> look = unchanged([(kept, "x")], [x], [(x, 1)])
+    >>> look()
+    True
+    >>> x.append(2)
+    >>> look()
+    False
+    """
+    names: dict[int, str] = {}
+    namespace: dict[str, Any] = {"len": len}
+
+    def name_of(x: Any) -> str:
+        name = names.setdefault(id(x), f"x{len(names)}")
+        namespace[name] = x
+        return name
+
+    terms = [
+        f"{name_of(container)}[{name_of(key)}] is {name_of(value)}"
+        for (container, key), value in zip(slots, values, strict=True)
+    ]
+    terms += [f"len({name_of(kept)}) == {length}" for kept, length in lengths]
+    if not terms:
+        return lambda: True
+    locals_ = ", ".join(f"{name}={name}" for name in namespace)
+    exec(f"def look({locals_}):\n    return {' and '.join(terms)}", namespace)
+    look: Callable[[], bool] = namespace["look"]
+    return look
+
+
+class _ByIdentity(TorchFunctionMode):
+    """Tensors are equal if they are the same object."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        return False
+
+
+_by_identity = _ByIdentity()
+
+
+def _equal(dicts: Sequence[dict], kept: Sequence[dict]) -> bool:
+    """Whether dicts hold the same modules and tensors: C compares them, by identity first."""
+    _push(_by_identity)
+    try:
+        return dicts == kept
+    finally:
+        _pop()
+
+
+class Structure:
+    """Which parameters, buffers and inner modules modules have. Of torch's modules those that have none get none."""
+
+    def __init__(self, reached: Reached) -> None:
+        found = [
+            (kept, f"{reached.names[key]}." if reached.names[key] else "")
+            for key, module in reached.modules.items()
+            for kept in (module._modules, module._parameters, module._buffers)
+            if kept or not is_library(module)
+        ]
+        self.now: list[dict] = [kept for kept, _ in found]
+        self.before = [dict(kept) for kept in self.now]
+        self.names = [name for _, name in found]
+
+    def is_unchanged(self) -> bool:
+        return _equal(self.now, self.before)
+
+    def miss(self) -> str | None:
+        for now, before, name in zip(self.now, self.before, self.names, strict=True):
+            for key in dict.fromkeys((*before, *now)):
+                if key not in now or key not in before:
+                    return f"{name}{key} is {'not there any more' if key in before else 'new'}"
+                if now[key] is not before[key]:
+                    return (
+                        f"{name}{key} is {'another' if before[key] is not None else 'now a'} {type(now[key]).__name__}"
+                    )
+        return None
+
+
+class States:
+    """What optimizers keep for each parameter: the dicts, since tensors are read out of these when a program runs."""
+
+    def __init__(self, reached: Reached) -> None:
+        self.kept = [
+            (reached.names[key], optimizer, optimizer.state, [*optimizer.state.values()])
+            for key, optimizer in reached.optimizers.items()
+        ]
+
+    def miss(self) -> str | None:
+        for name, optimizer, state, before in self.kept:
+            if optimizer.state is not state or not _equal([*state.values()], before):
+                return f"the state of {name or 'the optimizer'} is another one"
+        return None
+
+
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class Hooks:
+    """Hooks of modules, optimizers and parameters. Every hook that is registered anywhere counts torch's handles on, so
+    as long as these are not counted on, only hooks that were there may be gone."""
+
+    def __init__(self, reached: Reached) -> None:
+        modules = reached.modules.values()
+        owners: list[tuple[Any, str, tuple[str, ...]]]
+        owners = [(module, reached.names[id(module)] or type(module).__name__, _MODULE_HOOKS) for module in modules]
+        owners += [(x, reached.names[key], _OPTIMIZER_HOOKS) for key, x in reached.optimizers.items()]
+        found = [(getattr(owner, kind), name) for owner, name, kinds in owners for kind in kinds]
+        self.now = [hooks for hooks, _ in found]
+        self.before = [dict(hooks) for hooks in self.now]
+        self.names = [name for _, name in found]
+        self.leaves = [x for x in reached.objects if isinstance(x.value, Tensor)]
+        self.of_leaves = [*map(dict, self._on_leaves())]
+        present = [hooks for hooks in (*self.now, *self._on_leaves()) if hooks]
+        self.single = [hooks for hooks in present if len(hooks) == 1]  # if one is gone, none is left
+        self.some = [hooks for hooks in present if len(hooks) > 1]
+        self.some_before = [dict(hooks) for hooks in self.some]
+        self.handles = RemovableHandle.next_id
+
+    def _on_leaves(self) -> Iterator[Any]:
+        with _disabled():
+            for shard in (shard for leaf in self.leaves for shard in shards_of(leaf.value)):
+                yield from (getattr(shard, kind, None) or {} for kind in _TENSOR_HOOKS)
+                yield from (found.calls for found, _ in shard.__dict__.get(PLACES, {}).values())
+
+    def miss(self) -> str | None:
+        if RemovableHandle.next_id == self.handles and all(self.single) and self.some == self.some_before:
+            return None
+        for now, before, name in zip(self.now, self.before, self.names, strict=True):
+            if now != before:
+                return f"{name} has other hooks"
+        if [*self._on_leaves()] != self.of_leaves:
+            return "a parameter has other hooks"
+        self.handles = RemovableHandle.next_id
+        return None
+
+
+class Identities:
+    """Which arguments are one and the same tensor, and which of them the function reaches in another way, too."""
+
+    def __init__(self, leaves: Sequence[Any], reached: Reached) -> None:
+        tensors = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        first = {id(leaves[number]): number for number in reversed(tensors)}
+        self.tensors = tensors
+        self.equal = [(number, first[id(leaves[number])]) for number in tensors if first[id(leaves[number])] != number]
+        known = {id(x.value): x.value for x in reached.objects}
+        known |= {
+            id(x): x for own in reached.optimizers.values() for group in own.param_groups for x in group["params"]
+        }
+        self.reached = [(number, known[id(leaves[number])]) for number in tensors if id(leaves[number]) in known]
+        self.count = len(first)
+
+    def miss(self, leaves: Sequence[Any], names: Any) -> str | None:
+        for number, x in self.reached:
+            if leaves[number] is not x:
+                return f"{names.leaf(number)} is another tensor than the one that the function reaches"
+        for number, other in self.equal:
+            if leaves[number] is not leaves[other]:
+                return f"{names.leaf(number)} and {names.leaf(other)} are not the same tensor"
+        if len({id(leaves[number]) for number in self.tensors}) != self.count:
+            return "two arguments are now the same tensor"
+        return None
+
+
+class TensorFacts:
+    """What tensors that are not arguments are like: they may get other data, or be frozen. For DTensors that is
+    counted; plain ones are looked at."""
+
+    def __init__(self, found: Sequence[Found]) -> None:
+        self.found = found
+        with _disabled():
+            self.kinds = [kind_of(x.value) for x in found]
+        self.refits = refits.count
+        self.plain = [x.value for x in found if not isinstance(x.value, DTensor)]
+        guards = torch._C._dynamo.guards
+        with _disabled():
+            self._guards = guards.TensorGuards(*self.plain, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+    def miss(self) -> str | None:
+        if refits.count == self.refits and (not self.plain or self._guards.check(*self.plain)):
+            return None
+        for x, before in zip(self.found, self.kinds, strict=True):
+            if (now := kind_of(x.value)) != before:
+                return f"{x.name}: {differs(before, now, x.value)}"
+        self.refits = refits.count
+        return None
