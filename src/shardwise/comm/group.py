@@ -7,7 +7,6 @@ of it. So each collective has several ways, the best one first; a group takes th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -137,7 +136,7 @@ class Group:
         return _giving(out, work)
 
     def reduce_scatter(self, x: Tensor, op: str, awaited: bool) -> Result[Tensor]:
-        """Our part, along the first dim, of the reduction of every member's `x`, which is our own."""
+        """Our part, along the first dim, of the reduction of every member's `x`, which is not written to."""
         out, options = x.new_empty((len(x) // self.size, *x.shape[1:])), _REDUCE_SCATTER[op][awaited]
         work = self._first(
             "reduce_scatter",
@@ -145,12 +144,12 @@ class Group:
             reduce_scatter_single=lambda run: run(out, x, options),
             _reduce_scatter_base=lambda run: run(out, x, options),
             reduce_scatter=lambda run: run([out], [list(x.chunk(self.size))], options),
-            allreduce=lambda run: _Then(run([x], ALL_REDUCE[op][awaited]), partial(self._keep_own, out, x)),
+            allreduce=lambda run: self._reduced_whole(run, x.clone(), out, ALL_REDUCE[op][awaited]),
         )
         return _giving(out, work)
 
-    def _keep_own(self, out: Tensor, x: Tensor) -> None:
-        out.copy_(x.chunk(self.size)[self.number(self.me)])
+    def _reduced_whole(self, run: Callable[..., Any], x: Tensor, out: Tensor, options: Any) -> _Then:
+        return _Then(run([x], options), lambda: out.copy_(x.chunk(self.size)[self.number(self.me)]))
 
     def all_to_all(self, x: Tensor, receive: list[int], send: list[int], awaited: bool) -> Result[Tensor]:
         """The parts that all members have for us, of the sizes `receive`, for the parts of the flat `x`."""
@@ -193,7 +192,7 @@ class Group:
 class _Then:
     """Work, and what is to be done after it."""
 
-    def __init__(self, started: Any, after: Callable[[], None]) -> None:
+    def __init__(self, started: Any, after: Callable[[], object]) -> None:
         self.before, self.after = _work(started), after
 
     def wait(self) -> None:

@@ -26,7 +26,7 @@ from shardwise.comm import record
 from shardwise.comm.group import ALL_REDUCE, Group, Result
 from shardwise.comm.new_groups import new_group
 from shardwise.comm.port import Axes, Chunks, Handle, Port, Shapes, Shards, communicating
-from shardwise.comm.wire import KNOWN, lent, padded, reducible, reducible_dtypes, restored
+from shardwise.comm.wire import KNOWN, Parts, adjacent, lent, padded, reducible, reducible_dtypes, restored
 from shardwise.errors import MeshError
 from shardwise.layout import Mesh
 
@@ -155,13 +155,22 @@ class GroupPort(Port):
             rows = _exchange(group, mine, [shape] * group.size, awaited)
             return lambda: [torch.stack(rows()).prod(0)]
         room = max(chunk.numel() for chunk in mine)
-        if isinstance(mine, Tensor) and group.order is None:  # joined already, and ours to write to
-            wire = mine.view(-1)
-        else:
-            wire = torch.cat([padded(chunk.reshape(-1), room) for chunk in group.to_group(mine)])
+        wire = self._joined(mine, room, group, awaited)
         reduced = group.reduce_scatter(*reducible(wire, op), awaited)
         # torch refuses writes to views that a function returns
         return lambda: [lent(restored(reduced(), dtype)[:numel].view(shape))]
+
+    def _joined(self, mine: Sequence[Tensor], room: int, group: Group, awaited: bool) -> Tensor:
+        """The chunks of all members as a backend takes them: as they lie, if that is one behind the other and nobody
+        may write to them meanwhile."""
+        if group.order is None:
+            if isinstance(mine, Tensor):
+                return mine.view(-1)
+            if (awaited or not self.overlaps) and all(chunk.numel() == room for chunk in mine):
+                whole = adjacent(mine)
+                if whole is not None:
+                    return whole
+        return torch.cat([padded(chunk.reshape(-1), room) for chunk in group.to_group(mine)])
 
     def _all_to_all(
         self, chunks: Chunks, mesh: Mesh, axes: Axes, shapes: Shapes, awaited: bool
@@ -281,11 +290,14 @@ def _gather(group: Group, flat: Tensor, shapes: Sequence[tuple], awaited: bool) 
     """Every member's tensor. The largest sets the room that each gets, so all members must know all shapes."""
     numels = [math.prod(shape) for shape in shapes]
     room = max(numels)
+    is_dense = group.order is None and min(numels) == room
     gathered = group.all_gather(padded(flat, room), awaited)
 
     def finish() -> list[Tensor]:
-        rows = group.from_group(gathered().view(group.size, room).unbind(0))
-        return [row[:n].view(shape) for row, n, shape in zip(rows, numels, shapes, strict=True)]
+        landing = gathered()
+        rows = group.from_group(landing.view(group.size, room).unbind(0))
+        parts = (row[:n].view(shape) for row, n, shape in zip(rows, numels, shapes, strict=True))
+        return Parts(parts, landing if is_dense else None)
 
     return finish
 
@@ -298,7 +310,8 @@ def _exchange(group: Group, chunks: Sequence[Tensor], shapes: Sequence[tuple], a
     received = group.all_to_all(flat, numels, [chunk.numel() for chunk in outgoing], awaited)
 
     def finish() -> list[Tensor]:
-        pieces = received().split(numels)
-        return group.from_group([piece.view(shape) for piece, shape in zip(pieces, incoming, strict=True)])
+        landing = received()
+        pieces = [piece.view(shape) for piece, shape in zip(landing.split(numels), incoming, strict=True)]
+        return Parts(group.from_group(pieces), landing if group.order is None else None)
 
     return finish

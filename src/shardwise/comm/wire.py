@@ -2,8 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
+
+
+class Parts(list[Tensor]):
+    """What a collective brought, by members; `whole` is the memory in which nothing else lies, flat, if they lie there
+    one behind the other."""
+
+    __slots__ = ("whole",)
+
+    def __init__(self, parts: Iterable[Tensor], whole: Tensor | None = None) -> None:
+        super().__init__(parts)
+        self.whole = whole
+
+
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """What a collective brought, as one tensor along a dim; where it lies so already, that very memory."""
+    whole = parts.whole if isinstance(parts, Parts) and dim == 0 else None
+    if whole is None:
+        return torch.cat(list(parts), dim)
+    return lent(whole.view(sum(len(part) for part in parts), *parts[0].shape[1:]))
+
+
+def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
+    """The memory of contiguous tensors that lie one behind the other, as one flat tensor."""
+    first = parts[0]
+    start = end = first.storage_offset()
+    storage = first.untyped_storage()._cdata
+    for part in parts:
+        if part.storage_offset() != end or not part.is_contiguous() or part.is_conj() or part.is_neg():
+            return None
+        if part.untyped_storage()._cdata != storage or part.dtype != first.dtype:
+            return None
+        end += part.numel()
+    return first.as_strided((end - start,), (1,), start)
 
 
 def padded(flat: Tensor, room: int) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.port import Handle
+from shardwise.comm.wire import joined
 from shardwise.layout import Box, Layout, Mesh
 from shardwise.redistribute.transitions import Move
 
@@ -128,7 +129,7 @@ def _assemble(move: Move, chunks: list[list[Tensor]], like: Sequence[Tensor]) ->
     source, target = move.source.layout, move.target.layout
     places, _, joint = received(source, target, move.axes)
     if joint is not None:
-        return [torch.cat(row, joint) for row in chunks]
+        return [joined(row, joint) for row in chunks]
     out = [x.new_empty(shape) for x, shape in zip(like, target.held_shapes, strict=True)]
     for new, row, where in zip(out, chunks, places, strict=True):
         for chunk, place in zip(row, where, strict=True):

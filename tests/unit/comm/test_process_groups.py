@@ -9,11 +9,15 @@ import torch
 import torch.distributed as dist
 from groups import Mirror, alone_in, run_threads
 from recorded import PROGRAMS, recorded
+from saved import fake_mesh
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed import fake_pg
 
 import shardwise as sw
 from shardwise.errors import MeshError
+from shardwise.graph import programs_of
+from shardwise.graph.run.inductor import lowered
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 WAYS = [[R, R], [S(0), R], [S(1), S(0)], [S(0), S(0)], [R, S(1)]]
@@ -116,6 +120,38 @@ def test_the_fake_group_records_what_the_simulator_does() -> None:
             assert recorded(name, mesh_of_threads()) == recorded(name, sw.simulate((2, 2), ("dp", "tp"))), name
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("dim", "copies"), [(0, 0), (1, 2)])
+def test_even_rows_are_gathered_and_scattered_where_they_lie(dim: int, copies: int) -> None:
+    """Weights sharded by rows with the batch: what arrives is the weight, and gradients are sent as they lie. Columns
+    must be laid side by side."""
+    with fake_mesh(2, names=("dp",)) as mesh:
+        x = sw.distribute_tensor(torch.randn(64, 8), mesh, [S(0)])
+        weight = sw.distribute_tensor(torch.randn(6, 8), mesh, [S(dim)]).requires_grad_()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            nn.functional.linear(x, weight).backward(sw.ones(64, 6, device_mesh=mesh, placements=[S(0)]))
+        assert weight.grad.placements == (S(dim),)
+    assert sum(event.name == "aten::cat" for event in profiler.events()) == copies
+
+
+def test_in_a_compiled_program_they_are_as_well() -> None:
+    with fake_mesh(2, names=("dp",)) as mesh:
+        x = sw.distribute_tensor(torch.randn(64, 8), mesh, [S(0)])
+        weight = sw.distribute_tensor(torch.randn(6, 8), mesh, [S(0)]).requires_grad_()
+
+        def step() -> None:
+            weight.grad = None
+            nn.functional.linear(x, weight).square().sum().backward()
+
+        compiled = sw.compile(step, backend="inductor")
+        compiled.capture()
+        part = programs_of(compiled).programs[0].ranks[0]
+        inputs = [node.meta["facts"] for node in part.graph.nodes if node.op == "placeholder"]
+        given = [torch.empty(facts.shape, dtype=facts.dtype) for facts in inputs]
+        ops = [node.target for node in lowered(part.graph, given).graph.nodes]
+    assert torch.ops._c10d_functional.reduce_scatter_tensor.default in ops
+    assert torch.ops.aten.cat.default not in ops
 
 
 def test_a_group_in_python_that_communicates_by_lists() -> None:

@@ -7,6 +7,7 @@ that another learning rate is not another kernel; draws from streams of random n
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.comm.functional import functional_mesh
+from shardwise.comm.wire import joined
 from shardwise.errors import CaptureError
-from shardwise.graph.nodes import Check, Collective, Seeded, Start, collective_of
+from shardwise.graph.nodes import Check, Collective, Seeded, Start, collective_of, wait
 from shardwise.graph.program import Part
 from shardwise.graph.run.cuda_graphs import Replayed, obstacle
 from shardwise.graph.run.fused_steps import FUSED_STEPS
@@ -124,6 +126,8 @@ class _Interpreter:
                 env[node] = seeded_op(node.target)(*args, **kwargs)
             elif (step := FUSED_STEPS.get(getattr(node.target, "overloadpacket", None))) is not None:
                 env[node] = step(*args, **kwargs)
+            elif (source := _taken_from(node)) is not None:
+                env[node] = joined(env[source], *args[1:])
             elif not numbers.isdisjoint(node.all_input_nodes):
                 env[node] = on_tensors(node, numbers, args, kwargs)
             else:
@@ -140,6 +144,22 @@ class _Interpreter:
             nodes = [node for node, own in zip(inputs, kinds, strict=True) if own is kind]
             env.update(zip(nodes, next(tensors).unbind(), strict=True) if nodes else ())
         return env, {node for node, kind in zip(inputs, kinds, strict=True) if kind is not None}
+
+
+def _taken_from(node: fx.Node) -> fx.Node | None:
+    """The collective of which a node joins all that it brought, in order, if nobody else looks at that."""
+    if node.target is not torch.ops.aten.cat.default:
+        return None
+    parts: Any = node.args[0]
+    source = parts[0].args[0] if parts[0].target is operator.getitem else None
+    if source is None or len(source.users) != len(parts):
+        return None
+    in_order = all(
+        part.target is operator.getitem and part.args == (source, number) and len(part.users) == 1
+        for number, part in enumerate(parts)
+    )
+    begun = source.args[0] if source.target is wait else source
+    return source if in_order and collective_of(begun) is not None else None
 
 
 def _as_ops(target: Any) -> Any:
