@@ -20,7 +20,14 @@ from shardwise.rules.kit.kernels import is_traced, kernel_for
 from shardwise.rules.kit.registry import register, register_function
 from shardwise.rules.kit.treatments import traced_form, treat
 from shardwise.rules.kit.types import SUM, AxisPlacement, Call, Collectives, Local, Rule, Strategy, replicated
-from shardwise.rules.losses.class_rows import Loss, class_parallel_loss, reduced_evenly, rounded, weights_of
+from shardwise.rules.losses.class_rows import (
+    Loss,
+    class_parallel_loss,
+    comparable,
+    reduced_evenly,
+    rounded,
+    weights_of,
+)
 from shardwise.rules.losses.losses import MEAN, NONE, TOTAL, reduction_of
 from shardwise.rules.math.reductions import PROGRAM_COST, wide
 from shardwise.rules.rows.row_numbers import are_classes, asserts_itself, mean_loss
@@ -202,6 +209,7 @@ def _sharded_cross_entropy(
             "The function 'nll_loss_forward' is not differentiable with respect to argument 'weight'. This input "
             "cannot have requires_grad True."
         )
+    target = comparable(batch, target)
     asked, wrong = target, None
     if _tells_with_the_sum(batch, target, loss):
         target, wrong = batch.map(_known_targets, target, loss)
@@ -240,6 +248,7 @@ def _known_targets(target: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
 
 
 def _local_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, reduction: str = "sum") -> Tensor:
+    target = target if loss.probabilities else target.long()
     return kernel_for(F.cross_entropy, x.device.type)(x, target, weight, **_options(loss), reduction=reduction)
 
 

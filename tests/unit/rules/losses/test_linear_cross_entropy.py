@@ -134,6 +134,16 @@ def test_plain_tensors() -> None:
     torch.testing.assert_close(grads, torch.autograd.grad(expected, (x, layer)))
 
 
+@pytest.mark.parametrize("width", [torch.uint8, torch.int16, torch.int32], ids=str)
+def test_integers_of_any_width_name_classes(width: torch.dtype) -> None:
+    """Also where chunks are filled up with rows that are ignored."""
+    x, layer = place(X, S(1)), place(LAYER, S(0))
+    for weight in (None, WEIGHT):
+        given = None if weight is None else place(weight, R)
+        loss = linear_cross_entropy(x, layer, place(TARGET.to(width), S(1)), weight=given, chunk_size=2)
+        torch.testing.assert_close(loss.full_tensor(), with_logits(X, LAYER, TARGET, weight=weight))
+
+
 # Precision
 
 
