@@ -77,14 +77,13 @@ def check_targets(batch: Collectives, target: Tensor, loss: Loss, *, own: bool =
             torch._assert_async(are_classes(target, loss.ignore, loss.num_classes))
     elif bound.is_needed(target):
         with looking():
-            named = target if target.is_meta else batch.map(_not_ignored, target, loss.ignore, batch.is_captured)
+            named = target if target.is_meta else batch.map(_not_ignored, target, loss)
         bound.check(batch, named)
 
 
-def _not_ignored(target: Tensor, ignore: int, captured: bool) -> Tensor:
-    if not captured:
-        return target[target != ignore]
-    return torch.where(target == ignore, 0, target)  # in every run there are as many
+def _not_ignored(target: Tensor, loss: Loss) -> Tensor:
+    """Targets, but a class for those that are ignored: in every run of a captured program there are as many."""
+    return target.masked_fill(target == loss.ignore, 0) if loss.num_classes else target[target != loss.ignore]
 
 
 def _look_up(x: Tensor, dim: int, target: Tensor, start: int) -> tuple[Tensor, Tensor]:
