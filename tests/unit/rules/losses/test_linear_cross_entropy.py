@@ -199,6 +199,21 @@ def test_autocast_narrows_the_product_alone() -> None:
     torch.testing.assert_close(layer.grad.full_tensor(), whole.grad, rtol=0.02, atol=1e-3)
 
 
+def test_autocast_computes_a_weighted_loss_in_single_precision() -> None:
+    weight, x, layer = WEIGHT.bfloat16(), X.float(), LAYER.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_cross_entropy(place(x, R), place(layer, S(0)), place(TARGET, R), weight=place(weight, R))
+        expected = F.cross_entropy(F.linear(x, layer).flatten(0, 1), TARGET.flatten(), weight)
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+
+def test_autocast_leaves_double_precision_as_it_is() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_cross_entropy(place(X, R), place(LAYER, S(0)), place(TARGET, R), weight=place(WEIGHT, R))
+        expected = F.cross_entropy(F.linear(X, LAYER).flatten(0, 1), TARGET.flatten(), WEIGHT)
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+
 # What is communicated: (kind, axes, bytes, whether in the backward pass)
 
 
