@@ -161,11 +161,15 @@ class LinearCrossEntropy(nn.Module):
         if isinstance(input, DTensor) or not isinstance(self.linear.weight, DTensor):
             return linear_cross_entropy(*given, **options)
         with implicit_replication():
-            loss: Any = linear_cross_entropy(*given, **options)
-        return to_local(loss.redistribute(placements=[Replicate()] * loss.device_mesh.ndim), self)
+            return whole_local(linear_cross_entropy(*given, **options), self)
 
     def extra_repr(self) -> str:
         return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}"
+
+
+def whole_local(loss: Any, module: nn.Module) -> Tensor:
+    """A loss that every rank has, plain."""
+    return to_local(loss.redistribute(placements=[Replicate()] * loss.device_mesh.ndim), module)
 
 
 def _of_torch(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
