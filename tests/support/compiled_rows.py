@@ -11,6 +11,7 @@ from triton.compiler import ASTSource
 
 from shardwise.rules.rows import triton_numbers as numbers
 from shardwise.rules.rows import triton_rows as rows
+from shardwise.rules.rows import triton_softmax as softmax
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -39,10 +40,10 @@ VARIANTS: list[tuple[Any, dict[str, Any], dict[str, str]]] = [
         for tile in ({**TILE, "out_step": 1}, SIDE_BY_SIDE)
     ),
     (rows._scaled, {"BLOCK": 8192}, {}),
-    *((rows._softmax, {**TILE, "out_step": 1, "LOG": log}, {}) for log in (False, True)),
-    *((rows._products, {**TILE, "known_step": 1, "LOG": log}, {"grad": "*bf16"}) for log in (False, True)),
+    *((softmax._softmax, {**TILE, "out_step": 1, "LOG": log}, {}) for log in (False, True)),
+    *((softmax._products, {**TILE, "known_step": 1, "LOG": log}, {"grad": "*bf16"}) for log in (False, True)),
     *(
-        (rows._softmax_gradient, {**TILE, "known_step": 1, "out_step": 1, "LOG": log}, {"grad": "*bf16"})
+        (softmax._softmax_gradient, {**TILE, "known_step": 1, "out_step": 1, "LOG": log}, {"grad": "*bf16"})
         for log in (False, True)
     ),
     *((numbers._terms, {"SMOOTHED": smoothed, "BLOCK": 128}, {}) for smoothed in (False, True)),

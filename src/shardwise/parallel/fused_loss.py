@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, cast
 
@@ -19,9 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwise.dispatch import implicit_replication
 from shardwise.errors import PlanError
+from shardwise.layout import Placement, Replicate
 from shardwise.parallel.fully_sharded.hooks import hooks_of
-from shardwise.parallel.linear_loss import linear_cross_entropy
+from shardwise.parallel.linear_loss import linear_cross_entropy, whole_local
+from shardwise.parallel.style import Later, is_styled
+from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _fusing: ContextVar[bool] = ContextVar("fusing", default=False)
@@ -33,8 +38,9 @@ def fuse_loss(model: nn.Module) -> nn.Module:
     While the model trains (`model.train()`) and is given labels, its head's product and its loss are one function, in
     which logits exist only for a chunk of rows at a time; they are missing from the output then (`output.logits` is
     None). Its loss function is not replaced: whatever it does with the logits beyond handing them to `cross_entropy`
-    is right, and computes them. It goes before `parallelize_module` or after. A head that is fully sharded by
-    itself, and not with the model, computes its logits as before.
+    is right, and computes them. It goes before `parallelize_module` or after, and with any style of the
+    head whose output is whole, or a DTensor. A head that is fully sharded by itself, and not with the model, computes
+    its logits as before, and so does one that gives each rank a plain part of them.
 
     >>> import torch, shardwise as sw
     >>> class Model(torch.nn.Module):
@@ -97,7 +103,7 @@ def _with_fused_loss(cls: Any) -> Any:
 def _with_logits_later(cls: Any) -> Any:
     @functools.wraps(cls.forward)
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
-        moves_outputs = getattr(self, "_distribute_module_applied", False)
+        moves_outputs = getattr(self, "_distribute_module_applied", False) and not is_styled(self)
         if not _fusing.get() or moves_outputs or hooks_of(self) is not None:  # its weight is whole in here only
             return cls.forward(self, input)
         return Logits.of(input, self)
@@ -131,40 +137,58 @@ def _without_logits(output: Any) -> Any:
 # Logits
 
 
-class Logits(Tensor):
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """What logits are computed from."""
+
+    hidden: Tensor
+    head: nn.Linear
+    factor: float = 1.0
+    move: Callable[[Tensor], Tensor] | None = None
+    """What the head's style does to its output."""
+    local: nn.Module | None = None
+    """The head, if that makes it plain."""
+
+    def logits(self) -> Tensor:
+        logits = F.linear(self.hidden, self.head.weight, self.head.bias)
+        return logits if self.move is None else self.move(logits)
+
+
+class Logits(Later):
     """What a head gives for some hidden states, times a factor: `[..., d] -> [..., c]`, of which only the shape is
     known. Whoever does anything else with it than losses do is given the numbers."""
 
-    _hidden: Tensor
-    _head: nn.Linear
-    _factor: float
+    _source: Source
     _computed: Tensor | None
 
     @classmethod
     def of(cls, hidden: Tensor, head: nn.Linear) -> Logits:
         device = hidden.device.type
         narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        return cls._made(hidden, head, 1.0, (*hidden.shape[:-1], head.out_features), narrow)
+        return cls._made(Source(hidden, head), (*hidden.shape[:-1], head.out_features), narrow)
 
     @classmethod
-    def _made(
-        cls, hidden: Tensor, head: nn.Linear, factor: float, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Logits:
+    def _made(cls, source: Source, shape: tuple[int, ...], dtype: torch.dtype) -> Logits:
         made: Any = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
-        made._hidden, made._head, made._factor, made._computed = hidden, head, factor, None
+        made._source, made._computed = source, None
         return made
 
-    def but(
-        self, *, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, factor: float = 1.0
-    ) -> Logits:
-        """The same logits in another shape of rows, in another dtype, or times a number."""
-        factor *= self._factor
-        return self._made(self._hidden, self._head, factor, shape or tuple(self.shape), dtype or self.dtype)
+    def but(self, *, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, **source: Any) -> Logits:
+        """The same logits in another shape of rows, in another dtype, or of another source."""
+        return self._made(replace(self._source, **source), shape or tuple(self.shape), dtype or self.dtype)
+
+    def moved(
+        self, move: Callable[[Tensor], Tensor], where: Sequence[Placement] | None, local: nn.Module | None
+    ) -> Tensor:
+        """As long as each rank's part has the shape of all."""
+        hidden = self._source.hidden
+        is_whole = where == (Replicate(),) and isinstance(hidden, DTensor) and hidden._layout.replicated
+        return self.but(move=move, local=local) if local is None or is_whole else move(self.computed())
 
     def computed(self) -> Tensor:
         if self._computed is None:
-            logits = F.linear(self._hidden, self._head.weight, self._head.bias).to(self.dtype).reshape(self.shape)
-            self._computed = logits if self._factor == 1 else logits * self._factor
+            logits = self._source.logits().to(self.dtype).reshape(self.shape)
+            self._computed = logits if self._source.factor == 1 else logits * self._source.factor
         return self._computed
 
     @classmethod
@@ -196,9 +220,10 @@ def _in_another_dtype(func: Callable, x: Logits, *args: Any, **kwargs: Any) -> A
         if isinstance(given, torch.dtype):
             dtype = given
         elif isinstance(given, Tensor):
-            dtype, stays = given.dtype, given.device == x._hidden.device
+            dtype, stays = given.dtype, given.device == x._source.hidden.device
         elif isinstance(given, (str, torch.device)):
-            stays = torch.device(given) in (x._hidden.device, torch.device(x._hidden.device.type))
+            here = x._source.hidden.device
+            stays = torch.device(given) in (here, torch.device(here.type))
         elif not isinstance(given, (bool, NoneType)):
             return NotImplemented
     is_exact = dtype in (x.dtype, torch.float32, torch.float64)  # the loss is computed in one of these
@@ -212,18 +237,18 @@ def _rows(func: Callable, x: Logits, index: Any) -> Any:
         at = index.index(Ellipsis)
         index[at : at + 1] = [slice(None)] * (x.ndim + 1 - len(index))
     whole = len(index) < x.ndim or index[-1] == slice(None)
-    unmoved = x._hidden.shape[:-1] == x.shape[:-1] and x._computed is None
+    unmoved = x._source.hidden.shape[:-1] == x.shape[:-1] and x._computed is None
     if not (unmoved and whole and all(isinstance(i, slice) for i in index)):
         return NotImplemented
-    hidden = x._hidden[tuple(index)]
-    return Logits._made(hidden, x._head, x._factor, (*hidden.shape[:-1], x.shape[-1]), x.dtype)
+    hidden = x._source.hidden[tuple(index)]
+    return x.but(hidden=hidden, shape=(*hidden.shape[:-1], x.shape[-1]))
 
 
 def _times(func: Callable, x: Logits, number: Any) -> Any:
     """Some models scale their logits, which is to scale hidden states. (Or a bias as well: not here.)"""
-    if x._computed is not None or type(number) not in (int, float) or x._head.bias is not None:
+    if x._computed is not None or type(number) not in (int, float) or x._source.head.bias is not None:
         return NotImplemented
-    return x.but(factor=1 / number if "div" in func.__name__ else number)
+    return x.but(factor=x._source.factor * (1 / number if "div" in func.__name__ else number))
 
 
 def _loss(
@@ -241,26 +266,29 @@ def _loss(
         return NotImplemented
     if size_average is not None or reduce is not None:
         return NotImplemented
-    loss = linear_cross_entropy(
-        x._hidden if x._factor == 1 else x._hidden * x._factor,
-        x._head.weight,
-        target.reshape(x._hidden.shape[:-1]),
-        linear_bias=x._head.bias,
-        weight=weight,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        dtype=x.dtype,
-    )
-    return loss.reshape(target.shape) if reduction == "none" else loss
+    source = x._source
+    with nullcontext() if source.local is None else implicit_replication():  # plain targets are whole, as the logits
+        loss = linear_cross_entropy(
+            source.hidden if source.factor == 1 else source.hidden * source.factor,
+            source.head.weight,
+            target.reshape(source.hidden.shape[:-1]),
+            linear_bias=source.head.bias,
+            weight=weight,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            dtype=x.dtype,
+        )
+        loss = loss.reshape(target.shape) if reduction == "none" else loss
+    return loss if source.local is None else whole_local(loss, source.local)
 
 
 def _device(func: Callable, x: Logits) -> torch.device:
-    return x._hidden.device
+    return x._source.hidden.device
 
 
 def _requires_grad(func: Callable, x: Logits) -> bool:
-    return torch.is_grad_enabled() and (x._hidden.requires_grad or x._head.weight.requires_grad)
+    return torch.is_grad_enabled() and (x._source.hidden.requires_grad or x._source.head.weight.requires_grad)
 
 
 def _itself(func: Callable, x: Logits) -> Logits:

@@ -59,10 +59,10 @@ def linear_cross_entropy(
     options |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
     chunks: dict[str, Any] = {"chunk_size": chunk_size, "acc_dtype": acc_dtype}
     device = input.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device) and input.dtype != torch.float64:
         with torch.autocast(device, enabled=False):
-            narrow = torch.get_autocast_dtype(device)
-            options |= {"linear_bias": _to(linear_bias, narrow), "dtype": dtype or torch.float32}
+            narrow, of_loss = torch.get_autocast_dtype(device), dtype or torch.float32
+            options |= {"linear_bias": _to(linear_bias, narrow), "weight": _to(weight, of_loss), "dtype": of_loss}
             return linear_cross_entropy(input.to(narrow), linear_weight.to(narrow), target, **chunks, **options)
     if target.is_floating_point():
         return with_logits(input, linear_weight, target, **options)
@@ -161,11 +161,15 @@ class LinearCrossEntropy(nn.Module):
         if isinstance(input, DTensor) or not isinstance(self.linear.weight, DTensor):
             return linear_cross_entropy(*given, **options)
         with implicit_replication():
-            loss: Any = linear_cross_entropy(*given, **options)
-        return to_local(loss.redistribute(placements=[Replicate()] * loss.device_mesh.ndim), self)
+            return whole_local(linear_cross_entropy(*given, **options), self)
 
     def extra_repr(self) -> str:
         return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}"
+
+
+def whole_local(loss: Any, module: nn.Module) -> Tensor:
+    """A loss that every rank has, plain."""
+    return to_local(loss.redistribute(placements=[Replicate()] * loss.device_mesh.ndim), module)
 
 
 def _of_torch(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

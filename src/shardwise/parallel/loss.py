@@ -17,7 +17,6 @@ from shardwise.dispatch.watch import Label, SeenCall
 from shardwise.errors import PlacementError
 from shardwise.rules.losses.class_losses import cross_entropy
 from shardwise.rules.losses.linear_cross_entropy import linear_cross_entropy
-from shardwise.tensor import DTensor
 
 LOSSES = frozenset(
     {
@@ -53,8 +52,8 @@ class loss_parallel(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in LOSSES or not any(isinstance(x, DTensor) for x in flat_tensors((args, kwargs))):
-            return func(*args, **kwargs)
+        if func not in LOSSES or all(type(x) is Tensor for x in flat_tensors((args, kwargs))):
+            return func(*args, **kwargs)  # others are DTensors, or `fuse_loss`'s logits, which may become some
         with implicit_replication(), checked(_refuse_moved_classes):  # plain targets are whole, as in torch's context
             return func(*args, **kwargs)
 

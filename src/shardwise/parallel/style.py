@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -301,8 +301,25 @@ def _enter(way: _Way, mesh: Any, path: str, module: nn.Module, inputs: tuple) ->
 def _leave(way: _Way, local: bool, mesh: Any, path: str, module: nn.Module, inputs: Any, output: Any) -> Any:
     if not isinstance(output, Tensor):
         raise PlanError(f"{_named(path)}: its style moves one tensor; the module returned a {type(output).__name__}")
+    if isinstance(output, Later):
+        return output.moved(partial(_leave, way, local, mesh, path, module, inputs), way[1], module if local else None)
     found = _brought(output, mesh, path, *way)
     return to_local(found, module) if local else found
+
+
+class Later(Tensor):
+    """The output of a module, computed when somebody asks for it."""
+
+    def moved(
+        self, move: Callable[[Tensor], Tensor], where: Sequence[Placement] | None, local: nn.Module | None
+    ) -> Tensor:
+        """What leaves the module: `move` brings what is computed to placements, and makes it plain for a module."""
+        raise NotImplementedError
+
+
+def is_styled(module: nn.Module) -> bool:
+    """Whether a style moves the module's output."""
+    return any(isinstance(hook, partial) and hook.func is _leave for hook in module._forward_hooks.values())
 
 
 def _prepare_inputs(

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import shardwise as sw
 from shardwise import DTensor
 from shardwise.errors import PlanError
-from shardwise.parallel import fully_shard, fuse_loss, parallelize_module
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, fully_shard, fuse_loss, parallelize_module
 from shardwise.rules.losses import linear_cross_entropy as chunks
 
 transformers = pytest.importorskip("transformers")
@@ -99,6 +99,54 @@ def test_with_the_plan_that_a_model_carries(kind: str, order: str) -> None:
         fuse_loss(model)
     output = check(model, plain)
     assert output.logits is None and "logits" not in output
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_a_plan_for_the_head_alone(kind: str, order: str) -> None:
+    """As torch's styles have it: what leaves the head is plain and whole, and so is the loss."""
+    plain, model, mesh = build(kind), build(kind), sw.simulate((2,), ("tp",))
+    plan = {"lm_head": ColwiseParallel(output_layouts=sw.Replicate())}
+    if model.lm_head.weight is model.model.embed_tokens.weight:
+        plan["model.embed_tokens"] = RowwiseParallel(input_layouts=sw.Replicate())
+    for step in (fuse_loss, lambda m: parallelize_module(m, mesh, plan))[:: 1 if order == "before" else -1]:
+        step(model)
+    assert check(model, plain).logits is None
+    model.loss_function = plain.loss_function = lambda logits, labels, **_: (logits * LABELS.unsqueeze(-1)).sum()
+    torch.testing.assert_close(model(IDS, labels=LABELS).loss, plain(IDS, labels=LABELS).loss)
+
+
+def test_with_a_head_that_gives_sharded_logits() -> None:
+    """They are the loss' to gather, or not: it is a DTensor."""
+    plain, model, mesh = build(), fuse_loss(build()), sw.simulate((2,), ("tp",))
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(use_local_output=False)})
+    with Largest(CLASSES, CLASSES // 2) as largest, sw.parallel.loss_parallel():
+        output = model(IDS, labels=LABELS)
+        output.loss.backward()
+    assert largest.rows == CHUNK and output.logits is None
+    expected = plain(IDS, labels=LABELS).loss
+    expected.backward()
+    torch.testing.assert_close(output.loss.full_tensor(), expected)
+    torch.testing.assert_close(model.lm_head.weight.grad.full_tensor(), plain.lm_head.weight.grad)
+    torch.testing.assert_close(model.model.embed_tokens.weight.grad, plain.model.embed_tokens.weight.grad)
+
+
+def test_a_head_whose_output_is_a_part_computes_its_logits() -> None:
+    """And so does one whose output a function of the user's moves."""
+    for plan in (ColwiseParallel(), None):
+        model, mesh = fuse_loss(build()), sw.simulate((2,), ("tp",))
+        seen = []
+        model.loss_function = lambda logits, labels, seen=seen, **_: seen.append(logits) or logits.sum()
+        if plan is None:
+            whole = lambda module, x, mesh: x.full_tensor()  # noqa: E731
+            into = lambda module, inputs, mesh: (sw.DTensor.from_local(inputs[0], mesh),)  # noqa: E731
+            sw.distribute_module(model.lm_head, mesh, input_fn=into, output_fn=whole)
+        else:
+            parallelize_module(model, mesh, {"lm_head": plan})
+        model(IDS, labels=LABELS)
+        assert seen[0].shape == (BATCH, TIME, CLASSES // (1 if plan is None else 2)) and "Logits" not in str(
+            type(seen[0])
+        )
 
 
 def test_without_a_mesh() -> None:

@@ -20,6 +20,7 @@ from shardwise.rules.losses.class_losses import check_targets
 from shardwise.rules.losses.class_rows import (
     Loss,
     RowGradient,
+    comparable,
     graph_is_kept,
     is_listened_to,
     losses_of_rows,
@@ -64,6 +65,7 @@ def losses_of_head(
 ) -> Tensor:
     """A term of the loss of all rows, or the losses of this rank's rows."""
     loss, rows = head.loss, _Rows(shards, head)
+    target = comparable(shards, target)
     check_targets(shards.along(head.batch + head.tokens), target, loss, own=asserts_itself(target))
     x = shards.along(head.others).vary(x.reshape(-1, head.width))
     inputs = [x, layer] if bias is None else [x, layer, bias]

@@ -20,7 +20,14 @@ from shardwise.rules.kit.kernels import is_traced, kernel_for
 from shardwise.rules.kit.registry import register, register_function
 from shardwise.rules.kit.treatments import traced_form, treat
 from shardwise.rules.kit.types import SUM, AxisPlacement, Call, Collectives, Local, Rule, Strategy, replicated
-from shardwise.rules.losses.class_rows import Loss, class_parallel_loss, reduced_evenly, rounded, weights_of
+from shardwise.rules.losses.class_rows import (
+    Loss,
+    class_parallel_loss,
+    comparable,
+    reduced_evenly,
+    rounded,
+    weights_of,
+)
 from shardwise.rules.losses.losses import MEAN, NONE, TOTAL, reduction_of
 from shardwise.rules.math.reductions import PROGRAM_COST, wide
 from shardwise.rules.rows.row_numbers import are_classes, asserts_itself, mean_loss
@@ -70,14 +77,13 @@ def check_targets(batch: Collectives, target: Tensor, loss: Loss, *, own: bool =
             torch._assert_async(are_classes(target, loss.ignore, loss.num_classes))
     elif bound.is_needed(target):
         with looking():
-            named = target if target.is_meta else batch.map(_not_ignored, target, loss.ignore, batch.is_captured)
+            named = target if target.is_meta else batch.map(_not_ignored, target, loss)
         bound.check(batch, named)
 
 
-def _not_ignored(target: Tensor, ignore: int, captured: bool) -> Tensor:
-    if not captured:
-        return target[target != ignore]
-    return torch.where(target == ignore, 0, target)  # in every run there are as many
+def _not_ignored(target: Tensor, loss: Loss) -> Tensor:
+    """Targets, but a class for those that are ignored: in every run of a captured program there are as many."""
+    return target.masked_fill(target == loss.ignore, 0) if loss.num_classes else target[target != loss.ignore]
 
 
 def _look_up(x: Tensor, dim: int, target: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -202,6 +208,7 @@ def _sharded_cross_entropy(
             "The function 'nll_loss_forward' is not differentiable with respect to argument 'weight'. This input "
             "cannot have requires_grad True."
         )
+    target = comparable(batch, target)
     asked, wrong = target, None
     if _tells_with_the_sum(batch, target, loss):
         target, wrong = batch.map(_known_targets, target, loss)
@@ -240,6 +247,7 @@ def _known_targets(target: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
 
 
 def _local_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, reduction: str = "sum") -> Tensor:
+    target = target if loss.probabilities else target.long()
     return kernel_for(F.cross_entropy, x.device.type)(x, target, weight, **_options(loss), reduction=reduction)
 
 

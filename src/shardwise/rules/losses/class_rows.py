@@ -171,6 +171,12 @@ def losses_of_rows(
     return row_losses(*given, loss.ignore, loss.smoothing, loss.num_classes, loss.z_loss, for_gradient)
 
 
+def comparable(shards: Collectives, target: Tensor) -> Tensor:
+    """Targets that can be compared with any class: less the first class of a shard, narrow integers would wrap."""
+    is_narrow = target.dtype in (torch.uint8, torch.int8, torch.int16)
+    return shards.map(Tensor.long, target) if is_narrow else target
+
+
 def _weights_of_both(weight: Tensor, target: Tensor, start: int, sums: Tensor, loss: Loss) -> Tensor:
     """The weights of the targets that are here; and, with smoothing, of all classes that are."""
     weights = weights_of(weight, target, start, loss)

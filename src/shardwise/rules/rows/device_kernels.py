@@ -13,10 +13,8 @@ from shardwise.rules.rows import row_numbers, row_passes
 OLDEST_TRITON = (3, 6)
 
 WRITTEN_IN_TRITON = {
-    "triton_rows": (
-        *(row_passes.row_sums, row_passes.row_gradient, row_passes.scale_by),
-        *(row_passes.row_softmax, row_passes.row_products, row_passes.row_softmax_gradient),
-    ),
+    "triton_rows": (row_passes.row_sums, row_passes.row_gradient, row_passes.scale_by),
+    "triton_softmax": (row_passes.row_softmax, row_passes.row_products, row_passes.row_softmax_gradient),
     "triton_numbers": (row_numbers.row_terms, row_numbers.row_losses, row_numbers.loss_of_rows),
 }
 """The steps that run as Triton programs on CUDA devices, by the module that has these."""

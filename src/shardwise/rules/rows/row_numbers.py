@@ -81,7 +81,7 @@ def row_losses(
 @one_pass("(Tensor rows, bool mean, bool smoothed, ScalarType dtype) -> (Tensor, Tensor)")
 def loss_of_rows(rows: Tensor, mean: bool, smoothed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The loss of all rows, a sum or a mean, from those of single rows and their weights; and the weight of all."""
-    value, total = rows.unsqueeze(-1).flatten(1).sum(1).unbind()
+    value, total = (rows if rows.ndim == 2 else rows.reshape(2, -1)).sum(1).unbind()
     return (mean_loss(value, total, smoothed) if mean else value).to(dtype), total.clone()
 
 

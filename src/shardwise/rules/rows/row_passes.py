@@ -69,8 +69,8 @@ def _sums(
         return sums
     spare = _Spare(x)
     for block in blocks(x, dim):
-        row, part = sums[(slice(None), *_row(block, dim))], x[block]
-        into = spare.like(part) if kept is None or kept.dtype != dtype else kept[block]
+        row, part = sums[(slice(None), *_row(block, dim))] if block else sums, _of(x, block)
+        into = spare.like(part) if kept is None or kept.dtype != dtype else _of(kept, block)
         if part.dtype != dtype:
             part = into.copy_(part)
         largest = torch.amax(part, dim, out=row[MAXIMUM]).clamp_(least)
@@ -108,20 +108,22 @@ def row_gradient(
 ) -> None:
     """Write the gradient of logits to `out`, which may be `kept`, given those of their rows' losses, or that of all of
     these over `total`. What is kept are exponentials, or logits."""
-    grad = torch.where(target != ignore, grad if total is None else grad / total, 0)  # NaN, that of a mean over nothing
-    scale = numbers[NORM] * grad if len(numbers) <= MASS else (numbers[NORM] * grad).mul_(numbers[MASS])
-    smooth = grad * share if share else None
     if not kept.shape[dim]:
         return
+    counted, grad = target != ignore, grad if total is None else grad / total  # NaN, that of a mean over nothing
+    scale, at_target = torch.where(counted, numbers[NORM:MASS] * grad, 0).unbind()
+    if len(numbers) > MASS:
+        scale.mul_(numbers[MASS])
+    smooth = torch.where(counted, grad * share, 0) if share else None
     spare, dtype = _Spare(kept), _wide(kept.dtype)
     for block in blocks(kept, dim):
-        row, part = _row(block, dim), kept[block]
-        into = out[block] if out.dtype == dtype else spare.like(part)
+        row, part = _row(block, dim), _of(kept, block)
+        into = _of(out, block) if out.dtype == dtype else spare.like(part)
         if part.dtype != dtype:
             part = into.copy_(part)
         if of_logits:
             part = exponential_(torch.sub(part, numbers[LARGEST][row].unsqueeze(dim), out=into))
-        torch.mul(part, scale[row].unsqueeze(dim), out=into)
+        torch.mul(part, _of(scale, row).unsqueeze(dim), out=into)
         if smooth is not None:
             each = smooth[row].unsqueeze(dim)
             into.sub_(each) if weight is None else into.addcmul_(each, _along(weight, kept, dim), value=-1)
@@ -129,7 +131,7 @@ def row_gradient(
             out[block] = into
     mine, index = _here(out, target, start, dim)
     places = _places(index, dim)  # `scatter_` would copy half precision first
-    out.index_put_(places, torch.where(mine, (numbers[AT_TARGET] * grad).to(out.dtype), out[places]))
+    out.index_put_(places, torch.where(mine, at_target.to(out.dtype), out[places]))
 
 
 @one_pass("(Tensor x, Tensor(a!) out, Tensor less, Tensor total, int dim, bool log) -> ()")
@@ -235,6 +237,11 @@ def _block_size(x: Tensor) -> int:
     if x.is_meta or is_traced():  # there is no cache; or a tracer looks on, who wants one op of a kind
         return x.numel()
     return CACHED if x.device.type == "cpu" else LARGE
+
+
+def _of(x: Tensor, block: Block) -> Tensor:
+    """A block, but not as a view if it is all there is."""
+    return x[block] if block else x
 
 
 def _row(block: Block, dim: int) -> Block:

@@ -10,14 +10,18 @@ from torch import Tensor
 
 from shardwise.rules.rows import row_numbers
 from shardwise.rules.rows.row_passes import WEIGHT
+from shardwise.rules.rows.triton_layout import MOST_ROWS, ceil_div, exponential
 from shardwise.rules.rows.triton_program import kinds, program
-from shardwise.rules.rows.triton_rows import _exponential, ceil_div, combined
+from shardwise.rules.rows.triton_rows import combined
 
 BLOCK_OF_ROWS = 128
 """Rows whose numbers a program computes."""
 
 ROWS_OF_ONE = 2048
 """Rows that a program adds up at once if it is the only one."""
+
+MOST_OF_ONE = 1 << 16
+"""More rows than these are added up by several."""
 
 
 @program()
@@ -26,7 +30,7 @@ def _terms(sums, top, num_rows, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr):
     exists = row < num_rows
     shift = tl.load(sums + row, mask=exists, other=0.0) - tl.load(top + row, mask=exists, other=0.0)
     total = tl.load(sums + num_rows + row, mask=exists, other=0.0)
-    tl.store(sums + num_rows + row, total * _exponential(shift), mask=exists)
+    tl.store(sums + num_rows + row, total * exponential(shift), mask=exists)
     if SMOOTHED:
         weights = tl.load(sums + 4 * num_rows + row, mask=exists, other=0.0)
         logits = tl.load(sums + 3 * num_rows + row, mask=exists, other=0.0)
@@ -35,7 +39,7 @@ def _terms(sums, top, num_rows, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr):
 
 def row_terms(sums: Tensor, top: Tensor) -> None:
     num_rows = top.numel()
-    if sums.dtype != torch.float32 or not sums.is_contiguous() or not num_rows:
+    if not (_is_taken(sums, num_rows) and sums.is_contiguous()):
         return row_numbers.row_terms.function(sums, top)
     top, smoothed = top.contiguous(), sums.size(0) > WEIGHT
     key = num_rows, smoothed, kinds(sums, top)
@@ -74,7 +78,7 @@ def _losses(
     exists = row < num_rows
     named = tl.load(target + row, mask=exists, other=ignore).to(tl.int64)
     counted = named != ignore
-    tl.device_assert((named >= 0) & (named < num_classes) | (named == ignore), "a target names no class")
+    tl.device_assert((named >= 0) & (named < num_classes) | (named == ignore) | ~exists, "a target names no class")
     if TOP:
         highest = tl.load(top + row, mask=exists, other=0.0)
         total = tl.load(sums + num_rows + row, mask=exists, other=1.0)
@@ -101,9 +105,9 @@ def _losses(
     tl.store(found + num_rows + row, count, mask=exists)
     if NUMBERS:
         norm = 1.0 / total
-        chance = _exponential(picked) * norm
+        chance = exponential(picked) * norm
         if LARGEST:
-            norm *= _exponential(tl.load(largest + row, mask=exists, other=0.0) - highest)
+            norm *= exponential(tl.load(largest + row, mask=exists, other=0.0) - highest)
         tl.store(numbers + row, highest, mask=exists)
         tl.store(numbers + num_rows + row, norm, mask=exists)
         if NUMBERS == 3:
@@ -132,7 +136,7 @@ def row_losses(
     for_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     num_rows, batch = target.numel(), target.shape
-    if sums.dtype != torch.float32 or not num_rows:
+    if not _is_taken(sums, num_rows):
         options = ignore, smoothing, num_classes, z_loss, for_gradient
         return row_numbers.row_losses.function(sums, top, largest, target, weights, of_classes, *options)
     found = sums.new_empty((2, *batch))
@@ -169,11 +173,18 @@ def _loss(rows, value, total, num_rows, MEAN: tl.constexpr, SMOOTHED: tl.constex
 
 
 def loss_of_rows(rows: Tensor, mean: bool, smoothed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if rows.dtype != torch.float32 or not rows.is_contiguous() or not rows.numel():
+    num_rows = rows.numel() // 2
+    if not (_is_taken(rows, num_rows, MOST_OF_ONE) and rows.is_contiguous()):
         return row_numbers.loss_of_rows.function(rows, mean, smoothed, dtype)
-    value, total, num_rows = rows.new_empty((), dtype=dtype), rows.new_empty(()), rows.numel() // 2
-    _loss((num_rows, mean, smoothed, dtype), (1, 1), 8, rows, value, total, num_rows, mean, smoothed, ROWS_OF_ONE)
+    value, total = rows.new_empty((), dtype=dtype), rows.new_empty(())
+    key, options = (num_rows, mean, smoothed, dtype, kinds(rows)), (mean, smoothed, ROWS_OF_ONE)
+    _loss(key, (1, 1), 8, rows, value, total, num_rows, *options)
     return value, total
+
+
+def _is_taken(numbers: Tensor, num_rows: int, most: int = MOST_ROWS) -> bool:
+    """Whether it is not left to torch: double precision, and too many rows or none, are."""
+    return numbers.dtype == torch.float32 and 0 < num_rows <= most
 
 
 def _blocks(num_rows: int) -> tuple[int, int]:

@@ -1,14 +1,7 @@
-"""The passes over rows as Triton programs.
-
-A program has a row, or some rows where these lie side by side in memory; a long row is shared by several programs where
-there are few rows. Rows may have any strides. All is computed in single precision; double is left to torch.
-"""
+"""The passes over the logits of a loss as Triton programs. All is computed in single precision; double is left to
+torch."""
 
 from __future__ import annotations
-
-import math
-from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -17,123 +10,13 @@ from torch import Tensor
 
 from shardwise.rules.rows import row_passes
 from shardwise.rules.rows.row_passes import MASS
+from shardwise.rules.rows.triton_layout import THREADS, beginning, ceil_div, exponential, layout_of, places, read
 from shardwise.rules.rows.triton_program import kinds, program
 
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)
-LOG2_E = tl.constexpr(math.log2(math.e))
-
-WORD = 16
-"""Bytes that a thread reads at once, the most that a GPU reads by one instruction."""
-
-THREADS, WORDS = 128, 4
-"""Of a program that goes through a row, and the words that each thread waits for together."""
-
-WRITING_THREADS, WORDS_WRITTEN = 256, 8
-"""Of a program that writes a tile as well, and the words that each thread has of it."""
-
-SIDE_BY_SIDE, FEW = 32, 64
-"""Rows, and classes, that a program looks at together where neighbours in memory are of different rows."""
-
-ENOUGH = 512
-"""So many programs keep a device busy. Where there are fewer rows, each is shared by several."""
 
 FLAT = 8192
 """Elements that a program looks at where rows do not matter."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """Where rows are in some tensors, and how many rows and classes a program looks at together. It is the same object
-    for tensors of the same dtypes, shapes and strides."""
-
-    num_rows: int
-    num_classes: int
-    places: tuple[int, ...]
-    """The sizes of the inner two of three batch dims; of each tensor the strides along these, and along the row."""
-    rows: int
-    lanes: int
-    """Classes that a program going through rows looks at by one instruction."""
-    num_warps: int
-    shares: tuple[int, int]
-    """Programs, if each goes through a share of some rows."""
-    share: int
-    """The classes of one."""
-    classes: int
-    """Of a tile."""
-    tile_warps: int
-    tiles: tuple[int, int]
-    """Programs, if each writes one tile."""
-
-
-def layout_of(dim: int, *tensors: Tensor) -> Layout | None:
-    """None if it is left to torch: in double precision, or if more than three numbers find a row."""
-    return _layout(dim, tensors[0].shape, tuple([(x.stride(), x.dtype) for x in tensors]))
-
-
-@lru_cache(4096)
-def _layout(dim: int, shape: torch.Size, tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> Layout | None:
-    batch = [d for d in range(len(shape)) if d != dim]
-    sizes, steps = [shape[d] for d in batch], [[stride[d] for d in batch] for stride, _ in tensors]
-    at = 0
-    while at + 1 < len(sizes):  # two dims that are one in all tensors
-        if all(step[at] == step[at + 1] * sizes[at + 1] for step in steps):
-            sizes[at : at + 2] = [sizes[at] * sizes[at + 1]]
-            steps = [[*step[:at], *step[at + 1 :]] for step in steps]
-        else:
-            at += 1
-    if len(sizes) > 3 or any(dtype == torch.float64 for _, dtype in tensors):
-        return None
-    missing = 3 - len(sizes)
-    strides = [(*[0] * missing, *step, stride[dim]) for step, (stride, _) in zip(steps, tensors, strict=True)]
-    sizes = [1] * missing + sizes
-    longest = triton.next_power_of_2(max(shape[dim], 1))
-    if all(stride[3] == 1 for stride in strides):
-        rows, word = 1, WORD // max(dtype.itemsize for _, dtype in tensors)
-        lanes = min(longest, THREADS * word)
-        classes = min(longest, WRITING_THREADS * WORDS_WRITTEN * word)
-        tile_warps = max(1, min(WRITING_THREADS, classes // word) // 32)
-    else:
-        rows, lanes = SIDE_BY_SIDE, min(longest, FEW)
-        classes, tile_warps = lanes, 4
-    places = (sizes[1], sizes[2], *(step for stride in strides for step in stride))
-    num_warps = max(1, min(THREADS, rows * lanes) // 32)
-    num_rows, num_classes, least = math.prod(sizes), shape[dim], WORDS * lanes
-    blocks, parts = ceil_div(num_rows, rows), ceil_div(num_classes, least)
-    share = ceil_div(parts, max(1, min(parts, ceil_div(ENOUGH, max(blocks, 1))))) * least
-    shares, tiles = (blocks, max(1, ceil_div(num_classes, max(share, 1)))), (blocks, ceil_div(num_classes, classes))
-    through = rows, lanes, num_warps, shares, share
-    return Layout(num_rows, num_classes, places, *through, classes, tile_warps, tiles)
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-@triton.jit
-def _beginning(row, size_1, size_2, step_0, step_1, step_2):
-    """How far from the first element a row begins."""
-    outer = row // size_2
-    return (outer // size_1) * step_0 + (outer % size_1) * step_1 + (row % size_2) * step_2
-
-
-@triton.jit
-def _places(begin, column, step, ROWS: tl.constexpr):
-    """Where the columns of rows are. Those of a single row follow one another."""
-    if ROWS == 1:
-        return begin[:, None] + column[None, :]
-    else:
-        return begin[:, None] + column[None, :].to(tl.int64) * step
-
-
-@triton.jit
-def _read(begin, column, step, exists, last, other, ROWS: tl.constexpr):
-    is_there = exists[:, None] & (column < last)[None, :]
-    return tl.load(_places(begin, column, step, ROWS), mask=is_there, other=other).to(tl.float32)
-
-
-@triton.jit
-def _exponential(x):
-    return tl.exp2(x * LOG2_E)
 
 
 # Sums
@@ -177,7 +60,7 @@ def _sums(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1)
     exists = row < num_rows
-    begin = x + _beginning(row, size_1, size_2, step_0, step_1, step_2)
+    begin = x + beginning(row, size_1, size_2, step_0, step_1, step_2)
     if SHARED:
         first = part * share
         last = tl.minimum(first + share, num_classes)
@@ -191,17 +74,17 @@ def _sums(
     weights = tl.zeros([ROWS, LANES], tl.float32)
     for at in range(first, last, 4 * LANES):
         column = at + lane
-        a = _read(begin, column, step, exists, last, -float("inf"), ROWS)
-        b = _read(begin, column + LANES, step, exists, last, -float("inf"), ROWS)
-        c = _read(begin, column + 2 * LANES, step, exists, last, -float("inf"), ROWS)
-        d = _read(begin, column + 3 * LANES, step, exists, last, -float("inf"), ROWS)
+        a = read(begin, column, step, exists, last, -float("inf"), ROWS)
+        b = read(begin, column + LANES, step, exists, last, -float("inf"), ROWS)
+        c = read(begin, column + 2 * LANES, step, exists, last, -float("inf"), ROWS)
+        d = read(begin, column + 3 * LANES, step, exists, last, -float("inf"), ROWS)
         now = tl.maximum(largest, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
         shift = largest - now
         a -= now
         b -= now
         c -= now
         d -= now
-        total = total * _exponential(shift) + (_exponential(a) + _exponential(b)) + (_exponential(c) + _exponential(d))
+        total = total * exponential(shift) + (exponential(a) + exponential(b)) + (exponential(c) + exponential(d))
         if SMOOTHED:
             of_a = _weighed(weight, column, last, WEIGHT)
             of_b = _weighed(weight, column + LANES, last, WEIGHT)
@@ -218,7 +101,7 @@ def _sums(
     shift = largest - top[:, None]
     out = sums + part.to(tl.int64) * NUM_SUMS * num_rows + row
     tl.store(out, top, mask=exists)
-    tl.store(out + num_rows, tl.sum(total * _exponential(shift), 1), mask=exists)
+    tl.store(out + num_rows, tl.sum(total * exponential(shift), 1), mask=exists)
     if TARGET:
         local = tl.load(target + row, mask=exists, other=0).to(tl.int64) - start
         is_here = exists & (local >= first) & (local < last)
@@ -244,8 +127,8 @@ def combined(
         of_part = parts + part * NUM_SUMS * num_rows + row
         found = tl.load(of_part, mask=exists, other=0.0)
         now = tl.maximum(largest, found)
-        total *= _exponential(largest - now)
-        total += tl.load(of_part + num_rows, mask=exists, other=0.0) * _exponential(found - now)
+        total *= exponential(largest - now)
+        total += tl.load(of_part + num_rows, mask=exists, other=0.0) * exponential(found - now)
         if TARGET:
             picked += tl.load(of_part + 2 * num_rows, mask=exists, other=0.0)
         if SMOOTHED:
@@ -346,8 +229,8 @@ def _gradient(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * CLASSES + tl.arange(0, CLASSES)
     exists = row < num_rows
-    begin = kept + _beginning(row, size_1, size_2, step_0, step_1, step_2)
-    found = _read(begin, column, step, exists, num_classes, 0.0, ROWS)
+    begin = kept + beginning(row, size_1, size_2, step_0, step_1, step_2)
+    found = read(begin, column, step, exists, num_classes, 0.0, ROWS)
     named = tl.load(target + row, mask=exists, other=ignore).to(tl.int64)
     upstream = tl.load(grad + row * grad_step, mask=exists, other=0.0).to(tl.float32)
     if TOTAL:
@@ -358,16 +241,16 @@ def _gradient(
     if MASS:
         factor *= tl.load(of_row + 3 * numbers_step, mask=exists, other=0.0)
     if OF_LOGITS:
-        found = _exponential(found - tl.load(of_row, mask=exists, other=0.0)[:, None])
+        found = exponential(found - tl.load(of_row, mask=exists, other=0.0)[:, None])
     found *= factor[:, None]
     if SMOOTHED:
         found -= (upstream * part)[:, None] * _weighed(weight, column, num_classes, WEIGHT)
     of_target = tl.load(of_row + 2 * numbers_step, mask=exists, other=0.0) * upstream
     local = (named - start).to(tl.int32)
     found = tl.where(column[None, :] == local[:, None], of_target[:, None], found)
-    begin = out + _beginning(row, size_1, size_2, out_0, out_1, out_2)
+    begin = out + beginning(row, size_1, size_2, out_0, out_1, out_2)
     is_there = exists[:, None] & (column < num_classes)[None, :]
-    tl.store(_places(begin, column, out_step, ROWS), found.to(out.dtype.element_ty), mask=is_there)
+    tl.store(places(begin, column, out_step, ROWS), found.to(out.dtype.element_ty), mask=is_there)
 
 
 def row_gradient(
@@ -420,160 +303,4 @@ def scale_by(x: Tensor, factor: Tensor) -> None:
         return row_passes.scale_by.function(x, factor)
     count = x.numel()
     _scaled((count, kinds(x, factor)), (ceil_div(count, FLAT), 1), 8, x, factor, count, FLAT)
-    return None
-
-
-# Softmax
-
-
-@program()
-def _softmax(
-    x,
-    out,
-    less,
-    total,
-    num_rows,
-    num_classes,
-    size_1,
-    size_2,
-    step_0,
-    step_1,
-    step_2,
-    step,
-    out_0,
-    out_1,
-    out_2,
-    out_step,
-    LOG: tl.constexpr,
-    ROWS: tl.constexpr,
-    CLASSES: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * CLASSES + tl.arange(0, CLASSES)
-    exists = row < num_rows
-    begin = x + _beginning(row, size_1, size_2, step_0, step_1, step_2)
-    found = _read(begin, column, step, exists, num_classes, 0.0, ROWS)
-    found -= tl.load(less + row, mask=exists, other=0.0)[:, None]
-    whole = tl.load(total + row, mask=exists, other=1.0)
-    if LOG:
-        found -= tl.log(whole)[:, None]
-    else:
-        found = _exponential(found) * (1.0 / whole)[:, None]
-    begin = out + _beginning(row, size_1, size_2, out_0, out_1, out_2)
-    is_there = exists[:, None] & (column < num_classes)[None, :]
-    tl.store(_places(begin, column, out_step, ROWS), found.to(out.dtype.element_ty), mask=is_there)
-
-
-def row_softmax(x: Tensor, out: Tensor, less: Tensor, total: Tensor, dim: int, log: bool) -> None:
-    layout = layout_of(dim, x, out)
-    if layout is None:
-        return row_passes.row_softmax.function(x, out, less, total, dim, log)
-    if layout.num_rows and layout.num_classes:
-        given = x, out, less.contiguous(), total.contiguous()
-        sizes, which = (layout.num_rows, layout.num_classes, *layout.places), (log, layout.rows, layout.classes)
-        _softmax((layout, log, kinds(*given)), layout.tiles, layout.tile_warps, *given, *sizes, *which)
-    return None
-
-
-@program()
-def _products(
-    grad,
-    known,
-    sums,
-    num_rows,
-    num_classes,
-    share,
-    size_1,
-    size_2,
-    step_0,
-    step_1,
-    step_2,
-    step,
-    known_0,
-    known_1,
-    known_2,
-    known_step,
-    LOG: tl.constexpr,
-    ROWS: tl.constexpr,
-    CLASSES: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    part = tl.program_id(1)
-    exists = row < num_rows
-    begin = grad + _beginning(row, size_1, size_2, step_0, step_1, step_2)
-    beside = known + _beginning(row, size_1, size_2, known_0, known_1, known_2)
-    last = tl.minimum(part * share + share, num_classes)
-    total = tl.zeros([ROWS, CLASSES], tl.float32)
-    for at in range(part * share, last, CLASSES):
-        column = at + tl.arange(0, CLASSES)
-        some = _read(begin, column, step, exists, last, 0.0, ROWS)
-        if not LOG:
-            some *= _read(beside, column, known_step, exists, last, 0.0, ROWS)
-        total += some
-    tl.store(sums + part.to(tl.int64) * num_rows + row, tl.sum(total, 1), mask=exists)
-
-
-def row_products(grad: Tensor, known: Tensor, dim: int, log: bool) -> Tensor:
-    layout = layout_of(dim, grad, known)
-    if layout is None or not (layout.num_rows and layout.num_classes):
-        return row_passes.row_products.function(grad, known, dim, log)
-    parts = layout.shares[1]
-    sums = torch.empty((parts, *grad.shape[:dim], *grad.shape[dim + 1 :]), dtype=torch.float32, device=grad.device)
-    key, sizes = (layout, log, kinds(grad, known)), (layout.num_rows, layout.num_classes, layout.share)
-    tile = layout.rows, WORDS * layout.lanes
-    _products(key, layout.shares, layout.num_warps, grad, known, sums, *sizes, *layout.places, log, *tile)
-    return sums[0] if parts == 1 else sums.sum(0)
-
-
-@program()
-def _softmax_gradient(
-    grad,
-    known,
-    out,
-    total,
-    num_rows,
-    num_classes,
-    size_1,
-    size_2,
-    step_0,
-    step_1,
-    step_2,
-    step,
-    known_0,
-    known_1,
-    known_2,
-    known_step,
-    out_0,
-    out_1,
-    out_2,
-    out_step,
-    LOG: tl.constexpr,
-    ROWS: tl.constexpr,
-    CLASSES: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * CLASSES + tl.arange(0, CLASSES)
-    exists = row < num_rows
-    begin = grad + _beginning(row, size_1, size_2, step_0, step_1, step_2)
-    beside = known + _beginning(row, size_1, size_2, known_0, known_1, known_2)
-    some = _read(begin, column, step, exists, num_classes, 0.0, ROWS)
-    y = _read(beside, column, known_step, exists, num_classes, 0.0, ROWS)
-    whole = tl.load(total + row, mask=exists, other=0.0)[:, None]
-    if LOG:
-        found = some - _exponential(y) * whole
-    else:
-        found = (some - whole) * y
-    begin = out + _beginning(row, size_1, size_2, out_0, out_1, out_2)
-    is_there = exists[:, None] & (column < num_classes)[None, :]
-    tl.store(_places(begin, column, out_step, ROWS), found.to(out.dtype.element_ty), mask=is_there)
-
-
-def row_softmax_gradient(grad: Tensor, known: Tensor, out: Tensor, total: Tensor, dim: int, log: bool) -> None:
-    layout = layout_of(dim, grad, known, out)
-    if layout is None:
-        return row_passes.row_softmax_gradient.function(grad, known, out, total, dim, log)
-    if layout.num_rows and layout.num_classes:
-        given = grad, known, out, total.contiguous()
-        sizes, which = (layout.num_rows, layout.num_classes, *layout.places), (log, layout.rows, layout.classes)
-        _softmax_gradient((layout, log, kinds(*given)), layout.tiles, layout.tile_warps, *given, *sizes, *which)
     return None

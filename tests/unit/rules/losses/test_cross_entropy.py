@@ -100,9 +100,19 @@ def test_blocks_of_any_size_give_the_same(shape: tuple[int, ...], monkeypatch: p
         torch.testing.assert_close(again, found[:2], rtol=0, atol=1e-12)
 
 
-def test_integers_of_any_width_name_classes() -> None:
-    x, target = place(normal(5, 4), S(1)), place(TARGET.int(), R)
-    torch.testing.assert_close(cross_entropy(x, target).full_tensor(), F.cross_entropy(normal(5, 4), TARGET))
+@pytest.mark.parametrize("width", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+def test_integers_of_any_width_name_classes(width: torch.dtype) -> None:
+    """Also of more classes than a narrow integer has numbers for, and as indices into class weights."""
+    x, target, class_weights = normal(5, 300), torch.tensor([1, 120, 0, 2, 1]), normal(300).abs()
+    for (mesh, where), weight in itertools.product((CLASSES, ROWS, BOTH, ((2,), (R,))), (None, R, S(0))):
+        rows = [p if p == S(0) else R for p in where]
+        given = [sw.distribute_tensor(t, mesh_of(mesh), at) for t, at in ((x, where), (target.to(width), rows))]
+        spread = [weight if weight is not None and p == S(1) else R for p in where]
+        w = None if weight is None else sw.distribute_tensor(class_weights, mesh_of(mesh), spread)
+        expected = F.cross_entropy(x, target, None if weight is None else class_weights)
+        torch.testing.assert_close(cross_entropy(*given, w).full_tensor(), expected)
+        if width == torch.uint8:  # which torch takes as well
+            torch.testing.assert_close(F.cross_entropy(*given, w).full_tensor(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

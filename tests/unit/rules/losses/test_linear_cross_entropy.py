@@ -134,6 +134,16 @@ def test_plain_tensors() -> None:
     torch.testing.assert_close(grads, torch.autograd.grad(expected, (x, layer)))
 
 
+@pytest.mark.parametrize("width", [torch.uint8, torch.int16, torch.int32], ids=str)
+def test_integers_of_any_width_name_classes(width: torch.dtype) -> None:
+    """Also where chunks are filled up with rows that are ignored."""
+    x, layer = place(X, S(1)), place(LAYER, S(0))
+    for weight in (None, WEIGHT):
+        given = None if weight is None else place(weight, R)
+        loss = linear_cross_entropy(x, layer, place(TARGET.to(width), S(1)), weight=given, chunk_size=2)
+        torch.testing.assert_close(loss.full_tensor(), with_logits(X, LAYER, TARGET, weight=weight))
+
+
 # Precision
 
 
@@ -187,6 +197,21 @@ def test_autocast_narrows_the_product_alone() -> None:
     expected.backward()
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad, rtol=0.02, atol=1e-3)
     torch.testing.assert_close(layer.grad.full_tensor(), whole.grad, rtol=0.02, atol=1e-3)
+
+
+def test_autocast_computes_a_weighted_loss_in_single_precision() -> None:
+    weight, x, layer = WEIGHT.bfloat16(), X.float(), LAYER.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_cross_entropy(place(x, R), place(layer, S(0)), place(TARGET, R), weight=place(weight, R))
+        expected = F.cross_entropy(F.linear(x, layer).flatten(0, 1), TARGET.flatten(), weight)
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+
+def test_autocast_leaves_double_precision_as_it_is() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_cross_entropy(place(X, R), place(LAYER, S(0)), place(TARGET, R), weight=place(WEIGHT, R))
+        expected = F.cross_entropy(F.linear(X, LAYER).flatten(0, 1), TARGET.flatten(), WEIGHT)
+    torch.testing.assert_close(found.full_tensor(), expected)
 
 
 # What is communicated: (kind, axes, bytes, whether in the backward pass)

@@ -45,15 +45,14 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Any:
     if torch.cuda.is_available():
         pytest.skip("Triton's programs are compiled here, and run in tests/gpu")
     pytest.importorskip("triton", reason="needs Triton, whose interpreter runs programs on a CPU")
-    from shardwise.rules.rows import triton_numbers, triton_rows
+    from shardwise.rules.rows import triton_layout, triton_numbers, triton_rows, triton_softmax
 
-    monkeypatch.setattr(triton_rows, "THREADS", 2)
-    monkeypatch.setattr(triton_rows, "WRITING_THREADS", 2)  # so that rows take several rounds
-    triton_rows._layout.cache_clear()
-    yield SimpleNamespace(
-        **{s.name: getattr(m, s.name) for m in (triton_rows, triton_numbers) for s in STEPS if hasattr(m, s.name)}
-    )
-    triton_rows._layout.cache_clear()
+    monkeypatch.setattr(triton_layout, "THREADS", 2)
+    monkeypatch.setattr(triton_layout, "WRITING_THREADS", 2)  # so that rows take several rounds
+    triton_layout._layout.cache_clear()
+    modules = triton_rows, triton_numbers, triton_softmax
+    yield SimpleNamespace(**{s.name: getattr(m, s.name) for m in modules for s in STEPS if hasattr(m, s.name)})
+    triton_layout._layout.cache_clear()
 
 
 @pytest.fixture
@@ -98,9 +97,9 @@ def test_sums_and_gradients_of_rows(
     dtype: torch.dtype, enough: int, programs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that are shared by several programs, and rows that are not."""
-    from shardwise.rules.rows import triton_rows
+    from shardwise.rules.rows import triton_layout
 
-    monkeypatch.setattr(triton_rows, "ENOUGH", enough)
+    monkeypatch.setattr(triton_layout, "ENOUGH", enough)
     for x, dim in tensors(dtype):
         rows = (*x.shape[:dim], *x.shape[dim + 1 :])
         for width, smoothed, weighted in ((torch.int64, False, False), (torch.int32, True, True)):
@@ -168,6 +167,17 @@ def test_multiples_of_all_elements(programs: Any) -> None:
         found = x.clone()
         programs.scale_by(found, torch.tensor(factor))
         check(found, x * factor, dtype)
+
+
+def test_too_many_rows_are_left_to_torch(programs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.rules.rows import triton_layout, triton_numbers
+
+    assert triton_layout.layout_of(1, torch.empty(1 << 28, 3, device="meta")) is None
+    assert triton_layout.layout_of(1, torch.empty((1 << 28) - 1, 3, device="meta")) is not None
+    monkeypatch.setattr(triton_numbers, "MOST_OF_ONE", 6)
+    monkeypatch.setattr(triton_numbers, "_loss", None)
+    found = programs.loss_of_rows(torch.ones(2, 7), True, False, torch.float32)
+    check(torch.stack(found), torch.tensor([1.0, 7.0]), torch.float32)
 
 
 @pytest.mark.slow
