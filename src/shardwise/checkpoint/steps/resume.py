@@ -60,6 +60,7 @@ def load_latest(
     ranks = Ranks(process_group)
     directory = Path(directory)
     doing = f"loading the latest step in {directory}"
+    ranks.agree(doing)
     ranks.all(doing, lambda: check_kinds(state))
     folders = ranks.told(ranks.first(doing, lambda: _folders(directory)))
     index, damage = _first_whole([Path(folder) for folder in folders], ranks, doing, verify=verify)
@@ -82,6 +83,7 @@ def load_step(
     in_background.wait()
     ranks = Ranks(process_group)
     doing = f"loading {path}"
+    ranks.agree(doing)
     ranks.all(doing, lambda: check_kinds(state))
     index, damage = _first_whole([Path(path)], ranks, doing, verify=verify)
     if index is None:

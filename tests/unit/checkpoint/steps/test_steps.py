@@ -564,6 +564,10 @@ def test_an_index_of_a_later_format_is_no_damage(tmp_path: Path, monkeypatch: py
 
 HOSTILE: dict[str, Any] = {
     "a file elsewhere": lambda said: said["files"].update({"../../secret": 1}),
+    **{
+        f"a file called {name!a}": lambda said, name=name: said["files"].update({name: 1})
+        for name in ("..", "\0", "\ud800")
+    },
     "a size that is none": lambda said: said["files"].update({"rank-00000.safetensors": "1"}),
     "boxes that overlap": lambda said: boxes(said).append(boxes(said)[0]),
     "boxes that are not all": lambda said: boxes(said).pop(),
