@@ -202,7 +202,7 @@ def _index(folder: Path, said: Mapping[str, Any]) -> StepIndex:
 def _tensor(key: str, said: Mapping[str, Any]) -> SavedTensor:
     layout = layout_from(said["layout"]) if "layout" in said else None
     boxes = tuple(
-        SavedBox((_sizes(starts), _sizes(sizes)), file, _sizes([offset])[0], int(checksum, 16))
+        SavedBox((_sizes(starts), _sizes(sizes)), str(file), _sizes([offset])[0], int(checksum, 16))
         for starts, sizes, file, offset, checksum in said["boxes"]
     )
     shape = _sizes(said["shape"])

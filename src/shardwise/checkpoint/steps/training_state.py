@@ -221,6 +221,8 @@ def _into_optimizer(
             )
     state = {}
     for called_so, kept in said["state"].items():
+        if not isinstance(kept, dict):
+            raise ValueError(f"what is kept for {called_so!r} is no dict")
         param = params[numbers[called_so]] if called_so in numbers else None
         state[numbers.get(called_so, called_so)] = decode(kept, partial(_make_like, make, param))
     rest = decode(said["rest"], lambda key: make(key, None))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import re
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -624,3 +627,57 @@ def test_state_that_somebody_has_written(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"^note cannot be made of what .*step-00000001 has: "):
             load_latest(tmp_path, note=note)
         assert note == {"b": 2}
+
+
+def put(value: Any, *path: Any) -> Callable[[Any], None]:
+    def change(said: Any) -> None:
+        for key in path[:-1]:
+            said = said[key]
+        said[path[-1]] = value
+
+    return change
+
+
+NUMPY = ("random", "numpy", "states", 0)
+STRANGE: dict[str, Callable[[Any], None]] = {
+    "state": put(3, "state"),
+    "of a module": put([1], "state", "model"),
+    "of an optimizer": put(None, "state", "optimizer"),
+    "of a parameter": put(None, "state", "optimizer", "all", "state", "model.first.weight"),
+    "a count of steps": put("x", "state", "optimizer", "all", "state", "model.first.weight", "step"),
+    "the rest of an optimizer": put("x", "state", "optimizer", "all", "rest"),
+    "of a scheduler": put("x", "state", "scheduler", "all", "state"),
+    "of a generator": put(None, "state", "generator", "all", "state"),
+    "random numbers": put({}, "random", "torch", "states", 0),
+    "a position that is far away": put(10**8, *NUMPY, "state", "pos"),  # numpy would read memory there
+    "a position before the first": put(-1, *NUMPY, "state", "pos"),
+    "a position that is none": put("1", *NUMPY, "state", "pos"),
+    "a file": put({}, "tensors", "model.first.weight", "boxes", 0, 2),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_anything_that_somebody_has_written_is_refused(name: str, tmp_path: Path) -> None:
+    """With a checksum that is right. Neither the module nor random numbers are changed, and no memory is read amiss."""
+    from shardwise.checkpoint.steps.index import _checksum
+
+    def made() -> dict[str, Any]:
+        module = net(S(0), R)
+        optimizer = torch.optim.AdamW(module.parameters())
+        for param in module.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"model": module, "optimizer": optimizer, "scheduler": scheduler, "generator": torch.Generator()}
+
+    save_step(tmp_path, step=1, background=False, **made())
+    path = tmp_path / "step-00000001" / "index.json"
+    said = json.loads(path.read_text())
+    STRANGE[name](said)
+    path.write_text(json.dumps({**said, "checksum": _checksum(said)}))
+    state = made()
+    before = values(state["model"]), random.getstate(), torch.get_rng_state().tolist(), str(numpy.random.get_state())
+    with pytest.raises(CheckpointError, match="step-00000001"):
+        load_step(path.parent, **state)
+    check_equal(state["model"], before[0])
+    assert before[1:] == (random.getstate(), torch.get_rng_state().tolist(), str(numpy.random.get_state()))
