@@ -23,9 +23,11 @@ import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import background, load, load_latest, load_step, save_step, wait
 from shardwise.checkpoint.files.folders import UNFINISHED
+from shardwise.checkpoint.files.verifying import verify
 from shardwise.checkpoint.files.writing import Writer
 from shardwise.checkpoint.steps import resume
 from shardwise.checkpoint.steps.folders import steps_in
+from shardwise.checkpoint.steps.index import read_index
 from shardwise.errors import CheckpointError, CheckpointFileError, CheckpointWarning, DamagedFileError
 
 load_module = sys.modules[load.__module__]
@@ -299,6 +301,18 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.parametrize("placements", [(), (S(0), R), (S(0), S(0))])
+def test_a_module_on_meta_gets_memory(placements: Any, tmp_path: Path) -> None:
+    expected = save(tmp_path, 1, net(S(0), R))
+    with torch.device("meta"):
+        module = net(*placements)
+    bias = module.first.bias
+    load_latest(tmp_path, model=module)
+    check_equal(module, expected)
+    assert module.first.bias is not bias and type(module.first.bias) is type(bias)
+    assert all(isinstance(x, nn.Parameter) and not x.is_meta for x in module.parameters())
+
+
 def test_part_of_the_state_may_be_loaded(tmp_path: Path) -> None:
     module = net(S(0), R)
     expected = save(tmp_path, 1, module, optimizer=torch.optim.Adam(module.parameters()), note={"a": 1})
@@ -526,6 +540,22 @@ def test_a_save_that_fails_leaves_what_was_there(
     assert caught.value.errno == error and names_in(tmp_path) == ["step-00000001"]
     assert load_latest(tmp_path, model=module) == 1
     check_equal(module, expected)
+
+
+def test_a_step_that_appears_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever kills the process may do so right then."""
+    original, seen = os.rename, []
+
+    def rename(old: Any, new: Any) -> None:
+        if Path(new).name == "step-00000001":
+            index = read_index(Path(old))
+            index.check_files()
+            seen.append(verify(index.claims()))
+        original(old, new)
+
+    monkeypatch.setattr(os, "rename", rename)
+    save(tmp_path, 1, net(S(0), R))
+    assert len(seen) == 1 and seen[0] > 200
 
 
 def test_what_was_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
