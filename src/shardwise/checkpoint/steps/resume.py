@@ -25,7 +25,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.steps.folders import steps_in
 from shardwise.checkpoint.steps.index import INDEX, SavedTensor, StepIndex, read_index
 from shardwise.checkpoint.steps.random_states import check_random_states, restore_random_states
-from shardwise.checkpoint.steps.training_state import check_kinds, decoded, names_of_parameters
+from shardwise.checkpoint.steps.training_state import check_kinds, decoded, names_of_parameters, undone
 from shardwise.comm import ranked
 from shardwise.errors import CheckpointError, CheckpointFileError, CheckpointWarning, DamagedFileError
 from shardwise.layout import Layout
@@ -134,7 +134,13 @@ def _load(index: StepIndex, state: Mapping[str, Any], ranks: Ranks, *, random: b
     doing = f"loading {index.folder}"
     plan = ranks.all(doing, lambda: _Plan.of(index, state, ranks, random=random))
     ranks.all(doing, lambda: plan.read(plan.new))
-    ranks.all(doing, plan.apply)
+    undo = [undone(value) for value in state.values()]
+    try:
+        ranks.all(doing, plan.apply)
+    except BaseException:
+        for one in undo:
+            one()
+        raise
     with says_what_was_changed(*plan.modules):
         ranks.all(doing, lambda: plan.read(plan.in_place))
     plan.show()

@@ -706,8 +706,10 @@ def test_anything_that_somebody_has_written_is_refused(name: str, tmp_path: Path
     STRANGE[name](said)
     path.write_text(json.dumps({**said, "checksum": _checksum(said)}))
     state = made()
+    told = {name: str(state[name].state_dict()) for name in ("optimizer", "scheduler")}
     before = values(state["model"]), random.getstate(), torch.get_rng_state().tolist(), str(numpy.random.get_state())
     with pytest.raises(CheckpointError, match="step-00000001"):
         load_step(path.parent, **state)
     check_equal(state["model"], before[0])
+    assert told == {name: str(state[name].state_dict()) for name in told}
     assert before[1:] == (random.getstate(), torch.get_rng_state().tolist(), str(numpy.random.get_state()))
