@@ -34,13 +34,18 @@ def printable(text: str) -> str:
 
 def print_tables(made: Sequence[Table], *, piped: int = UNBOUNDED) -> None:
     """Print tables, as wide as the terminal or, where there is none, as is said."""
-    made = [replace(table, rows=[tuple(map(printable, row)) for row in table.rows]) for table in made]
+    made = [_printable(table) for table in made]
     in_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if in_terminal else piped
     if in_terminal and has_rich():
         print(draw(made, width, color=True), end="")
     else:
         print("\n".join(plain(table, width) for table in made), end="")
+
+
+def _printable(table: Table) -> Table:
+    rows = [tuple(map(printable, row)) for row in table.rows]
+    return replace(table, title=printable(table.title), columns=tuple(map(printable, table.columns)), rows=rows)
 
 
 @contextmanager

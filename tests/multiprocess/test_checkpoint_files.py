@@ -287,6 +287,47 @@ def one_rank_cannot(rank: int, size: int) -> None:
         assert os.listdir(folder / "steps") == ["step-00000002"]
 
 
+def ranks_that_do_not_do_the_same(rank: int, size: int) -> None:
+    """All raise, and none waits for the others."""
+    net = place(plain(seed=1), sw.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), S(0))
+    save, step, load = checkpoint.save, checkpoint.save_step, checkpoint.load_latest
+    with shared_folder(rank) as folder:
+        run, own = folder / "run", folder / f"of {rank}"
+        step(run, step=0, model=net, background=False)
+        words = "do not do the same: rank 0 is .*, and rank 1 is "
+        for call in (
+            lambda: step(run, step=1 + rank, model=net),
+            lambda: step(own, step=1, model=net),
+            lambda: save(net, own),
+            lambda: load(own, model=net),
+            lambda: save(net, run) if rank else load(run, model=net),
+        ):
+            with pytest.raises(CheckpointError, match=words):
+                call()
+        other = net if rank else nn.Linear(3, 3)
+        for call in (lambda: save(other, folder / "x"), lambda: step(run, step=1, model=other).wait()):
+            with pytest.raises(
+                CheckpointError, match=r"do not have all of '(model\.)?(up|down).weight': call it on all"
+            ):
+                call()
+        dist.barrier()  # the first rank removes what is left
+        assert sorted(os.listdir(folder)) == ["run"] and sorted(os.listdir(run)) == ["step-00000000"]
+
+
+def a_rank_with_more_than_the_others(rank: int, size: int) -> None:
+    """What they hold together they save together."""
+    expected, mesh = plain(seed=1), sw.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+    net, own = place(plain(seed=1), mesh, S(0)), torch.arange(20_000.0)  # a tensor to be saved, and not as JSON
+    more: dict[str, Any] = {"own": {"x": own}} if rank == 1 else {}
+    with shared_folder(rank) as folder:
+        checkpoint.save_step(folder, step=1, model=net, **more).wait()
+        other = place(plain(), mesh, S(0))
+        found: dict[str, Any] = {"own": {}} if rank == 1 else {}
+        assert checkpoint.load_latest(folder, model=other, **found) == 1
+        check_equal(other, expected)
+        assert rank != 1 or torch.equal(found["own"]["x"], own)
+
+
 def _full(*args: Any) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -376,7 +417,8 @@ CASES = [
         Case(body.__name__, 2, body)
         for body in (
             *(one_rank_cannot, one_rank_finds_damage, ranks_find_different_files, wrapped_for_data_parallelism),
-            groups_are_destroyed_while_a_step_is_saved,
+            *(groups_are_destroyed_while_a_step_is_saved, ranks_that_do_not_do_the_same),
+            a_rank_with_more_than_the_others,
         )
     ),
 ]

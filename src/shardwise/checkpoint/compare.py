@@ -49,6 +49,7 @@ def differences(
     for key, item in first.items.items():
         other = second.items.get(key)
         if other is None:
+            done(item.num_bytes)
             yield Difference(key, "only in the first", _described(item))
         else:
             yield from _of_tensors(item, other, tolerance if values else None, done)
@@ -63,11 +64,14 @@ def _described(item: Item) -> str:
 
 def _of_tensors(first: Item, second: Item, tolerance: Tolerance | None, done: Done) -> Iterator[Difference]:
     if first.shape != second.shape:
+        done(first.num_bytes)
         yield Difference(first.key, "shape", _described(first), _described(second))
         return
     if first.dtype != second.dtype:
         yield Difference(first.key, "dtype", first.dtype, second.dtype)
-    if tolerance is not None:
+    if tolerance is None:
+        done(first.num_bytes)
+    else:
         apart = _Apart()
         for box in (first if second.reads_parts else second).parts():
             apart.add(part_of(first, box), part_of(second, box), tolerance)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.files.reader import Reader
+from shardwise.checkpoint.files.reader import Reader, is_plain_name
 from shardwise.checkpoint.files.reading import are_sizes, is_possible
 from shardwise.checkpoint.torch_files import Keys, Section
 from shardwise.errors import CheckpointError, CheckpointFileError, DamagedFileError
@@ -181,7 +181,7 @@ def _place(info: Any) -> Place:
     if info["transform_descriptors"]:
         raise ValueError(f"written through {info['transform_descriptors']}, which are not known here")
     name, offset, length = info["relative_path"], info["offset"], info["length"]
-    if not isinstance(name, str) or PurePosixPath(name).name != name:
+    if not is_plain_name(name):
         raise ValueError(f"{name!r} is no name of a file in the folder")
     return Place(name, *_sizes((offset, length)))
 

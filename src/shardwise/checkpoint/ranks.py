@@ -96,6 +96,15 @@ class Ranks:
                 dist.broadcast(row, self.members[0], group=self._group)
         return json.loads(_text(row, size))
 
+    def agree(self, doing: str) -> None:
+        """All are to do the same: where the first rank's word counts, that of another would be lost."""
+        said = self.gather(doing)
+        for number, other in zip(self.members, said, strict=True):
+            if other != said[0]:
+                raise CheckpointError(
+                    f"ranks do not do the same: rank {self.members[0]} is {said[0]}, and rank {number} is {other}"
+                )
+
     def first(self, doing: str, do: Callable[[], _T]) -> _T | None:
         """The same of the first rank alone: None on the others."""
         return self.all(doing, lambda: do() if self.is_first else None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -64,6 +65,10 @@ def parts_of(tensors: Mapping[str, Tensor], ranks: Ranks) -> tuple[list[Part], d
     together; a rank may have other tensors than the rest."""
     said = ranks.gather(_digest(tensors))
     kin = [number for number, digest in enumerate(said) if digest == said[ranks.number]]
+    return ranks.all("finding out who saves what", lambda: _parts_of(tensors, kin, ranks))
+
+
+def _parts_of(tensors: Mapping[str, Tensor], kin: Sequence[int], ranks: Ranks) -> tuple[list[Part], dict[str, Any]]:
     mine = _of_my_sibling(tensors, [ranks.members[number] for number in kin], ranks.members[ranks.number])
     shares = share_out({key: Stored(x._layout, x.itemsize) for key, x in mine.items() if isinstance(x, DTensor)})
     written = [part for key, x in mine.items() for part in _written(key, x, shares.get(key, ()))]
@@ -100,16 +105,16 @@ def _text(layout: Layout | None) -> str:
 
 def _of_my_sibling(tensors: Mapping[str, Tensor], kin: Sequence[int], me: int) -> dict[str, Tensor]:
     """The tensors that fall to the ranks which hold them together with this one."""
-    load = dict.fromkeys(kin, 0.0)
+    load: Counter[int] = Counter()
     mine = {}
     meshes: dict[Mesh | None, list[tuple[int, ...]]] = {}
     for key, x in sorted(tensors.items(), key=lambda item: (-_num_bytes(item[1]), item[0])):
         mesh = None if (layout := layout_of(x)) is None else layout.mesh
         if mesh not in meshes:
-            meshes[mesh] = _siblings(mesh, kin)
+            meshes[mesh] = _siblings(mesh, kin, me)
         chosen = min(meshes[mesh], key=lambda members: max(load[rank] for rank in members))
         for rank in chosen:
-            load[rank] += _num_bytes(x) / len(chosen)
+            load[rank] += _num_bytes(x) // len(chosen)
         if me in chosen:
             mine[key] = x
     return {key: x for key, x in tensors.items() if key in mine}
@@ -119,14 +124,15 @@ def _num_bytes(x: Tensor) -> int:
     return math.prod(x.shape) * x.itemsize
 
 
-def _siblings(mesh: Mesh | None, kin: Sequence[int]) -> list[tuple[int, ...]]:
-    """The groups of ranks of which each holds all of a tensor: each rank by itself what is plain, or simulated."""
+def _siblings(mesh: Mesh | None, kin: Sequence[int], me: int) -> list[tuple[int, ...]]:
+    """The groups of ranks of which each holds all of a tensor: each rank by itself what is plain, or simulated. If none
+    is of kin alone, because some of its ranks have other tensors besides, it is this rank's own."""
     if mesh is None or not isinstance(mesh.port, ProcessGroupPort):
         return [(rank,) for rank in kin]
     ranks = mesh.port.ranks
     apart = [axis for axis in range(ranks.ndim) if axis not in mesh.root_axes]
     rows = ranks.permute(*apart, *mesh.root_axes).reshape(-1, mesh.size()).tolist()
-    return [tuple(row) for row in rows if {*row} <= {*kin}]
+    return [tuple(row) for row in rows if {*row} <= {*kin}] or [tuple(row) for row in rows if me in row]
 
 
 # What all ranks have written, put together

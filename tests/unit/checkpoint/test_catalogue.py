@@ -232,8 +232,24 @@ def test_a_disk_that_is_full(to: Any, tmp_path: Path) -> None:
     ("make", "error", "words"),
     [
         (lambda path: None, CheckpointFileError, r"cannot read .*it: No such file or directory"),
-        (lambda path: path.mkdir(), CheckpointFileError, r"no \.safetensors file, and no .* is in "),
-        (lambda path: path.write_bytes(b"hello"), DamagedFileError, "it, at byte 0: torch.save wrote no such thing: "),
+        (lambda path: path.mkdir(), CheckpointFileError, r"no checkpoint is in .*it"),
+        *(
+            (
+                make,
+                DamagedFileError,
+                r"it, at byte 0: this is no zip archive, which is what torch\.save has written since",
+            )
+            for make in (
+                lambda path: path.write_bytes(b"hello"),
+                lambda path: path.write_bytes(b""),
+                lambda path: torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=False),
+            )
+        ),
+        (
+            lambda path: path.write_bytes(b"PK\3\4 and"),
+            DamagedFileError,
+            "it, at byte 0: torch.save wrote no such thing",
+        ),
         (lambda path: torch.save({"a": Custom()}, path), CheckpointError, "it holds more than tensors, numbers, text"),
         (
             lambda path: (path.mkdir(), (path / "__0.metadata").write_bytes(b"")),

@@ -14,7 +14,9 @@ from formats import save_all
 from safetensors.torch import load_file, save_file
 
 from shardwise import terminal
+from shardwise.checkpoint import save_step
 from shardwise.checkpoint.command import SUBCOMMANDS
+from shardwise.checkpoint.steps.index import _checksum
 from shardwise.cli import main
 from shardwise.words import size
 
@@ -31,7 +33,7 @@ def run(*arguments: Any) -> int:
     return main(["checkpoint", *map(str, arguments)])
 
 
-def test_help_is_a_good_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_a_good_read(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments in ([], *([name] for name in SUBCOMMANDS)):
         with pytest.raises(SystemExit) as exit:
             run(*arguments, "--help")
@@ -40,6 +42,14 @@ def test_help_is_a_good_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert "exit status: 0 if all is well, 1 if verify finds damage or diff a difference" in text
     assert all((module.__doc__ or "").splitlines()[0] in text for module in SUBCOMMANDS.values())
     assert max(map(len, text.splitlines())) <= 120
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in SUBCOMMANDS:
+        with pytest.raises(SystemExit):
+            run(name, "--help")
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    with pytest.raises(SystemExit):
+        run("show")
+    assert capsys.readouterr().err.endswith("the following arguments are required: PATH\n")
 
 
 def test_ls(saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +143,7 @@ def test_convert(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (("show", "dcp", "*.scale", "b"), "dcp has no key like *.scale or b: the first one is 'model.0.weight'"),
         (("show", "nothing"), "cannot read nothing: No such file or directory"),
         (("verify", "nothing"), "cannot read nothing: No such file or directory"),
-        (("ls", "nothing"), "cannot read nothing: No such file or directory"),
+        (("ls", "nothing"), "ls: cannot read nothing: No such file or directory"),
     ],
 )
 def test_what_cannot_be_done(
@@ -147,6 +157,17 @@ def test_what_cannot_be_done(
     assert run(*arguments) == 2
     told = capsys.readouterr()
     assert told.err.startswith(f"shardwise checkpoint {arguments[0]}: ") and words in told.err and not told.out
+
+
+def test_differences_of_like_tensors_share_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({f"h.{i}.w": torch.zeros(2) for i in range(12)} | {"x": torch.zeros(3)}, tmp_path / "a.safetensors")
+    save_file({f"h.{i}.w": torch.zeros(2).half() for i in range(12)}, tmp_path / "b.safetensors")
+    assert run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors") == 1
+    title, _, *rows = capsys.readouterr().out.splitlines()
+    assert title == "13 differences" and [row.split() for row in rows] == [
+        ["h.{0..11}.w", "dtype", "float32", "float16"],
+        ["x", "only", "in", "the", "first", "float32", "[3]"],
+    ]
 
 
 def test_diff(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,11 +213,21 @@ def test_names_do_not_steer_the_terminal(
     text = json.dumps({HOSTILE: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (folder / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
     torch.save({"x": torch.zeros(1), "value": HOSTILE, HOSTILE: 3}, folder / "{y}.pt")
+    step = save_step(folder / "run", step=1, background=False, data={"x": 1}).wait()
+    said = json.loads((step / "index.json").read_text())
+    said["made_by"]["time"] = HOSTILE
+    (step / "index.json").write_text(json.dumps({**said, "checksum": _checksum(said)}))
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: in_terminal)
     monkeypatch.setenv("COLUMNS", "200")
     for status, *arguments in (
-        *((0, "ls"), (0, "show", "x.safetensors"), (0, "show", "{y}.pt"), (0, "verify", "x.safetensors")),
+        *(
+            (0, "ls"),
+            (0, "show", "x.safetensors"),
+            (0, "show", "run"),
+            (0, "show", "{y}.pt"),
+            (0, "verify", "x.safetensors"),
+        ),
         *((1, "diff", "x.safetensors", "{y}.pt"), (0, "convert", "{y}.pt", "{z}[/].safetensors")),
     ):
         command, *names = arguments

@@ -278,15 +278,24 @@ def test_tied_parameters_stay_one() -> None:
     assert net[0].weight is net[1].weight and torch.equal(net[0].weight.full_tensor(), weight)
 
 
-def test_a_module_that_was_never_given_to_us_says_what_to_do() -> None:
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_parameter_that_was_distributed_by_hand(assign: bool) -> None:
     layer = nn.Linear(4, 6, bias=False)
     layer.weight = nn.Parameter(sw.distribute_tensor(layer.weight, GRID, [S0, S1]))
     state = {"weight": torch.randn(6, 4)}
+    layer.load_state_dict(state, assign=assign)
+    assert torch.equal(layer.weight.full_tensor(), state["weight"]) and layer.weight.placements == (S0, S1)
+
+
+def test_a_buffer_that_was_distributed_by_hand_says_what_to_do() -> None:
+    layer = nn.Module()
+    layer.register_buffer("table", sw.distribute_tensor(torch.zeros(6, 4), GRID, [S0, S1]))
+    state = {"table": torch.randn(6, 4)}
     with pytest.raises(RuntimeError, match=r"run the call inside shardwise.experimental.implicit_replication\(\)"):
         layer.load_state_dict(state)
     with sw.experimental.implicit_replication():
         layer.load_state_dict(state)
-    assert torch.equal(layer.weight.full_tensor(), state["weight"]) and layer.weight.placements == (S0, S1)
+    assert torch.equal(layer.table.full_tensor(), state["table"])  # type: ignore[union-attr, operator]
 
 
 def test_what_a_module_shows_gathered_is_its_shards_to_state_dicts() -> None:

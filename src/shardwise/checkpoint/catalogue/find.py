@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from shardwise.checkpoint.files.file_sets import INDEX_SUFFIX, SUFFIX
 from shardwise.checkpoint.files.reader import explained
 from shardwise.checkpoint.steps.folders import steps_in
 from shardwise.checkpoint.steps.index import INDEX
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, CheckpointFileError
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 """How files of torch.save are usually called."""
@@ -38,6 +39,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Catalogue:
         return open_dcp(where)
     if steps := steps_in(where):
         return open_step(steps[-1].path)
+    if not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
+        raise CheckpointFileError(errno.ENOENT, f"no checkpoint is in {where}")
     return open_safetensors(where)
 
 

@@ -11,17 +11,28 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, at_hand, outer
+from shardwise.checkpoint.files.file_sets import SUFFIX
 from shardwise.checkpoint.files.memory import held_shards, layout_of
 from shardwise.checkpoint.files.reader import Opened
 from shardwise.checkpoint.pieces import volume, within
 from shardwise.checkpoint.torch_files import Keys, Record, Saved, key_of, leaves
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DamagedFileError
 from shardwise.layout import Box
 from shardwise.words import dtype_name
+
+ARCHIVE = b"PK\x03\x04"
+"""So begins what torch.save has written."""
 
 
 def open_torch_file(path: Path) -> Catalogue:
     files = Opened()
+    if files[path].read(0, min(files[path].size, len(ARCHIVE))) != ARCHIVE:
+        raise DamagedFileError(
+            f"this is no zip archive, which is what torch.save has written since torch 1.6, and it is not called "
+            f"*{SUFFIX} either",
+            path,
+            offset=0,
+        )
     saved = Saved(files[path])
     items: dict[str, _TorchItem] = {}
     others: dict[Keys, Callable[[], Any]] = {}

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from textwrap import fill
 from types import ModuleType
 
 from shardwise.checkpoint.command import convert, diff, ls, show, verify
 from shardwise.errors import CheckpointError
+from shardwise.terminal import printable
 
 SUBCOMMANDS: dict[str, ModuleType] = {"ls": ls, "show": show, "verify": verify, "convert": convert, "diff": diff}
 
@@ -28,18 +30,20 @@ exit status: 0 if all is well, 1 if verify finds damage or diff a difference, 2 
 """
 
 
+class Paragraphs(argparse.RawDescriptionHelpFormatter):
+    """Help with paragraphs as wide as the terminal. What is indented stays as it is."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(part if "\n " in part else fill(part, width) for part in text.split("\n\n"))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = (__doc__ or "").strip(), EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.formatter_class = Paragraphs
     commands = parser.add_subparsers(title="commands", dest="subcommand", required=True, metavar="COMMAND")
     for name, module in SUBCOMMANDS.items():
         about = (module.__doc__ or "").strip()
-        command = commands.add_parser(
-            name,
-            help=about.splitlines()[0],
-            description=about,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        command = commands.add_parser(name, help=about.splitlines()[0], description=about, formatter_class=Paragraphs)
         module.add_arguments(command)
 
 
@@ -47,5 +51,6 @@ def run(options: argparse.Namespace) -> int:
     try:
         return SUBCOMMANDS[options.subcommand].run(options)
     except (CheckpointError, OSError) as error:
-        print(f"shardwise checkpoint {options.subcommand}: {error}", file=sys.stderr)
+        what = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        print(f"shardwise checkpoint {options.subcommand}: {printable(what)}", file=sys.stderr)
         return 2

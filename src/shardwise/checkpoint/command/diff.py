@@ -10,7 +10,8 @@ import argparse
 from pathlib import Path
 
 from shardwise.checkpoint.catalogue import open_checkpoint
-from shardwise.checkpoint.compare import Tolerance, differences
+from shardwise.checkpoint.command.show import together
+from shardwise.checkpoint.compare import Difference, Tolerance, differences
 from shardwise.debug.table import Cells, Table
 from shardwise.terminal import print_tables, progress
 from shardwise.words import counted, size
@@ -29,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     with open_checkpoint(options.first) as one, open_checkpoint(options.second) as two:
         first, second = one.under(options.under[0]), two.under(options.under[1])
-        total = 0 if options.no_values else first.num_bytes
-        with progress("comparing", total, said=size) as done:
+        with progress("comparing", first.num_bytes, said=size) as done:
             found = list(
                 differences(
                     first,
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     if not found:
         print(f"the same: {counted(len(first.items), 'tensor')}")
         return 0
-    rows: list[Cells] = [(one.key, one.what, one.first, one.second) for one in found]
+    rows: list[Cells] = [(key, *_facts(group[0])) for key, group in together(found, _facts)]
     print_tables(
         [
             Table(
@@ -55,3 +55,7 @@ def run(options: argparse.Namespace) -> int:
         ]
     )
     return 1
+
+
+def _facts(one: Difference) -> tuple[str, str, str]:
+    return one.what, one.first, one.second

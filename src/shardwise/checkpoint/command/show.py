@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from shardwise.checkpoint.catalogue import Catalogue, Item, open_checkpoint
 from shardwise.checkpoint.torch_files import key_of
@@ -26,7 +26,7 @@ LONGEST = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="PATH")
-    parser.add_argument("keys", nargs="*", metavar="KEY", help="only these keys, which may have * in them")
+    parser.add_argument("keys", nargs="*", default=[], metavar="KEY", help="only these keys, which may have * in them")
     parser.add_argument("--every", action="store_true", help="a line for every tensor")
 
 
@@ -40,7 +40,7 @@ def tables(found: Catalogue, keys: Sequence[str], *, every: bool) -> list[Table]
     items = [item for item in found.items.values() if _is_wanted(item.key, keys)]
     has_layouts = any(item.layout for item in items)
     rows = []
-    for name, group in together(items, every=every):
+    for name, group in together(items, _facts, every=every):
         first, count = group[0], "" if len(group) == 1 else str(len(group))
         layout = (first.layout,) if has_layouts else ()
         shape = f"[{', '.join(map(str, first.shape))}]"
@@ -70,13 +70,27 @@ def _value(read: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
-def together(items: Iterable[Item], *, every: bool = False) -> list[tuple[str, list[Item]]]:
-    """Tensors that differ only by numbers in their keys, under one name, in the order of the first of each."""
-    groups: dict[tuple[Any, ...], list[Item]] = {}
+def _facts(item: Item) -> tuple[Any, ...]:
+    return item.dtype, item.shape, item.layout
+
+
+class Keyed(Protocol):
+    @property
+    def key(self) -> str: ...
+
+
+T = TypeVar("T", bound=Keyed)
+
+
+def together(
+    items: Iterable[T], facts: Callable[[T], tuple[Any, ...]], *, every: bool = False
+) -> list[tuple[str, list[T]]]:
+    """What has the same facts, and differs only by numbers in the keys, under one name, in the order of the first."""
+    groups: dict[tuple[Any, ...], list[T]] = {}
     for item in items:
         parts = item.key.split(".")
         pattern = parts if every else ["*" if part.isdecimal() else part for part in parts]
-        groups.setdefault((*pattern, item.dtype, item.shape, item.layout), []).append(item)
+        groups.setdefault((*pattern, *facts(item)), []).append(item)
     return [(_name([item.key.split(".") for item in group]), group) for group in groups.values()]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from shardwise.checkpoint.catalogue import open_checkpoint
 from shardwise.checkpoint.steps.folders import steps_in
 from shardwise.errors import CheckpointError, DamagedFileError
-from shardwise.terminal import progress
+from shardwise.terminal import printable, progress
 from shardwise.words import counted, size
 
 
@@ -36,7 +36,7 @@ def _verified(path: Path) -> int:
     try:
         found = open_checkpoint(path)
     except DamagedFileError as error:
-        print(f"{path}: damaged\n  {error}")
+        print(f"{printable(str(path))}: damaged\n  {printable(str(error))}")
         return 1
     problems = []
     with found, progress(path.name, sum(check.num_bytes for check in found.checks), said=size) as done:
@@ -44,11 +44,11 @@ def _verified(path: Path) -> int:
             try:
                 check.run()
             except CheckpointError as error:
-                problems.append(str(error))
+                problems.append(printable(str(error)))
             done(check.num_bytes)
-    told = f"{counted(len(found.items), 'tensor')}, {size(found.num_bytes)}"
+    told = f"{printable(str(path))}: {found.kind}, {counted(len(found.items), 'tensor')}, {size(found.num_bytes)}"
     if problems:
-        print(f"{path}: {found.kind}, {told}: damaged", *problems, sep="\n  ")
+        print(f"{told}: damaged", *problems, sep="\n  ")
         return 1
-    print(f"{path}: {found.kind}, {told}: {found.unproven or 'whole'}")
+    print(f"{told}: {found.unproven or 'whole'}")
     return 0

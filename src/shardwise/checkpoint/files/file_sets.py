@@ -6,9 +6,9 @@ import errno
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from shardwise.checkpoint.files.reader import Reader, explained
+from shardwise.checkpoint.files.reader import Reader, explained, is_plain_name
 from shardwise.checkpoint.files.safetensors import LONGEST_HEADER, Header, Stored, parsed, read_header
 from shardwise.errors import CheckpointError, CheckpointFileError, DamagedFileError
 from shardwise.words import some
@@ -86,7 +86,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(said, dict) or not all(isinstance(name, str) for name in said.values()):
         raise DamagedFileError("an index has a weight_map, from keys to names of files", index)
     for key, name in said.items():
-        if PurePosixPath(name).name != name or not name.endswith(SUFFIX):
+        if not is_plain_name(name) or not name.endswith(SUFFIX):
             raise DamagedFileError(f"{name!r} is no name of a safetensors file beside the index", index, key=key)
     return said
 

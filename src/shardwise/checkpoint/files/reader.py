@@ -7,7 +7,7 @@ import stat
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from shardwise.errors import CheckpointFileError, DamagedFileError
 
@@ -21,6 +21,11 @@ def explained(doing: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise CheckpointFileError(error.errno, f"cannot {doing}: {error.strerror or error}") from error
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether it is a file's in the same folder: no way to another, and nothing that no file can be called."""
+    return isinstance(name, str) and name.isprintable() and PurePosixPath(name).name == name != ".."
 
 
 class Reader:

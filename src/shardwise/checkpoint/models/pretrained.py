@@ -46,6 +46,7 @@ def save_pretrained(
     _check_is_pretrained(model)
     background.wait()
     ranks, doing, folder = Ranks(process_group), f"saving {save_directory}", Path(save_directory)
+    ranks.agree(doing)
     room = ranks.all(doing, lambda: num_bytes_of(max_shard_size))
     loading: Any = importlib.import_module("transformers.core_model_loading")
     tensors = loading.revert_weight_conversion(model, ranks.all(doing, lambda: _tensors(model)))

@@ -67,6 +67,7 @@ def save(
     """
     wait()  # it talks through the same group
     ranks = Ranks(process_group)
+    ranks.agree(f"saving {path}")
     room = ranks.all(f"saving {path}", lambda: num_bytes_of(max_shard_size))
     tensors = ranks.all(f"saving {path}", lambda: _named(model, keys))
     save_tensors({key: settled(x) for key, x in tensors.items()}, Path(path), room, ranks)

@@ -9,12 +9,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.files.reader import Reader, explained
+from shardwise.checkpoint.files.reader import Reader, explained, is_plain_name
 from shardwise.checkpoint.files.reading import Region, are_sizes, contiguous_region, is_possible
 from shardwise.checkpoint.files.safetensors import parsed
 from shardwise.checkpoint.files.verifying import Claim, are_whole
@@ -185,7 +185,7 @@ def read_index(folder: Path) -> StepIndex:
 
 
 def _index(folder: Path, said: Mapping[str, Any]) -> StepIndex:
-    if any(PurePosixPath(name).name != name or type(size) is not int for name, size in said["files"].items()):
+    if any(not is_plain_name(name) or type(size) is not int for name, size in said["files"].items()):
         raise ValueError("a file's name is no plain name, or its size is no number")
     return StepIndex(
         folder,
@@ -202,7 +202,7 @@ def _index(folder: Path, said: Mapping[str, Any]) -> StepIndex:
 def _tensor(key: str, said: Mapping[str, Any]) -> SavedTensor:
     layout = layout_from(said["layout"]) if "layout" in said else None
     boxes = tuple(
-        SavedBox((_sizes(starts), _sizes(sizes)), file, _sizes([offset])[0], int(checksum, 16))
+        SavedBox((_sizes(starts), _sizes(sizes)), str(file), _sizes([offset])[0], int(checksum, 16))
         for starts, sizes, file, offset, checksum in said["boxes"]
     )
     shape = _sizes(said["shape"])

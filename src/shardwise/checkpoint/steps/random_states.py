@@ -52,6 +52,16 @@ def restore_random_states(saved: Mapping[str, Any], number: int) -> None:
             _restore(name, states[0 if len(states) == 1 else of[number]])
 
 
+def check_random_states(saved: Mapping[str, Any], number: int) -> None:
+    """Raise unless they can be restored: which is tried, and undone."""
+    before = random_states()
+    try:
+        restore_random_states(saved, number)
+    finally:
+        for name, state in before.items():
+            _restore(name, state)
+
+
 def _restore(name: str, state: Any) -> None:
     value = decode(state, _no_tensor)
     if name in _SET:
@@ -87,8 +97,18 @@ def _set_python_state(state: list[Any]) -> None:
     random.setstate((version, tuple(array("Q", words)), gauss))
 
 
+def _set_numpy_state(state: dict[str, Any]) -> None:
+    position = state["state"]["pos"]
+    if type(position) is not int or not 0 <= position <= _WORDS:  # numpy would read memory there
+        raise ValueError(f"{position!r} is no position among {_WORDS} words")
+    _numpy().set_state(state)
+
+
+_WORDS = 624
+"""Of a Mersenne twister."""
+
 _SET: dict[str, Callable[[Any], None]] = {
     "python": _set_python_state,
     "torch": torch.set_rng_state,
-    "numpy": lambda state: _numpy().set_state(state),
+    "numpy": _set_numpy_state,
 }

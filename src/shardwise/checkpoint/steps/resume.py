@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,8 @@ from shardwise.checkpoint.models.stored_views import Source, View, is_converted
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.steps.folders import steps_in
 from shardwise.checkpoint.steps.index import INDEX, SavedTensor, StepIndex, read_index
-from shardwise.checkpoint.steps.random_states import restore_random_states
-from shardwise.checkpoint.steps.training_state import check_kinds, decoded, names_of_parameters
+from shardwise.checkpoint.steps.random_states import check_random_states, restore_random_states
+from shardwise.checkpoint.steps.training_state import check_kinds, decoded, names_of_parameters, undone
 from shardwise.comm import ranked
 from shardwise.errors import CheckpointError, CheckpointFileError, CheckpointWarning, DamagedFileError
 from shardwise.layout import Layout
@@ -60,6 +61,7 @@ def load_latest(
     ranks = Ranks(process_group)
     directory = Path(directory)
     doing = f"loading the latest step in {directory}"
+    ranks.agree(doing)
     ranks.all(doing, lambda: check_kinds(state))
     folders = ranks.told(ranks.first(doing, lambda: _folders(directory)))
     index, damage = _first_whole([Path(folder) for folder in folders], ranks, doing, verify=verify)
@@ -82,6 +84,7 @@ def load_step(
     in_background.wait()
     ranks = Ranks(process_group)
     doing = f"loading {path}"
+    ranks.agree(doing)
     ranks.all(doing, lambda: check_kinds(state))
     index, damage = _first_whole([Path(path)], ranks, doing, verify=verify)
     if index is None:
@@ -129,9 +132,15 @@ def _looked_at(folder: Path, ranks: Ranks, verify: bool) -> tuple[StepIndex | No
 def _load(index: StepIndex, state: Mapping[str, Any], ranks: Ranks, *, random: bool) -> None:
     """Whatever is new is read first; what is written over comes last, when all else has succeeded."""
     doing = f"loading {index.folder}"
-    plan = ranks.all(doing, lambda: _Plan.of(index, state, ranks))
+    plan = ranks.all(doing, lambda: _Plan.of(index, state, ranks, random=random))
     ranks.all(doing, lambda: plan.read(plan.new))
-    ranks.all(doing, plan.apply)
+    undo = [undone(value) for value in state.values()]
+    try:
+        ranks.all(doing, plan.apply)
+    except BaseException:
+        for one in undo:
+            one()
+        raise
     with says_what_was_changed(*plan.modules):
         ranks.all(doing, lambda: plan.read(plan.in_place))
     plan.show()
@@ -155,24 +164,32 @@ class _Plan:
     new: list[_Wanted] = field(default_factory=list)
     in_place: list[_Wanted] = field(default_factory=list)
     modules: dict[nn.Module, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
-    changes: list[Callable[[], None]] = field(default_factory=list)
+    changes: dict[str, Callable[[], None]] = field(default_factory=dict)
 
     @staticmethod
-    def of(index: StepIndex, state: Mapping[str, Any], ranks: Ranks) -> _Plan:
+    def of(index: StepIndex, state: Mapping[str, Any], ranks: Ranks, *, random: bool) -> _Plan:
         plan, names = _Plan(index), names_of_parameters(state)
         for name, value in state.items():
-            said = _said_of(name, index, ranks)
-            try:
-                plan._add(name, said, value, names)
-            except (LookupError, ValueError, TypeError, AttributeError, AssertionError) as error:
-                if isinstance(error, CheckpointError):
-                    raise
-                raise CheckpointError(f"{name} cannot be made of what {index.folder} has: {error!r}") from error
+            with plan._making(name):
+                plan._add(name, _said_of(name, index, ranks), value, names)
+        if random:
+            with plan._making("the state of random numbers"):
+                check_random_states(index.random, ranks.number)
         return plan
+
+    @contextmanager
+    def _making(self, name: str) -> Iterator[None]:
+        """Inside, something is made of what was saved, which may be anything."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{name} cannot be made of what {self.index.folder} has: {error!r}") from error
 
     def _add(self, name: str, said: Any, value: Any, names: Mapping[int, str]) -> None:
         wanted, change = decoded(name, said, value, names, self._make)
-        self.changes.append(change)
+        self.changes[name] = change
         if isinstance(value, optim.Optimizer):
             _check_has_memory(name, value)
         for key, x in wanted:
@@ -192,8 +209,9 @@ class _Plan:
                 fill_tensor(one.target, sources_in(self.index.folder, one.saved), files)
 
     def apply(self) -> None:
-        for change in self.changes:
-            change()
+        for name, change in self.changes.items():
+            with self._making(name):
+                change()
 
     def show(self) -> None:
         was_written(one.target for one in self.in_place)

@@ -74,6 +74,7 @@ def save_step(
     in_background.wait()
     ranks = Ranks(process_group)
     doing = f"saving step {step} in {directory}"
+    ranks.agree(doing)
     ranks.all(doing, lambda: _check(step, keep, state))
     said, found = ranks.all(doing, lambda: _encoded(state))
     tensors = {key: settled(x) for key, x in found.items()}

@@ -165,6 +165,17 @@ def decoded(
     return [], lambda: _replace_items(value, found)
 
 
+def undone(value: Any) -> Callable[[], None]:
+    """Puts an object back to what it holds now. What is loaded takes the place of what was there, and changes none."""
+    match kind_of(value):
+        case "generator":
+            return partial(value.set_state, value.get_state())
+        case "dict":
+            return partial(_replace_items, value, dict(value))
+    attributes = getattr(value, "__dict__", {})
+    return partial(_replace_items, attributes, dict(attributes))
+
+
 def _replace_items(value: dict[Any, Any], found: dict[Any, Any]) -> None:
     value.clear()
     value.update(found)
@@ -221,6 +232,8 @@ def _into_optimizer(
             )
     state = {}
     for called_so, kept in said["state"].items():
+        if not isinstance(kept, dict):
+            raise ValueError(f"what is kept for {called_so!r} is no dict")
         param = params[numbers[called_so]] if called_so in numbers else None
         state[numbers.get(called_so, called_so)] = decode(kept, partial(_make_like, make, param))
     rest = decode(said["rest"], lambda key: make(key, None))

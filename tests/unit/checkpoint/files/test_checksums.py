@@ -83,3 +83,14 @@ def test_changes_are_found(data: bytes, change: Callable[[bytearray, random.Rand
         change(changed, random.Random(seed))
         assert changed != data
         assert checksum(changed) != checksum(bytearray(data))
+
+
+def test_words_exchanged_in_two_blocks_so_that_all_sums_stay(data: bytes) -> None:
+    """Of rows, and of columns over both."""
+    before = bytearray(data)
+    for block, (a, b) in ((0, (b"first wo", b"second w")), (BLOCK, (b"second w", b"first wo"))):
+        before[block : block + 8], before[block + 8 : block + 16] = a, b
+    after = bytearray(before)
+    for block in (0, BLOCK):
+        swapped(after, block, block + 8, 8)
+    assert after != before and checksum(after) != checksum(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -447,7 +448,8 @@ def test_sets_that_are_not_whole(saved: Any, tmp_path: Path) -> None:
         r"key 'x': '\.\./set/part-0\.safetensors' is no name of a safetensors file beside the index",
         at("x", "../set/part-0.safetensors"),
     )
-    changed("key 'x': '/etc/passwd' is no name", at("x", "/etc/passwd"))
+    for name in ("/etc/passwd", "\0.safetensors", "\ud800.safetensors"):
+        changed(rf"key 'x': {re.escape(repr(name))} is no name", at("x", name))
     changed("an index has a weight_map, from keys to names of files", at("x", 3))
     changed("an index has a weight_map", lambda said: {"metadata": {}})
     changed("expected a JSON object, found a list", lambda said: [said])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import re
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,9 +23,11 @@ import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import background, load, load_latest, load_step, save_step, wait
 from shardwise.checkpoint.files.folders import UNFINISHED
+from shardwise.checkpoint.files.verifying import verify
 from shardwise.checkpoint.files.writing import Writer
 from shardwise.checkpoint.steps import resume
 from shardwise.checkpoint.steps.folders import steps_in
+from shardwise.checkpoint.steps.index import read_index
 from shardwise.errors import CheckpointError, CheckpointFileError, CheckpointWarning, DamagedFileError
 
 load_module = sys.modules[load.__module__]
@@ -296,6 +301,18 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.parametrize("placements", [(), (S(0), R), (S(0), S(0))])
+def test_a_module_on_meta_gets_memory(placements: Any, tmp_path: Path) -> None:
+    expected = save(tmp_path, 1, net(S(0), R))
+    with torch.device("meta"):
+        module = net(*placements)
+    bias = module.first.bias
+    load_latest(tmp_path, model=module)
+    check_equal(module, expected)
+    assert module.first.bias is not bias and type(module.first.bias) is type(bias)
+    assert all(isinstance(x, nn.Parameter) and not x.is_meta for x in module.parameters())
+
+
 def test_part_of_the_state_may_be_loaded(tmp_path: Path) -> None:
     module = net(S(0), R)
     expected = save(tmp_path, 1, module, optimizer=torch.optim.Adam(module.parameters()), note={"a": 1})
@@ -525,6 +542,22 @@ def test_a_save_that_fails_leaves_what_was_there(
     check_equal(module, expected)
 
 
+def test_a_step_that_appears_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever kills the process may do so right then."""
+    original, seen = os.rename, []
+
+    def rename(old: Any, new: Any) -> None:
+        if Path(new).name == "step-00000001":
+            index = read_index(Path(old))
+            index.check_files()
+            seen.append(verify(index.claims()))
+        original(old, new)
+
+    monkeypatch.setattr(os, "rename", rename)
+    save(tmp_path, 1, net(S(0), R))
+    assert len(seen) == 1 and seen[0] > 200
+
+
 def test_what_was_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
     (tmp_path / f"{UNFINISHED}step-00000007-0123abcd" / "x").mkdir(parents=True)
     (tmp_path / "notes.txt").write_text("mine")
@@ -564,6 +597,10 @@ def test_an_index_of_a_later_format_is_no_damage(tmp_path: Path, monkeypatch: py
 
 HOSTILE: dict[str, Any] = {
     "a file elsewhere": lambda said: said["files"].update({"../../secret": 1}),
+    **{
+        f"a file called {name!a}": lambda said, name=name: said["files"].update({name: 1})
+        for name in ("..", "\0", "\ud800")
+    },
     "a size that is none": lambda said: said["files"].update({"rank-00000.safetensors": "1"}),
     "boxes that overlap": lambda said: boxes(said).append(boxes(said)[0]),
     "boxes that are not all": lambda said: boxes(said).pop(),
@@ -620,3 +657,59 @@ def test_state_that_somebody_has_written(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"^note cannot be made of what .*step-00000001 has: "):
             load_latest(tmp_path, note=note)
         assert note == {"b": 2}
+
+
+def put(value: Any, *path: Any) -> Callable[[Any], None]:
+    def change(said: Any) -> None:
+        for key in path[:-1]:
+            said = said[key]
+        said[path[-1]] = value
+
+    return change
+
+
+NUMPY = ("random", "numpy", "states", 0)
+STRANGE: dict[str, Callable[[Any], None]] = {
+    "state": put(3, "state"),
+    "of a module": put([1], "state", "model"),
+    "of an optimizer": put(None, "state", "optimizer"),
+    "of a parameter": put(None, "state", "optimizer", "all", "state", "model.first.weight"),
+    "a count of steps": put("x", "state", "optimizer", "all", "state", "model.first.weight", "step"),
+    "the rest of an optimizer": put("x", "state", "optimizer", "all", "rest"),
+    "of a scheduler": put("x", "state", "scheduler", "all", "state"),
+    "of a generator": put(None, "state", "generator", "all", "state"),
+    "random numbers": put({}, "random", "torch", "states", 0),
+    "a position that is far away": put(10**8, *NUMPY, "state", "pos"),  # numpy would read memory there
+    "a position before the first": put(-1, *NUMPY, "state", "pos"),
+    "a position that is none": put("1", *NUMPY, "state", "pos"),
+    "a file": put({}, "tensors", "model.first.weight", "boxes", 0, 2),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_anything_that_somebody_has_written_is_refused(name: str, tmp_path: Path) -> None:
+    """With a checksum that is right. Neither the module nor random numbers are changed, and no memory is read amiss."""
+    from shardwise.checkpoint.steps.index import _checksum
+
+    def made() -> dict[str, Any]:
+        module = net(S(0), R)
+        optimizer = torch.optim.AdamW(module.parameters())
+        for param in module.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"model": module, "optimizer": optimizer, "scheduler": scheduler, "generator": torch.Generator()}
+
+    save_step(tmp_path, step=1, background=False, **made())
+    path = tmp_path / "step-00000001" / "index.json"
+    said = json.loads(path.read_text())
+    STRANGE[name](said)
+    path.write_text(json.dumps({**said, "checksum": _checksum(said)}))
+    state = made()
+    told = {name: str(state[name].state_dict()) for name in ("optimizer", "scheduler")}
+    before = values(state["model"]), random.getstate(), torch.get_rng_state().tolist(), str(numpy.random.get_state())
+    with pytest.raises(CheckpointError, match="step-00000001"):
+        load_step(path.parent, **state)
+    check_equal(state["model"], before[0])
+    assert told == {name: str(state[name].state_dict()) for name in told}
+    assert before[1:] == (random.getstate(), torch.get_rng_state().tolist(), str(numpy.random.get_state()))
