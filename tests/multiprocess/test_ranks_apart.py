@@ -20,7 +20,7 @@ from bodies import R, S, assert_close, doubles, everywhere, held
 from launch import Case
 from shardwise.comm import as_mesh
 from shardwise.errors import MeshError, PlanError, ReplicaError, ShardShapeError, ShardwiseError
-from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from shardwise.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
 from shardwise.redistribute.move_cache import WINDOW
 
 
@@ -213,16 +213,38 @@ def a_checkpoint_returns_a_copied_view(rank: int, world_size: int) -> None:
 def ranks_with_different_modules(rank: int, world_size: int) -> None:
     """Nobody waits for a rank that has refused, and nothing is distributed on any."""
     mesh, linear = line(world_size), torch.nn.Linear
-    cases: list[tuple[torch.nn.Module, dict[str, Any], str]] = [
-        (linear(4, 4 + rank), {"": ColwiseParallel()}, "have different modules or plans"),
-        (linear(4, 4, dtype=(torch.float32, torch.float64)[rank]), {"": ColwiseParallel()}, "have different modules"),
-        (linear(4, 4), {"": (ColwiseParallel, RowwiseParallel)[rank]()}, "have different modules or plans"),
-        (linear(4, 4), {("", "up")[rank]: ColwiseParallel()}, ("that another rank of", "the plan names 'up'")[rank]),
+    columns, apart = ColwiseParallel(), "have different modules or plans"
+    cases: list[tuple[Any, Any, str]] = [
+        (linear(4, 4 + rank), {"": columns}, apart),
+        (linear(4, 4, dtype=(torch.float32, torch.float64)[rank]), {"": columns}, apart),
+        (linear(4, 4).requires_grad_(bool(rank)), {"": columns}, apart),
+        (linear(4, 4), {"": (ColwiseParallel, RowwiseParallel)[rank]()}, apart),
+        (linear(4, 4), {"": ColwiseParallel(output_layouts=(R, None)[rank])}, apart),
+        (linear(4, 4), ("colwise", "rowwise")[rank], apart),
+        (linear(4, 4), (columns, None)[rank], apart),
+        (linear(4, 4), {("", "up")[rank]: columns}, ("that another rank of", "the plan names 'up'")[rank]),
+        ((linear(4, 4), 4)[rank], columns, ("that another rank of", "takes a torch.nn.Module, not a int")[rank]),
     ]
     for module, plan, words in cases:
-        with pytest.raises(PlanError, match=words):
+        with pytest.raises((PlanError, TypeError), match=words):
             parallelize_module(module, mesh, plan)
-        assert type(module.weight) is torch.nn.Parameter
+        assert module == 4 or type(module.weight) is torch.nn.Parameter
+    with pytest.raises(PlanError, match=apart):
+        parallelize_module(linear(4, 4), mesh, columns, src_data_rank=rank)
+    parallelize_module(linear(4, 4), mesh, _OfAUser(rank))
+
+
+class _OfAUser(ParallelStyle):
+    """A style that says of itself what is different on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __repr__(self) -> str:
+        return f"a style on rank {self.rank}"
+
+    def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+        return module
 
 
 def ranks_with_batches_of_unequal_length(rank: int, world_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,16 @@ import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.comm import shards_of
 from shardwise.debug import CommDebugMode
-from shardwise.parallel import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
+from shardwise.parallel import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    no_sync,
+)
+from shardwise.parallel.fully_sharded.policies import policy_of
 
 TWO, FOUR = sw.simulate((2,), ("dp",)), sw.simulate((4,), ("dp",))
 HYBRID, GRID = sw.simulate((2, 2), ("replicate", "shard")), sw.simulate((2, 2), ("dp", "tp"))
@@ -614,6 +624,91 @@ def test_gradients_may_be_divided_by_another_number(own: bool) -> None:
     (loss_of(plain, *data) / (4 if own else 8)).backward()  # two losses of half a batch each make two of the whole
     loss_on(net, data, TWO, own).backward()
     check(net, plain)
+
+
+def test_what_is_called_with_sums_of_gradients() -> None:
+    plain, net = pair()
+    sizes: list[int] = []
+
+    def double(flat: Tensor) -> None:
+        sizes.append(flat.numel())
+        flat.mul_(2)
+
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(double)
+    data = batch()
+    (2 * loss_of(plain, *data)).backward()
+    loss_on(net, data, TWO, False).backward()
+    check(net, plain)
+    assert sum(sizes) == sum(p.numel() for p in plain.parameters())  # each rank's part, once
+
+
+def test_names_methods_and_arguments_are_torchs() -> None:
+    import torch.distributed.fsdp as theirs
+
+    def facts(function: Any) -> list[tuple[str, Any, str]]:
+        return [(p.name, p.kind, str(p.default)) for p in inspect.signature(function).parameters.values()]
+
+    for name in ("fully_shard", "register_fsdp_forward_method", "MixedPrecisionPolicy", "CPUOffloadPolicy"):
+        wanted = facts(getattr(theirs, name))  # older versions of torch have fewer at the end
+        assert facts(getattr(sw.parallel, name))[: len(wanted)] == wanted
+    methods = [name for name in vars(theirs.FSDPModule) if not name.startswith("_")]
+    assert len(methods) > 10
+    for name in methods:
+        assert facts(getattr(FSDPModule, name)) == facts(getattr(theirs.FSDPModule, name)), name
+
+
+def test_what_torch_chooses_for_its_own_collectives() -> None:
+    """Programs that were written for torch ask for it. It changes nothing, or says why it cannot be had."""
+    plain, net = pair()
+    net.set_force_sum_reduction_for_comms(True)
+    net.set_reduce_scatter_max_input_buffers(2)
+    net.set_separate_reduce_scatter_group()
+    net.set_allocate_memory_from_process_group_for_comm(True)
+    net.set_symm_mem_for_comm()
+    net.set_reduce_scatter_divide_factor(1.0)
+    waited: list[int] = []
+    net.set_post_optim_event(SimpleNamespace(wait=lambda: waited.append(1)))
+    assert waited == [1]
+    check_training(plain, net, TWO, False)
+    for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
+        with pytest.raises(NotImplementedError, match="by the process group of the mesh: choose its backend"):
+            getattr(net, name)(None)
+
+
+def test_policies_of_torchs_are_taken_and_what_is_none_is_refused() -> None:
+    import torch.distributed.fsdp as theirs
+
+    net = nn.Linear(4, 4)
+    for options in ({"mp_policy": torch.bfloat16}, {"offload_policy": True}):
+        with pytest.raises(TypeError, match=r"fully_shard takes a policy of (MixedPrecision|Offload)Policy, not"):
+            fully_shard(net, mesh=TWO, **options)
+        assert type(net) is nn.Linear and type(net.weight) is nn.Parameter
+    policy = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    fully_shard(net, mesh=TWO, mp_policy=policy, offload_policy=theirs.CPUOffloadPolicy(pin_memory=False))
+    assert net._group.options.policy == MixedPrecisionPolicy(torch.bfloat16, None, torch.float64)
+    assert policy_of(theirs.CPUOffloadPolicy(False), CPUOffloadPolicy, OffloadPolicy) == CPUOffloadPolicy(False)
+    assert net(sw.distribute_tensor(torch.randn(6, 4), TWO, [S(0)])).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("dims", "placements"),
+    [(DataParallelMeshDims("dp"), (S(0), R)), (DataParallelMeshDims(shard=("tp",), replicate="dp"), (R, S(0)))],
+    ids=str,
+)
+def test_axes_of_data_parallelism_by_their_names(dims: DataParallelMeshDims, placements: tuple) -> None:
+    plain = nn.Linear(4, 6)
+    net = sw.distribute_module(copy.deepcopy(plain), GRID)
+    fully_shard(net, mesh=GRID, dp_mesh_dims=dims)
+    assert net.weight.placements == placements
+    x = torch.randn(4, 4)
+    plain(x).square().sum().backward()
+    net(sw.distribute_tensor(x, GRID, [S(0), S(0)])).square().sum().backward()
+    check(net, plain)
+    for wrong in (DataParallelMeshDims(replicate="dp"), DataParallelMeshDims(shard=("dp", "tp"))):
+        with pytest.raises(sw.errors.MeshError, match="shards along one axis, and replicates along one or none"):
+            fully_shard(nn.Linear(2, 2), mesh=GRID, dp_mesh_dims=wrong)
 
 
 def test_memory_of_parameters_that_were_changed_is_given_back() -> None:
