@@ -268,12 +268,41 @@ def ranks_with_batches_of_unequal_length(rank: int, world_size: int) -> None:
             with pytest.raises(ShardShapeError, match=f"^{re.escape(words)}"):
                 call(torch.ones(3 - rank, 4))
             call(torch.ones(2, 4))
+    batches_of_data_parallelism(rank, mesh)
     norm = parallelize_module(torch.nn.LayerNorm(4), mesh, SequenceParallel(sequence_dim=0))
     assert norm(torch.ones(3 - rank, 4)).shape == (5, 4)
     rows = parallelize_module(torch.nn.Linear(5, 4), mesh, RowwiseParallel())
     with pytest.raises(ShardShapeError, match="the shard at tp=1 has shape"):
         rows(torch.ones(3, (3, 1)[rank]))
     assert rows(torch.ones(3, (3, 2)[rank])).shape == (3, 4)
+
+
+def batches_of_data_parallelism(rank: int, mesh: DeviceMesh) -> None:
+    """Nothing is wrong with a part that is laid out by a rank alone, until it meets the others'."""
+
+    def part(length: int) -> sw.DTensor:
+        return sw.DTensor.from_local(torch.ones(length, 4), mesh, [S(0)])
+
+    replicated = sw.distribute_module(torch.nn.Sequential(torch.nn.Linear(4, 4)), mesh)
+    prepared = sw.distribute_module(torch.nn.Linear(4, 4), mesh, input_fn=lambda _, given, __: part(given[0]))
+    for net in (replicated, prepared, sw.fully_shard(torch.nn.Linear(4, 4), mesh=mesh)):
+        lay = int if net is prepared else part
+        for _ in range(2):
+            words = rf"the ranks of Mesh\(tp=2\) call it with .* this one with \[{(6, 4)[rank]},4\] S\(0\)@tp\. Batches"
+            with pytest.raises(ShardShapeError, match=words):
+                net(lay(3 - rank))
+            net(lay(2)).sum().backward()
+        if net is not prepared:
+            net(sw.DTensor.from_local(torch.ones(3 - rank, 4), mesh, [S(0)], run_check=True)).sum().backward()
+    net(torch.ones(3 - rank, 4)).sum().backward()  # to a fully sharded module each may bring its own
+    with pytest.raises(
+        ShardShapeError, match=r"FSDPLinear: .* this one with (plain tensors|\[4,4\] S\(0\)@tp)\. Batches"
+    ):
+        net((torch.ones(2, 4), part(2))[rank])
+    if rank == 0:  # with nothing to reduce, a rank may go alone
+        replicated(sw.DTensor.from_local(torch.ones(3, 4), mesh))
+        with torch.no_grad():
+            replicated(part(3))
 
 
 def one_rank_keeps_its_inputs(rank: int, world_size: int) -> None:

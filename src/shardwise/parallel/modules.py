@@ -16,6 +16,7 @@ from shardwise.errors import PlanError
 from shardwise.layout import Mesh, Placement, Replicate
 from shardwise.parallel.fully_sharded.layouts import is_at_rest, split_outside
 from shardwise.parallel.loaded_state import take_any_state
+from shardwise.parallel.parts import compare_calls
 from shardwise.tensor import DTensor, distribute_tensor, localise, wrap
 
 
@@ -53,8 +54,9 @@ def distribute_module(
     for submodule in module.modules():
         if isinstance(submodule, nn.RNNBase):
             submodule.flatten_parameters = _stay_apart  # type: ignore[method-assign]
+    compare_calls(module, mesh, when_trained=True)
     if before is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, device_mesh))
+        module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, device_mesh), prepend=True)
     if after is not None:
         module.register_forward_hook(lambda mod, inputs, outputs: after(mod, outputs, device_mesh))
     take_any_state(module.modules())
