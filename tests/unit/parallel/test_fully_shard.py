@@ -12,6 +12,7 @@ import pytest
 import torch
 from sharded_models import Model, Skipping, Tied, Twice, batch, loss_of, shard
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 import shardwise as sw
 from shardwise import Replicate, Shard
@@ -286,6 +287,36 @@ def test_a_parameter_written_to_before_the_backward_pass() -> None:
         loss.backward()
     check_training(plain, net, TWO, False)  # nothing of the pass that failed is left
     assert gathered_bytes(net) == 0
+
+
+def test_a_forward_with_other_parameters() -> None:
+    """It computes with them. In the backward pass they are gone."""
+    plain, net = pair()
+    data = batch()
+    twice, whole_twice = ({name: 2 * p.detach() for name, p in m.named_parameters()} for m in (net, plain))
+    placed = sw.distribute_tensor(data[0], TWO, [S(0)])
+    found = torch.func.functional_call(net, twice, (placed,))
+    torch.testing.assert_close(found.full_tensor(), torch.func.functional_call(plain, whole_twice, (data[0],)))
+    with pytest.raises(
+        sw.errors.InPlaceError, match=r"or replaced, .*; have the backward pass inside of what replaces"
+    ):
+        torch.func.functional_call(net, {k: x.requires_grad_() for k, x in twice.items()}, (placed,)).sum().backward()
+    check_training(plain, net, TWO, False)
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_other_parameters_until_the_backward_pass_is_through(computed: bool) -> None:
+    """Gradients are theirs, and those of what they were computed from."""
+    plain, net = pair()
+    data, found = batch(), []
+    for module in (plain, net):
+        own = dict(module.named_parameters())
+        others = {name: 2 * p if computed else (2 * p.detach()).requires_grad_() for name, p in own.items()}
+        with _reparametrize_module(module, others):
+            (loss_of(module, *data) if module is plain else loss_on(module, data, TWO, False)).backward()
+        found.append([x.grad for x in (own if computed else others).values()])
+    for right, grad in zip(*found, strict=True):
+        torch.testing.assert_close(grad.full_tensor(), right)
 
 
 def test_a_forward_that_fails_leaves_shards() -> None:
