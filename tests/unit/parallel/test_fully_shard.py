@@ -607,7 +607,7 @@ def test_built_without_memory() -> None:
     """Sharded on the meta device, given memory, and then filled, shard by shard."""
     with torch.device("meta"):
         net = shard(Model(), fully_shard, mesh=TWO)
-    with pytest.raises(sw.errors.NoDataError, match=r"Embedding.weight is on the meta device.*to_empty"):
+    with pytest.raises(sw.errors.NoDataError, match=r"Model\.tokens\.weight is on the meta device.*to_empty"):
         net(sw.distribute_tensor(batch()[0], TWO, [S(0)]))
     net.to_empty(device="cpu")
     plain = Model()
@@ -783,10 +783,14 @@ def test_bad_input() -> None:
         fully_shard([net, net], mesh=TWO)
     with pytest.raises(ValueError, match="True, False or None"):
         fully_shard(net, mesh=TWO, reshard_after_forward=2)
-    with pytest.raises(sw.errors.PlacementError, match=r"S\(1\) names dim 1 of Linear.bias, which has the shape \[4\]"):
+    with pytest.raises(
+        sw.errors.PlacementError, match=r"S\(1\) names dim 1 of Sequential\.0\.bias, which has the shape \[4\]"
+    ):
         fully_shard(net, mesh=TWO, shard_placement_fn=lambda p: Shard(1))
     net[1].weight = nn.Parameter(sw.distribute_tensor(net[1].weight, TWO, [S(1)]))
-    with pytest.raises(sw.errors.PlacementError, match=r"Linear.weight is \[4,4\] S\(1\)@dp; it must be replicated"):
+    with pytest.raises(
+        sw.errors.PlacementError, match=r"Sequential\.1\.weight is \[4,4\] S\(1\)@dp; it must be replicated"
+    ):
         fully_shard(net, mesh=TWO)
     net[1].weight = nn.Parameter(sw.distribute_tensor(torch.ones(4, 4), FOUR, [R]))
     with pytest.raises(sw.errors.MeshError, match="not part of the same mesh"):
@@ -803,7 +807,7 @@ def test_a_module_is_sharded_once_and_tied_parameters_together() -> None:
     fully_shard(plain.tokens, mesh=TWO)
     with pytest.raises(RuntimeError, match="already called on this FSDPEmbedding"):
         fully_shard(plain.tokens, mesh=TWO)
-    with pytest.raises(sw.errors.PlacementError, match=r"Linear.weight is tied .* fully_shard\(\[a, b\]\)"):
+    with pytest.raises(sw.errors.PlacementError, match=r"Tied\.head\.weight is tied .* fully_shard\(\[a, b\]\)"):
         fully_shard(plain, mesh=TWO)
 
 

@@ -135,7 +135,7 @@ def _entries_of(
     modules = _modules(module)
     managed, ignored = _managed(modules), set(map(id, ignored_params or ()))
     entries = []
-    for param, (name, where) in _places(managed).items():
+    for param, (name, where) in _places(modules, managed).items():
         if id(param) not in ignored:
             _check(param, name)
             placement = (place and place(param)) or Shard(0)
@@ -182,12 +182,14 @@ def _managed(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return list(found)
 
 
-def _places(modules: Iterable[nn.Module]) -> dict[Tensor, tuple[str, list[Place]]]:
+def _places(roots: Sequence[nn.Module], managed: Iterable[nn.Module]) -> dict[Tensor, tuple[str, list[Place]]]:
+    """The parameters of modules: what each is called, from the class of the module given on, and where it is kept."""
+    paths = {m: (type(root).__name__, *filter(None, (path,))) for root in roots for path, m in root.named_modules()}
     found: dict[Tensor, tuple[str, list[Place]]] = {}
-    for module in modules:
+    for module in managed:
         for name, param in module._parameters.items():
             if param is not None:
-                found.setdefault(param, (f"{type(module).__name__}.{name}", []))[1].append((module, name))
+                found.setdefault(param, (".".join((*paths[module], name)), []))[1].append((module, name))
     return found
 
 
