@@ -241,6 +241,12 @@ def different_modules(rank: int, size: int) -> None:
         with pytest.raises(error or (ValueError, sw.errors.ReplicaError), match=said):
             sw.fully_shard(module, mesh=mesh)
         assert not any(isinstance(p, sw.DTensor) for p in module.parameters())
+    half = [ours.MixedPrecisionPolicy(), ours.MixedPrecisionPolicy(torch.bfloat16)]
+    for options in ({"mp_policy": half[rank]}, {"reshard_after_forward": bool(rank)}):
+        with pytest.raises(sw.errors.ReplicaError, match="have different modules or options"):
+            sw.fully_shard(nn.Linear(4, 4), mesh=mesh, **options)
+    with pytest.raises(sw.errors.ReplicaError, match="what is trained"):
+        sw.fully_shard(nn.Linear(4, 4).requires_grad_(bool(rank)), mesh=mesh)
     sw.fully_shard(nn.Linear(4, 4), mesh=mesh)(torch.randn(2 + rank, 4)).sum().backward()
 
 

@@ -20,7 +20,7 @@ from bodies import R, S, assert_close, doubles, everywhere, held
 from launch import Case
 from shardwise.comm import as_mesh
 from shardwise.errors import MeshError, PlanError, ReplicaError, ShardShapeError, ShardwiseError
-from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from shardwise.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
 from shardwise.redistribute.move_cache import WINDOW
 
 
@@ -213,16 +213,38 @@ def a_checkpoint_returns_a_copied_view(rank: int, world_size: int) -> None:
 def ranks_with_different_modules(rank: int, world_size: int) -> None:
     """Nobody waits for a rank that has refused, and nothing is distributed on any."""
     mesh, linear = line(world_size), torch.nn.Linear
-    cases: list[tuple[torch.nn.Module, dict[str, Any], str]] = [
-        (linear(4, 4 + rank), {"": ColwiseParallel()}, "have different modules or plans"),
-        (linear(4, 4, dtype=(torch.float32, torch.float64)[rank]), {"": ColwiseParallel()}, "have different modules"),
-        (linear(4, 4), {"": (ColwiseParallel, RowwiseParallel)[rank]()}, "have different modules or plans"),
-        (linear(4, 4), {("", "up")[rank]: ColwiseParallel()}, ("that another rank of", "the plan names 'up'")[rank]),
+    columns, apart = ColwiseParallel(), "have different modules or plans"
+    cases: list[tuple[Any, Any, str]] = [
+        (linear(4, 4 + rank), {"": columns}, apart),
+        (linear(4, 4, dtype=(torch.float32, torch.float64)[rank]), {"": columns}, apart),
+        (linear(4, 4).requires_grad_(bool(rank)), {"": columns}, apart),
+        (linear(4, 4), {"": (ColwiseParallel, RowwiseParallel)[rank]()}, apart),
+        (linear(4, 4), {"": ColwiseParallel(output_layouts=(R, None)[rank])}, apart),
+        (linear(4, 4), ("colwise", "rowwise")[rank], apart),
+        (linear(4, 4), (columns, None)[rank], apart),
+        (linear(4, 4), {("", "up")[rank]: columns}, ("that another rank of", "the plan names 'up'")[rank]),
+        ((linear(4, 4), 4)[rank], columns, ("that another rank of", "takes a torch.nn.Module, not a int")[rank]),
     ]
     for module, plan, words in cases:
-        with pytest.raises(PlanError, match=words):
+        with pytest.raises((PlanError, TypeError), match=words):
             parallelize_module(module, mesh, plan)
-        assert type(module.weight) is torch.nn.Parameter
+        assert module == 4 or type(module.weight) is torch.nn.Parameter
+    with pytest.raises(PlanError, match=apart):
+        parallelize_module(linear(4, 4), mesh, columns, src_data_rank=rank)
+    parallelize_module(linear(4, 4), mesh, _OfAUser(rank))
+
+
+class _OfAUser(ParallelStyle):
+    """A style that says of itself what is different on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __repr__(self) -> str:
+        return f"a style on rank {self.rank}"
+
+    def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+        return module
 
 
 def ranks_with_batches_of_unequal_length(rank: int, world_size: int) -> None:
@@ -246,12 +268,41 @@ def ranks_with_batches_of_unequal_length(rank: int, world_size: int) -> None:
             with pytest.raises(ShardShapeError, match=f"^{re.escape(words)}"):
                 call(torch.ones(3 - rank, 4))
             call(torch.ones(2, 4))
+    batches_of_data_parallelism(rank, mesh)
     norm = parallelize_module(torch.nn.LayerNorm(4), mesh, SequenceParallel(sequence_dim=0))
     assert norm(torch.ones(3 - rank, 4)).shape == (5, 4)
     rows = parallelize_module(torch.nn.Linear(5, 4), mesh, RowwiseParallel())
     with pytest.raises(ShardShapeError, match="the shard at tp=1 has shape"):
         rows(torch.ones(3, (3, 1)[rank]))
     assert rows(torch.ones(3, (3, 2)[rank])).shape == (3, 4)
+
+
+def batches_of_data_parallelism(rank: int, mesh: DeviceMesh) -> None:
+    """Nothing is wrong with a part that is laid out by a rank alone, until it meets the others'."""
+
+    def part(length: int) -> sw.DTensor:
+        return sw.DTensor.from_local(torch.ones(length, 4), mesh, [S(0)])
+
+    replicated = sw.distribute_module(torch.nn.Sequential(torch.nn.Linear(4, 4)), mesh)
+    prepared = sw.distribute_module(torch.nn.Linear(4, 4), mesh, input_fn=lambda _, given, __: part(given[0]))
+    for net in (replicated, prepared, sw.fully_shard(torch.nn.Linear(4, 4), mesh=mesh)):
+        lay = int if net is prepared else part
+        for _ in range(2):
+            words = rf"the ranks of Mesh\(tp=2\) call it with .* this one with \[{(6, 4)[rank]},4\] S\(0\)@tp\. Batches"
+            with pytest.raises(ShardShapeError, match=words):
+                net(lay(3 - rank))
+            net(lay(2)).sum().backward()
+        if net is not prepared:
+            net(sw.DTensor.from_local(torch.ones(3 - rank, 4), mesh, [S(0)], run_check=True)).sum().backward()
+    net(torch.ones(3 - rank, 4)).sum().backward()  # to a fully sharded module each may bring its own
+    with pytest.raises(
+        ShardShapeError, match=r"FSDPLinear: .* this one with (plain tensors|\[4,4\] S\(0\)@tp)\. Batches"
+    ):
+        net((torch.ones(2, 4), part(2))[rank])
+    if rank == 0:  # with nothing to reduce, a rank may go alone
+        replicated(sw.DTensor.from_local(torch.ones(3, 4), mesh))
+        with torch.no_grad():
+            replicated(part(3))
 
 
 def one_rank_keeps_its_inputs(rank: int, world_size: int) -> None:

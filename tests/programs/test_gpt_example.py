@@ -16,7 +16,7 @@ from shardwise.debug import CommDebugMode
 
 STEPS = 6  # benchmarks/factorisations.py makes 50
 SMALL = 4096
-"""Bytes of numbers, such as losses and norms, and of the gradients of layer norms."""
+"""Bytes of what is small, at most."""
 
 
 @pytest.mark.parametrize("shape", list(factorisations(8)), ids=str)
@@ -53,6 +53,24 @@ def schedule(shape: Shape) -> Counter[tuple[Any, ...]]:
     return sent
 
 
+def numbers(shape: Shape) -> Counter[tuple[Any, ...]]:
+    """What is small: reductions of numbers, and of the gradients of layer norms."""
+    (dp, shard, tp), sent = shape, Counter[tuple[Any, ...]]()
+    data = tuple(name for name, size in (("dp", dp), ("shard", shard)) if size > 1)
+    tensor = ("tp",) if tp > 1 else ()
+    sent["all_reduce", data, False] += 4  # for two embeddings whether indices fit, for the loss its sum and count
+    if tp > 1:  # of the logits of each token, the largest, and the sum
+        sent["all_reduce", tensor, False] += 2
+    if shard > 1:  # the norm, which is clipped by, and read
+        sent["all_reduce", ("shard", *tensor), False] += 2
+        norms = 2 * (2 * gpt.LAYERS + 1)
+        sent["all_reduce", tensor, True] += norms if tp > 1 else 0
+    else:
+        sent["all_reduce", tensor, False] += 1 if tp > 1 else 0
+        sent["all_reduce", (*data, *tensor), True] += 1
+    return +sent
+
+
 @pytest.mark.parametrize("shape", [shape for shape in factorisations(8) if gpt.HEADS % shape[2] == 0], ids=str)
 def test_its_schedule(shape: Shape) -> None:
     mesh, rows = sw.simulate(shape, AXES), [sw.Shard(0), sw.Shard(0), sw.Replicate()]
@@ -65,6 +83,7 @@ def test_its_schedule(shape: Shape) -> None:
     positions = lay(torch.arange(gpt.TOKENS).expand(gpt.BATCH, -1))
     with CommDebugMode() as comm:
         gpt.train(model, gpt.batches(1), positions, lay)
-    found = Counter((c.kind, c.axes, c.backward) for c in comm.comms if c.bytes > SMALL)
-    assert found == schedule(shape)
-    assert all(c.kind == "all_reduce" for c in comm.comms if c.bytes <= SMALL)
+    found = [
+        Counter((c.kind, c.axes, c.backward) for c in comm.comms if (c.bytes <= SMALL) == s) for s in (False, True)
+    ]
+    assert found == [schedule(shape), numbers(shape)]

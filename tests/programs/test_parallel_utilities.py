@@ -109,10 +109,16 @@ def test_parametrized_weights_stay_sharded() -> None:
     assert list(placements.values()) == [S(0), S(1)]
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 def test_styles_refuse_what_is_parametrized_already() -> None:
     """They would leave the weight whole on every rank, without a word."""
-    for plan, style in ({"0": ColwiseParallel()}, "ColwiseParallel"), ({"0": "colwise"}, "'colwise'"):
-        net = plain(parametrizations.weight_norm)
+    by_names = {"0": ColwiseParallel()}
+    for plan, style, change in (
+        (by_names, "ColwiseParallel", parametrizations.weight_norm),
+        (by_names, "ColwiseParallel", nn.utils.weight_norm),
+        ({"0": "colwise"}, "'colwise'", parametrizations.weight_norm),
+    ):
+        net = plain(change)
         with pytest.raises(PlanError) as error:
             parallelize_module(net, GRID["tp"], plan)
         where = "module '0'" if isinstance(plan["0"], ColwiseParallel) else "0"

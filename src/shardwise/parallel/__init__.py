@@ -4,6 +4,7 @@ from shardwise.parallel import optimizers
 from shardwise.parallel.api import parallelize_module
 from shardwise.parallel.fully_sharded import (
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -30,6 +31,7 @@ from shardwise.redistribute import no_sync
 __all__ = [
     "CPUOffloadPolicy",
     "ColwiseParallel",
+    "DataParallelMeshDims",
     "FSDPModule",
     "LinearCrossEntropy",
     "MixedPrecisionPolicy",

@@ -6,7 +6,6 @@ import difflib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -49,13 +48,11 @@ def parallelize_module(
     >>> net[0].weight.placements, net[2].weight.placements, net(torch.ones(3, 4)).shape
     ((Shard(dim=0),), (Shard(dim=1),), torch.Size([3, 4]))
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"parallelize_module takes a torch.nn.Module, not a {type(module).__name__}")
     mesh = as_mesh(device_mesh)
+    entries = _agreed(mesh, module, parallelize_plan, src_data_rank)
     if parallelize_plan is None:
         warnings.warn("parallelize_module was given no plan: nothing is parallelized", stacklevel=2)
         return module
-    entries = _agreed(mesh, module, parallelize_plan)
     named = any(isinstance(style, NamedStyle) for _, _, style in entries)
     with tied(module):
         for path, submodule, style in entries:
@@ -71,23 +68,25 @@ def parallelize_module(
     return module
 
 
-def _agreed(mesh: Mesh, module: nn.Module, plan: Any) -> list[Entry]:
+def _agreed(mesh: Mesh, module: nn.Module, plan: Any, src_data_rank: int | None) -> list[Entry]:
     """What a plan says, once every rank has found that it fits, and that all ranks have the same modules."""
     name = "parallelize_module"
     return agreed(
         mesh,
         lambda: _checked(mesh, module, plan),
-        partial(_facts, module),
+        lambda entries: (_facts(module, entries), src_data_rank),
         PlanError(f"{name}: the plan does not fit the module that another rank of {mesh} has"),
         PlanError(
-            f"{name}: the ranks of {mesh} have different modules or plans: names, shapes, dtypes and styles must be "
-            f"the same on all of them"
+            f"{name}: the ranks of {mesh} have different modules or plans: names, shapes, dtypes, what is trained, "
+            f"styles and src_data_rank must be the same on all of them"
         ),
     )
 
 
 def _checked(mesh: Mesh, module: nn.Module, plan: Any) -> list[Entry]:
-    entries = _without_repeats(_entries("", module, plan))
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"parallelize_module takes a torch.nn.Module, not a {type(module).__name__}")
+    entries = [] if plan is None else _without_repeats(_entries("", module, plan))
     for path, submodule, style in entries:
         style._check(path, submodule, mesh.origin)
     _check_overlaps(entries)
@@ -97,8 +96,14 @@ def _checked(mesh: Mesh, module: nn.Module, plan: Any) -> list[Entry]:
 
 
 def _facts(module: nn.Module, entries: list[Entry]) -> object:
-    tensors = [(name, tuple(x.shape), x.dtype) for name, x in (*module.named_parameters(), *module.named_buffers())]
-    return tensors, [(path, type(style).__name__) for path, _, style in entries]
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    each = [(name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in tensors]
+    return each, [(path, _words(style)) for path, _, style in entries]
+
+
+def _words(style: ParallelStyle) -> str:
+    """What ranks compare of a style. Those of users may say of themselves what is another rank's otherwise."""
+    return repr(style) if type(style).__module__.startswith("shardwise.") else type(style).__name__
 
 
 def placements_of_plan(module: nn.Module, mesh: Mesh, plan: Any) -> dict[str, Sequence[Placement]]:
@@ -133,9 +138,10 @@ def _entries(path: str, module: nn.Module, plan: Any, carried: frozenset[str] = 
                     raise PlanError(_no_module(path, module, name))
                 yield from found_parameters
     else:
-        where = f" for {path!r}" if path else ""
+        where, home = f" for {path!r}" if path else "", type(plan).__module__
+        remedy = " of torch's; import it from shardwise.parallel" if home.startswith("torch.") else ""
         raise TypeError(
-            f"a plan is a ParallelStyle, or a dict of them by module name; got a {type(plan).__name__}{where}"
+            f"a plan is a ParallelStyle, or a dict of them by module name; got a {type(plan).__name__}{where}{remedy}"
         )
 
 

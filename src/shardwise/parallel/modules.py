@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from shardwise.errors import PlanError
 from shardwise.layout import Mesh, Placement, Replicate
 from shardwise.parallel.fully_sharded.layouts import is_at_rest, split_outside
 from shardwise.parallel.loaded_state import take_any_state
+from shardwise.parallel.parts import compare_calls
 from shardwise.tensor import DTensor, distribute_tensor, localise, wrap
 
 
@@ -53,8 +54,9 @@ def distribute_module(
     for submodule in module.modules():
         if isinstance(submodule, nn.RNNBase):
             submodule.flatten_parameters = _stay_apart  # type: ignore[method-assign]
+    compare_calls(module, mesh, when_trained=True)
     if before is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, device_mesh))
+        module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, device_mesh), prepend=True)
     if after is not None:
         module.register_forward_hook(lambda mod, inputs, outputs: after(mod, outputs, device_mesh))
     take_any_state(module.modules())
@@ -121,11 +123,11 @@ def tied(module: nn.Module) -> Iterator[None]:
             keep(next((x for x in made if isinstance(x, DTensor)), made[0]), present)
 
 
-def check_no_parametrizations(path: str, style: str, module: nn.Module, names: Iterable[str] | None) -> None:
+def check_no_parametrizations(path: str, style: str, module: nn.Module, names: Collection[str] | None) -> None:
     """A style that shards parameters by their names, or all there are, misses those that are computed from others."""
-    if not parametrize.is_parametrized(module):
-        return
-    found: Any = module.parametrizations
+    parametrized: Any = module.parametrizations if parametrize.is_parametrized(module) else ()
+    found = [*parametrized]
+    found += [name for name in names or () if isinstance(module.__dict__.get(name), Tensor)]  # by utils.weight_norm
     for name in found if names is None else set(names).intersection(found):
         raise PlanError(
             f"{path}: its {name} is parametrized, so {style} would leave it unsharded; parallelize the module first, "

@@ -51,7 +51,9 @@ MEANINGS: Mapping[str, Meaning] = {
     "grouped_gemm": Meaning(0, vectors=True),
     **dict.fromkeys(("gather", "all_reduce", "moe_tp_experts", "ep_dispatch_experts"), WHOLE),
     "sequence_parallel": Meaning(input=Shard(1), output=Shard(1)),
-    **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "local", "mla_kv_a_proj"), Meaning()),
+    **dict.fromkeys(
+        ("replicate", "replicated_with_grad_allreduce", "local", "local_params", "mla_kv_a_proj"), Meaning()
+    ),
     **dict.fromkeys(("moe_identity_expert", "ep_router"), Meaning()),
 }
 
@@ -65,6 +67,9 @@ class NamedStyle(ParallelStyle):
                 f"the plan's style {name!r} for {path!r} is unknown; known are {', '.join(sorted(MEANINGS))}"
             )
         self.name, self.meaning, self.parameter = name, MEANINGS[name], parameter
+
+    def __repr__(self) -> str:
+        return repr(self.name)
 
     def _parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         own = dict(module.named_parameters(recurse=False))

@@ -1,9 +1,9 @@
-"""Plain tensors that ranks bring to parallelized modules. Ranks whose batches are not equally long would wait for each
-other in the next collective, or take each other's numbers for their own: so they compare shapes first.
+"""What ranks call parallelized modules with. Ranks whose batches are not equally long would wait for each other in the
+next collective, or take each other's numbers for their own: so they compare shapes first.
 
 What is brought in while a parallelized module runs follows from what it was called with. So that is compared, by one
-small reduction; only if it differs, everything that comes in is. On the CPU only: an accelerator would first have to
-finish all that it was given.
+small reduction. If DTensors differ, that is an error; if plain tensors do, everything that comes in is compared. On the
+CPU only: an accelerator would first have to finish all that it was given.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm import as_mesh
-from shardwise.comm.agreement import compared, digest
 from shardwise.errors import ShardShapeError
 from shardwise.from_local import check_alike
 from shardwise.layout import Mesh, Placements
+from shardwise.parallel.agreement import first_difference
 from shardwise.tensor import DTensor, from_parts
 
 _running: WeakKeyDictionary[Mesh, tuple[nn.Module, bool]] = WeakKeyDictionary()
@@ -31,18 +31,28 @@ _in_backward = torch._C._current_graph_task_id
 _EQUALLY_LONG = "Batches of a step are equally long on all of them"
 
 
-def compare_calls(module: nn.Module, mesh: Mesh) -> None:
-    """Have the ranks of a mesh compare what they call a module with."""
-    if mesh.device_type == "cpu" and len(mesh.held) < mesh.size() and "_compares_calls" not in module.__dict__:
-        module._compares_calls = True  # type: ignore[assignment]
-        module.register_forward_pre_hook(partial(_begin, mesh), prepend=True, with_kwargs=True)
+def compare_calls(module: nn.Module, mesh: Mesh, *, when_trained: bool = False) -> None:
+    """Have the ranks of a mesh compare what they call a module with: always, or if it is a batch to train on."""
+    if _is_compared(mesh) and mesh not in (known := module.__dict__.get("_compares_calls", ())):
+        module._compares_calls = (*known, mesh)  # type: ignore[assignment]
+        module.register_forward_pre_hook(partial(_begin, mesh, when_trained), prepend=True, with_kwargs=True)
         module.register_forward_hook(partial(_end, mesh), always_call=True)
 
 
-def _begin(mesh: Mesh, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def _is_compared(mesh: Mesh) -> bool:
+    return mesh.device_type == "cpu" and len(mesh.held) < mesh.size()
+
+
+def _begin(mesh: Mesh, when_trained: bool, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     outer, _ = _running.get(mesh, (module, False))
-    if outer is module and not _recomputes():
-        _running[mesh] = module, _differ(mesh, args, kwargs)
+    if outer is module and not _recomputes() and (not when_trained or _is_batch(args, kwargs)):
+        _running[mesh] = module, _differ(type(module).__name__, mesh, args, kwargs)
+
+
+def _is_batch(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether ranks have parts of something, and gradients that they will reduce."""
+    parts = (x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor) and not x._layout.replicated)
+    return torch.is_grad_enabled() and any(True for _ in parts)
 
 
 def _end(mesh: Mesh, module: nn.Module, args: Any, output: Any) -> None:
@@ -55,9 +65,31 @@ def _recomputes() -> bool:
     return _in_backward() != -1
 
 
-def _differ(mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> bool:
-    facts = [(tuple(x.shape), x.dtype) for x in plain_tensors((args, kwargs))]
-    return bool(facts) and compared(mesh, digest(facts))[0]
+def _differ(who: str, mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether plain tensors have other shapes on other ranks."""
+    plain = [(tuple(x.shape), x.dtype) for x in plain_tensors((args, kwargs))]
+    placed = [(x.layout_on_mesh, x.dtype) for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+    if not plain and not placed:
+        return False
+    which = first_difference(mesh, [placed, plain])
+    if which == 0:
+        raise _unlike(who, mesh, placed)
+    return which == 1
+
+
+def check_batches(who: str, mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise, on all ranks alike, unless they have the same DTensors. Each may have plain tensors of its own."""
+    placed = [(x.layout_on_mesh, x.dtype) for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+    if _is_compared(mesh) and first_difference(mesh, [placed]) == 0:
+        raise _unlike(who, mesh, placed)
+
+
+def _unlike(who: str, mesh: Mesh, placed: Sequence[tuple]) -> ShardShapeError:
+    here = ", ".join(str(layout) for layout, _ in placed) or "plain tensors"
+    return ShardShapeError(
+        f"{who}: the ranks of {mesh} call it with tensors of different shapes, dtypes or placements, this one with "
+        f"{here}. {_EQUALLY_LONG}; DTensor.from_local(part, mesh, placements, run_check=True) takes uneven parts"
+    )
 
 
 def plain_tensors(tree: Any) -> Iterator[Tensor]:
@@ -77,7 +109,7 @@ def brought_in(who: str, part: Tensor, mesh: Mesh, placements: Placements, shape
 
 def check_replicated(who: str, mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise, on all ranks alike, unless plain tensors that are the same on all of them have the same shapes."""
-    if len(mesh.held) < mesh.size() and not _differ(mesh, args, kwargs):
+    if len(mesh.held) < mesh.size() and not _differ(who, mesh, args, kwargs):
         return
     for x in plain_tensors((args, kwargs)):
         try:

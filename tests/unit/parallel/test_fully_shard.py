@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,22 @@ import pytest
 import torch
 from sharded_models import Model, Skipping, Tied, Twice, batch, loss_of, shard
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.comm import shards_of
 from shardwise.debug import CommDebugMode
-from shardwise.parallel import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
+from shardwise.parallel import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    no_sync,
+)
+from shardwise.parallel.fully_sharded.policies import policy_of
 
 TWO, FOUR = sw.simulate((2,), ("dp",)), sw.simulate((4,), ("dp",))
 HYBRID, GRID = sw.simulate((2, 2), ("replicate", "shard")), sw.simulate((2, 2), ("dp", "tp"))
@@ -276,6 +287,36 @@ def test_a_parameter_written_to_before_the_backward_pass() -> None:
         loss.backward()
     check_training(plain, net, TWO, False)  # nothing of the pass that failed is left
     assert gathered_bytes(net) == 0
+
+
+def test_a_forward_with_other_parameters() -> None:
+    """It computes with them. In the backward pass they are gone."""
+    plain, net = pair()
+    data = batch()
+    twice, whole_twice = ({name: 2 * p.detach() for name, p in m.named_parameters()} for m in (net, plain))
+    placed = sw.distribute_tensor(data[0], TWO, [S(0)])
+    found = torch.func.functional_call(net, twice, (placed,))
+    torch.testing.assert_close(found.full_tensor(), torch.func.functional_call(plain, whole_twice, (data[0],)))
+    with pytest.raises(
+        sw.errors.InPlaceError, match=r"or replaced, .*; have the backward pass inside of what replaces"
+    ):
+        torch.func.functional_call(net, {k: x.requires_grad_() for k, x in twice.items()}, (placed,)).sum().backward()
+    check_training(plain, net, TWO, False)
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_other_parameters_until_the_backward_pass_is_through(computed: bool) -> None:
+    """Gradients are theirs, and those of what they were computed from."""
+    plain, net = pair()
+    data, found = batch(), []
+    for module in (plain, net):
+        own = dict(module.named_parameters())
+        others = {name: 2 * p if computed else (2 * p.detach()).requires_grad_() for name, p in own.items()}
+        with _reparametrize_module(module, others):
+            (loss_of(module, *data) if module is plain else loss_on(module, data, TWO, False)).backward()
+        found.append([x.grad for x in (own if computed else others).values()])
+    for right, grad in zip(*found, strict=True):
+        torch.testing.assert_close(grad.full_tensor(), right)
 
 
 def test_a_forward_that_fails_leaves_shards() -> None:
@@ -566,7 +607,7 @@ def test_built_without_memory() -> None:
     """Sharded on the meta device, given memory, and then filled, shard by shard."""
     with torch.device("meta"):
         net = shard(Model(), fully_shard, mesh=TWO)
-    with pytest.raises(sw.errors.NoDataError, match=r"Embedding.weight is on the meta device.*to_empty"):
+    with pytest.raises(sw.errors.NoDataError, match=r"Model\.tokens\.weight is on the meta device.*to_empty"):
         net(sw.distribute_tensor(batch()[0], TWO, [S(0)]))
     net.to_empty(device="cpu")
     plain = Model()
@@ -616,6 +657,91 @@ def test_gradients_may_be_divided_by_another_number(own: bool) -> None:
     check(net, plain)
 
 
+def test_what_is_called_with_sums_of_gradients() -> None:
+    plain, net = pair()
+    sizes: list[int] = []
+
+    def double(flat: Tensor) -> None:
+        sizes.append(flat.numel())
+        flat.mul_(2)
+
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(double)
+    data = batch()
+    (2 * loss_of(plain, *data)).backward()
+    loss_on(net, data, TWO, False).backward()
+    check(net, plain)
+    assert sum(sizes) == sum(p.numel() for p in plain.parameters())  # each rank's part, once
+
+
+def test_names_methods_and_arguments_are_torchs() -> None:
+    import torch.distributed.fsdp as theirs
+
+    def facts(function: Any) -> list[tuple[str, Any, str]]:
+        return [(p.name, p.kind, str(p.default)) for p in inspect.signature(function).parameters.values()]
+
+    for name in ("fully_shard", "register_fsdp_forward_method", "MixedPrecisionPolicy", "CPUOffloadPolicy"):
+        wanted = facts(getattr(theirs, name))  # older versions of torch have fewer at the end
+        assert facts(getattr(sw.parallel, name))[: len(wanted)] == wanted
+    methods = [name for name in vars(theirs.FSDPModule) if not name.startswith("_")]
+    assert len(methods) > 10
+    for name in methods:
+        assert facts(getattr(FSDPModule, name)) == facts(getattr(theirs.FSDPModule, name)), name
+
+
+def test_what_torch_chooses_for_its_own_collectives() -> None:
+    """Programs that were written for torch ask for it. It changes nothing, or says why it cannot be had."""
+    plain, net = pair()
+    net.set_force_sum_reduction_for_comms(True)
+    net.set_reduce_scatter_max_input_buffers(2)
+    net.set_separate_reduce_scatter_group()
+    net.set_allocate_memory_from_process_group_for_comm(True)
+    net.set_symm_mem_for_comm()
+    net.set_reduce_scatter_divide_factor(1.0)
+    waited: list[int] = []
+    net.set_post_optim_event(SimpleNamespace(wait=lambda: waited.append(1)))
+    assert waited == [1]
+    check_training(plain, net, TWO, False)
+    for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
+        with pytest.raises(NotImplementedError, match="by the process group of the mesh: choose its backend"):
+            getattr(net, name)(None)
+
+
+def test_policies_of_torchs_are_taken_and_what_is_none_is_refused() -> None:
+    import torch.distributed.fsdp as theirs
+
+    net = nn.Linear(4, 4)
+    for options in ({"mp_policy": torch.bfloat16}, {"offload_policy": True}):
+        with pytest.raises(TypeError, match=r"fully_shard takes a policy of (MixedPrecision|Offload)Policy, not"):
+            fully_shard(net, mesh=TWO, **options)
+        assert type(net) is nn.Linear and type(net.weight) is nn.Parameter
+    policy = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    fully_shard(net, mesh=TWO, mp_policy=policy, offload_policy=theirs.CPUOffloadPolicy(pin_memory=False))
+    assert net._group.options.policy == MixedPrecisionPolicy(torch.bfloat16, None, torch.float64)
+    assert policy_of(theirs.CPUOffloadPolicy(False), CPUOffloadPolicy, OffloadPolicy) == CPUOffloadPolicy(False)
+    assert net(sw.distribute_tensor(torch.randn(6, 4), TWO, [S(0)])).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("dims", "placements"),
+    [(DataParallelMeshDims("dp"), (S(0), R)), (DataParallelMeshDims(shard=("tp",), replicate="dp"), (R, S(0)))],
+    ids=str,
+)
+def test_axes_of_data_parallelism_by_their_names(dims: DataParallelMeshDims, placements: tuple) -> None:
+    plain = nn.Linear(4, 6)
+    net = sw.distribute_module(copy.deepcopy(plain), GRID)
+    fully_shard(net, mesh=GRID, dp_mesh_dims=dims)
+    assert net.weight.placements == placements
+    x = torch.randn(4, 4)
+    plain(x).square().sum().backward()
+    net(sw.distribute_tensor(x, GRID, [S(0), S(0)])).square().sum().backward()
+    check(net, plain)
+    for wrong in (DataParallelMeshDims(replicate="dp"), DataParallelMeshDims(shard=("dp", "tp"))):
+        with pytest.raises(sw.errors.MeshError, match="shards along one axis, and replicates along one or none"):
+            fully_shard(nn.Linear(2, 2), mesh=GRID, dp_mesh_dims=wrong)
+
+
 def test_memory_of_parameters_that_were_changed_is_given_back() -> None:
     _, net = pair()
     with torch.no_grad():
@@ -657,10 +783,14 @@ def test_bad_input() -> None:
         fully_shard([net, net], mesh=TWO)
     with pytest.raises(ValueError, match="True, False or None"):
         fully_shard(net, mesh=TWO, reshard_after_forward=2)
-    with pytest.raises(sw.errors.PlacementError, match=r"S\(1\) names dim 1 of Linear.bias, which has the shape \[4\]"):
+    with pytest.raises(
+        sw.errors.PlacementError, match=r"S\(1\) names dim 1 of Sequential\.0\.bias, which has the shape \[4\]"
+    ):
         fully_shard(net, mesh=TWO, shard_placement_fn=lambda p: Shard(1))
     net[1].weight = nn.Parameter(sw.distribute_tensor(net[1].weight, TWO, [S(1)]))
-    with pytest.raises(sw.errors.PlacementError, match=r"Linear.weight is \[4,4\] S\(1\)@dp; it must be replicated"):
+    with pytest.raises(
+        sw.errors.PlacementError, match=r"Sequential\.1\.weight is \[4,4\] S\(1\)@dp; it must be replicated"
+    ):
         fully_shard(net, mesh=TWO)
     net[1].weight = nn.Parameter(sw.distribute_tensor(torch.ones(4, 4), FOUR, [R]))
     with pytest.raises(sw.errors.MeshError, match="not part of the same mesh"):
@@ -677,7 +807,7 @@ def test_a_module_is_sharded_once_and_tied_parameters_together() -> None:
     fully_shard(plain.tokens, mesh=TWO)
     with pytest.raises(RuntimeError, match="already called on this FSDPEmbedding"):
         fully_shard(plain.tokens, mesh=TWO)
-    with pytest.raises(sw.errors.PlacementError, match=r"Linear.weight is tied .* fully_shard\(\[a, b\]\)"):
+    with pytest.raises(sw.errors.PlacementError, match=r"Tied\.head\.weight is tied .* fully_shard\(\[a, b\]\)"):
         fully_shard(plain, mesh=TWO)
 
 

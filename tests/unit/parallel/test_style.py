@@ -376,6 +376,11 @@ BAD_PLANS: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "a plan is a ParallelStyle, or a dict of them by module name; got a int for 'head'",
     ),
+    "torch's": (
+        {"head": theirs.ColwiseParallel()},
+        TypeError,
+        "got a ColwiseParallel for 'head' of torch's; import it from shardwise.parallel",
+    ),
     "unknown module": (
         {"layers.0": ColwiseParallel()},
         PlanError,

@@ -1,4 +1,4 @@
-"""`fully_shard`, and the methods that it gives to a module."""
+"""`fully_shard`: checked on all ranks, then done."""
 
 from __future__ import annotations
 
@@ -9,19 +9,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.comm import AnyMesh
+from shardwise.comm import AnyMesh, as_mesh
 from shardwise.errors import PlacementError, ReplicaError
 from shardwise.layout import Shard, entered_mesh
 from shardwise.parallel.agreement import agreed
 from shardwise.parallel.fully_sharded.group import Entry, Group, Options, Place
-from shardwise.parallel.fully_sharded.hooks import HOOKS, Hooks, hooks_of
-from shardwise.parallel.fully_sharded.layouts import MANAGED, DataParallel, layouts_of, sharded
-from shardwise.parallel.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.parallel.fully_sharded.hooks import Hooks, hooks_of
+from shardwise.parallel.fully_sharded.layouts import (
+    MANAGED,
+    DataParallel,
+    DataParallelMeshDims,
+    layouts_of,
+    sharded,
+)
+from shardwise.parallel.fully_sharded.module import fsdp_class
+from shardwise.parallel.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, policy_of
 from shardwise.parallel.loaded_state import take_any_state
 from shardwise.tensor import DTensor
 
 _TAKEN = "_fully_sharded_elsewhere"
 _M = TypeVar("_M", nn.Module, list[nn.Module])
+_Found = tuple[tuple[nn.Module, ...], list[nn.Module], list[Entry], Options, OffloadPolicy]
 _FULL_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
 
 
@@ -34,6 +42,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = _FULL_PRECISION,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> _M:
     """Shard a module's parameters, with their gradients and the optimizer's state, over data parallel ranks.
 
@@ -41,7 +50,7 @@ def fully_shard(
     module inside has taken form a group: it is gathered by one collective before the module's forward, freed after it
     (`reshard_after_forward`; by default, but for the outermost module), gathered again for the backward pass, and its
     gradients are reduce-scattered by one. So call it on blocks first, then on the model. Several modules in a list form
-    one group. On a mesh of two axes, shards are replicated along the first.
+    one group. On a mesh of two axes, shards are replicated along the first; `dp_mesh_dims` names them on a larger one.
 
     Where the inputs of a forward are DTensors, split over the mesh, the loss is that of the whole batch, and gradients
     are summed. Where they are plain tensors, each rank has its own batch and loss, and gradients are averaged.
@@ -54,51 +63,79 @@ def fully_shard(
     >>> model.weight.placements, model.weight.grad.placements
     ((Shard(dim=0),), (Shard(dim=0),))
     """
-    data = DataParallel.on(mesh if mesh is not None else _default_mesh())
-    modules, managed, entries = agreed(
+    data: DataParallel = _data_parallel(mesh, dp_mesh_dims)
+
+    def find() -> _Found:
+        options, offload = _options(mp_policy, reshard_after_forward), _offload(offload_policy)
+        return *_entries_of(module, data, shard_placement_fn, ignored_params), options, offload
+
+    modules, managed, entries, options, offload = agreed(
         data.mesh,
-        lambda: _entries_of(module, data, reshard_after_forward, shard_placement_fn, ignored_params),
-        lambda found: [(e.name, e.param.shape, e.param.dtype, e.layouts.resting.splits) for e in found[2]],
+        find,
+        _facts,
         ReplicaError(f"fully_shard: another rank of {data.mesh} was refused its module"),
         ReplicaError(
-            f"fully_shard: the ranks of {data.mesh} have different modules: names, shapes, dtypes and placements of "
-            f"parameters must be the same on all of them"
+            f"fully_shard: the ranks of {data.mesh} have different modules or options: names, shapes, dtypes, what is "
+            f"trained, placements of parameters, and policies must be the same on all of them"
         ),
     )
     for entry in entries:  # nothing was changed so far, and from here on nothing fails
-        _replace(entry, offload_policy)
-    options = Options(mp_policy, reshard_after_forward=reshard_after_forward)
-    buffers = [(owner, name) for owner in managed for name in owner._buffers]
-    for owner, name in buffers:
-        buffer = owner._buffers[name]
-        if buffer is not None and not buffer.is_meta:  # as parameters are
-            owner._buffers[name] = buffer.to(data.mesh.device_type)
-    Hooks(Group(modules, entries, data, options), buffers)
+        _replace(entry, offload)
+    Hooks(Group(modules, entries, data, options), _buffers(managed, data))
     for owner in managed:
         owner.__dict__[MANAGED] = data.mesh
     take_any_state(managed)
     for one in modules:
-        one.__class__ = _fsdp_class(one.__class__)
+        one.__class__ = fsdp_class(one.__class__)
     return module
 
 
-def _entries_of(
-    module: Any,
-    data: DataParallel,
-    reshard_after_forward: Any,
-    place: Callable[[Any], Shard | None] | None,
-    ignored_params: set[nn.Parameter] | None,
-) -> tuple[tuple[nn.Module, ...], list[nn.Module], list[Entry]]:
-    """The modules given, those whose parameters they manage, and these parameters; or what is wrong with them."""
-    modules = _modules(module)
+def _data_parallel(mesh: AnyMesh | None, dims: DataParallelMeshDims | None) -> DataParallel:
+    around: Any = mesh if mesh is not None else _default_mesh()
+    return DataParallel.on(around if dims is None else as_mesh(around).origin[dims.names])
+
+
+def _buffers(modules: Iterable[nn.Module], data: DataParallel) -> list[Place]:
+    """Where buffers are kept: on the device of the mesh, as parameters are."""
+    places = [(owner, name) for owner in modules for name in owner._buffers]
+    for owner, name in places:
+        buffer = owner._buffers[name]
+        if buffer is not None and not buffer.is_meta:
+            owner._buffers[name] = buffer.to(data.mesh.device_type)
+    return places
+
+
+def _options(mp_policy: Any, reshard_after_forward: Any) -> Options:
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
         raise ValueError(
             f"reshard_after_forward={reshard_after_forward!r} is not supported: it is True, False or None. Shards of "
             f"smaller groups of ranks are had by a mesh of two axes, ('replicate', 'shard')"
         )
+    return Options(policy_of(mp_policy, MixedPrecisionPolicy), reshard_after_forward=reshard_after_forward)
+
+
+def _offload(policy: Any) -> OffloadPolicy:
+    return policy_of(policy, CPUOffloadPolicy, OffloadPolicy)
+
+
+def _facts(found: _Found) -> object:
+    """What must be the same on all ranks."""
+    _, _, entries, *options = found
+    params = [(e.name, e.param.shape, e.param.dtype, e.param.requires_grad, e.layouts.resting.splits) for e in entries]
+    return params, options
+
+
+def _entries_of(
+    module: Any,
+    data: DataParallel,
+    place: Callable[[Any], Shard | None] | None,
+    ignored_params: set[nn.Parameter] | None,
+) -> tuple[tuple[nn.Module, ...], list[nn.Module], list[Entry]]:
+    """The modules given, those whose parameters they manage, and these parameters; or what is wrong with them."""
+    modules = _modules(module)
     managed, ignored = _managed(modules), set(map(id, ignored_params or ()))
     entries = []
-    for param, (name, where) in _places(managed).items():
+    for param, (name, where) in _places(modules, managed).items():
         if id(param) not in ignored:
             _check(param, name)
             placement = (place and place(param)) or Shard(0)
@@ -145,12 +182,14 @@ def _managed(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return list(found)
 
 
-def _places(modules: Iterable[nn.Module]) -> dict[Tensor, tuple[str, list[Place]]]:
+def _places(roots: Sequence[nn.Module], managed: Iterable[nn.Module]) -> dict[Tensor, tuple[str, list[Place]]]:
+    """The parameters of modules: what each is called, from the class of the module given on, and where it is kept."""
+    paths = {m: (type(root).__name__, *filter(None, (path,))) for root in roots for path, m in root.named_modules()}
     found: dict[Tensor, tuple[str, list[Place]]] = {}
-    for module in modules:
+    for module in managed:
         for name, param in module._parameters.items():
             if param is not None:
-                found.setdefault(param, (f"{type(module).__name__}.{name}", []))[1].append((module, name))
+                found.setdefault(param, (".".join((*paths[module], name)), []))[1].append((module, name))
     return found
 
 
@@ -175,157 +214,3 @@ def _replace(entry: Entry, offload: OffloadPolicy) -> None:
     param.__dict__[_TAKEN] = True
     entry.param = made
     entry.show(made)
-
-
-class FSDPModule:
-    """What a module is as well, once it is fully sharded. Methods are about this module's own group, unless they
-    `recurse`."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A new module of such a class (a slice of an nn.Sequential) is one that was not sharded."""
-        original: Any = cls.__mro__[2]
-        made = original.__new__(original)
-        made.__init__(*args, **kwargs)
-        return made
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise NotImplementedError(
-            "a fully sharded module is not copied; make another one in the same way, and load its state_dict(). So is "
-            "a moving average kept: torch.optim.swa_utils.get_ema_multi_avg_fn() takes the parameters of both"
-        )
-
-    @property
-    def _group(self) -> Group:
-        return self.__dict__[HOOKS].group
-
-    def _groups(self, recurse: bool) -> list[Group]:
-        modules: Any = self.modules() if recurse else [self]  # type: ignore[attr-defined]
-        found = [hooks_of(module) for module in modules]
-        return list(dict.fromkeys(hooks.group for hooks in found if hooks is not None))
-
-    def _set(self, recurse: bool, **options: Any) -> None:
-        for group in self._groups(recurse):
-            for name, value in options.items():
-                setattr(group.options, name, value)
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the module's parameters, and have it show them. With `async_op`, start to: what is returned waits."""
-        self._group.start()
-        handle = UnshardHandle(self.__dict__[HOOKS])
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reshard(self) -> None:
-        """Have the module show its shards, and give back the memory of what was gathered."""
-        self._group.reshard()
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward passes reduce gradients, or keep them, whole, for the first one that does."""
-        self._set(recurse, sync=requires_gradient_sync, all_reduce=requires_gradient_sync)
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether gradients of shards are added up over replicas, or kept for the first pass that does."""
-        self._set(recurse, all_reduce=requires_all_reduce)
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether what was gathered is freed after the forward."""
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward is True or False, not {reshard_after_forward!r}")
-        self._set(recurse, reshard_after_forward=reshard_after_forward)
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether what was gathered is freed after the backward pass. If not, the next forward has it already, unless
-        the parameters were changed."""
-        self._set(recurse, reshard_after_backward=reshard_after_backward)
-
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The modules to gather while this one computes, instead of the one that came after it in the last pass."""
-        self._set(False, forward_prefetch=[_group_of(module) for module in modules])
-
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The modules to gather while this one's gradients are computed, instead of the one that ran before it."""
-        self._set(False, backward_prefetch=[_group_of(module) for module in modules])
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """What sums of gradients are divided by, instead of the number of ranks (of batches that are plain tensors)."""
-        self._set(False, divide_factor=factor)
-
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether parameters that this rank did not use have a gradient of zeros, as others may have used them."""
-        self._set(recurse, reduce_unused=reduce_scatter_unused_params)
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether gradients need the parameters themselves: not those of an embedding."""
-        self._set(False, unshard_in_backward=unshard_in_backward)
-
-    def reset_iter_state(self) -> None:
-        """Forget a backward pass that failed. (The next forward does, too.)"""
-        self.__dict__[HOOKS].schedule.reset()
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """For programs written for torch: every backward pass here ends with all its gradients."""
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The shards, even if the module shows what was gathered: that is freed, as in torch."""
-        self._group.reshard()
-        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._group.reshard()  # or what is loaded would be lost with what was gathered
-        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        for group in self._groups(recurse):
-            group.reshard()
-        return super()._apply(fn, recurse)  # type: ignore[misc]
-
-
-class UnshardHandle:
-    """Parameters that are being gathered."""
-
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks: Hooks | None = hooks
-
-    def wait(self) -> None:
-        """Have them, and have the module show them."""
-        if self._hooks is not None:
-            self._hooks.show_unsharded()
-        self._hooks = None
-
-
-def _group_of(module: Any) -> Group:
-    if not isinstance(module, FSDPModule):
-        raise ValueError(f"expected a module that fully_shard was called on, got a {type(module).__name__}")
-    return module._group
-
-
-_classes: dict[type, type] = {}
-
-
-def _fsdp_class(cls: type) -> type:
-    if cls not in _classes:
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
-    return _classes[cls]
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have a method of a fully sharded module find its parameters gathered, as `forward` does."""
-    hooks = hooks_of(module)
-    if hooks is None:
-        return
-    if not hasattr(module, method_name):
-        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
-    method = getattr(module, method_name)
-
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = hooks.before_forward(module, args, kwargs)
-        output = None
-        try:
-            output = method(*args, **kwargs)
-        finally:
-            output = hooks.after_forward(module, args, output)
-        return output
-
-    setattr(module, method_name, gathered)

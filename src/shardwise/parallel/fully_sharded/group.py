@@ -6,7 +6,7 @@ What is gathered lives in tensors that last as long as the group, and whose memo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -77,6 +77,7 @@ class Options:
     sync: bool = True
     all_reduce: bool = True
     divide_factor: float | None = None
+    all_reduce_hook: Callable[[Tensor], None] | None = None
     reduce_unused: bool = False
     forward_prefetch: list[Group] | None = None
     backward_prefetch: list[Group] | None = None

@@ -19,6 +19,7 @@ from shardwise.local import spread
 from shardwise.parallel.fully_sharded.group import Group, Place
 from shardwise.parallel.fully_sharded.schedule import Schedule
 from shardwise.parallel.fully_sharded.unsharded import Use
+from shardwise.parallel.parts import check_batches
 from shardwise.tensor import DTensor, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -62,6 +63,8 @@ class Hooks:
             self._join(outer)
         elif not is_backward:
             self.schedule.begin()
+            if not self.group.is_gathered:  # then all ranks are here
+                check_batches(type(module).__name__, self.group.data.mesh, args, kwargs)
         self.group.gather()
         if not is_backward:
             self.schedule.enter(self.group)

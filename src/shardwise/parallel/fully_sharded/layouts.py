@@ -20,6 +20,24 @@ MANAGED = "_rests_on"
 """Under this name a module whose own parameters are sharded keeps the mesh that they are sharded on."""
 
 
+@dataclass
+class DataParallelMeshDims:
+    """Which axes of a mesh are those of data parallelism: one that shards, and one that replicates the shards."""
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        each = [(x,) if isinstance(x, str) else x or () for x in (self.replicate, self.shard)]
+        if len(each[1]) != 1 or len(each[0]) > 1:
+            raise MeshError(
+                f"fully_shard shards along one axis, and replicates along one or none, not {self}. Parameters that are "
+                f"only replicated need no call; several axes that shard are one axis of a mesh made so"
+            )
+        return (*each[0], *each[1])
+
+
 @dataclass(frozen=True, slots=True)
 class DataParallel:
     """The mesh that parameters are sharded on: along its last axis. The first of two axes replicates the shards."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
+
+_P = TypeVar("_P")
 
 
 @dataclass(frozen=True)
@@ -41,3 +44,13 @@ class CPUOffloadPolicy(OffloadPolicy):
     of the mesh. Pinned memory is copied faster, beside computation."""
 
     pin_memory: bool = True
+
+
+def policy_of(given: Any, *kinds: type[_P]) -> _P:
+    """A policy of one of some kinds. torch's own, of the same names, have the same fields."""
+    for kind in kinds:
+        if isinstance(given, kind):
+            return given
+        if type(given).__name__ == kind.__name__ and type(given).__module__.startswith("torch."):
+            return kind(**vars(given))
+    raise TypeError(f"fully_shard takes a policy of {kinds[-1].__name__}, not {given!r}")

@@ -57,6 +57,10 @@ class Reduction:
         flat = self._reduced.wait()
         if self.divisor != 1:
             flat = [x.div_(self.divisor) for x in flat]
+        hook = self.group.options.all_reduce_hook
+        if hook is not None:
+            for x in flat:
+                hook(x)
         return [(entry, [_like(entry.param, x) for x in held]) for entry, held in self._by_entry(flat)]
 
 

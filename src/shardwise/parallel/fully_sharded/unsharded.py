@@ -70,8 +70,9 @@ class Use:
         if self.stamp != self.group.look():
             self.schedule.reset()
             raise InPlaceError(
-                "a parameter of a fully sharded module was written to between the forward pass that used it and the "
-                "backward pass, which needs it as it was"
+                "a parameter of a fully sharded module was written to, or replaced, between the forward pass that used "
+                "it and the backward pass, which needs it as it was; have the backward pass inside of what replaces "
+                "it, or, for torch.func.functional_call, replicate parameters (distribute_module)"
             )
 
 
@@ -211,7 +212,8 @@ class _Arrival:
 
     def _can_wait(self, i: int) -> bool:
         """Whether a shard's gradient may come at the end of the pass: not if a hook, or a caller, is to have it."""
-        if is_watched(self.group.entries[i].param):
+        param = self.group.entries[i].param
+        if param.grad_fn is not None or is_watched(param):  # computed from others, which get the gradient
             return False
         leaves = self.leaves[i * self.ranks : (i + 1) * self.ranks]
         try:
