@@ -18,7 +18,7 @@ from shardwise.rules.losses.chunked_head import Head, losses_of_head
 from shardwise.rules.losses.class_losses import cross_entropy
 from shardwise.rules.losses.class_rows import Loss
 
-CHUNK_BYTES = 1 << 24
+CHUNK_BYTES, CHUNK_BYTES_ON_GPU = 1 << 24, 1 << 25
 """The logits of a chunk take so many on a rank: however many rows there are, more logits are never there."""
 
 FEWEST_ROWS = 256
@@ -114,7 +114,8 @@ def _chunk_rows(call: Call, layer: Layout) -> int:
     if call["chunk_size"] is not None:
         return call["chunk_size"]
     row = max(max(layer.pieces(0), default=0), 1) * call["input"].dtype.itemsize
-    return max(FEWEST_ROWS, CHUNK_BYTES // row // FEWEST_ROWS * FEWEST_ROWS)
+    room = CHUNK_BYTES if layer.mesh.device_type == "cpu" else CHUNK_BYTES_ON_GPU
+    return max(FEWEST_ROWS, room // row // FEWEST_ROWS * FEWEST_ROWS)
 
 
 def _loss_of(call: Call) -> Loss:
