@@ -48,6 +48,10 @@ class Noter(Protocol):
         """A tensor of the user's is about to enter the program."""
         ...
 
+    def is_alike_beside(self, mesh: Mesh) -> bool:
+        """Whether ranks at one place of a mesh have been given the same, wherever they are along other axes."""
+        ...
+
     def step(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         ...

@@ -126,20 +126,3 @@ def test_numbers_that_no_compiled_op_takes() -> None:
         "aten.hardtanh.default is given a number that changes from run to run (train.py, line 7), and has no compiled "
         'form that takes one: use backend="fx", or keep the number in a tensor'
     )
-
-
-def test_counts_that_are_read_before_they_count_on() -> None:
-    count = torch.zeros(())
-
-    def counts(x: Tensor) -> Tensor:
-        y = x * count
-        count.add_(1)
-        return y + float(count)
-
-    found = refusal(counts, torch.ones(2))
-    again = f"{__file__}, line {inspect.getsourcelines(counts)[1] + 2}"
-    assert found.replace(again, "NEXT") == (
-        "the program computes with a count (LINE) before it counts on (NEXT), but a run knows its counts before it "
-        "begins: count first, or outside of it"
-    )
-    assert count == 0

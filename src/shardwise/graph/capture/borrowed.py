@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm import captured_mesh, shards_of
 from shardwise.comm.faked import is_faked
+from shardwise.layout import Mesh
 
 _no_functions = torch._C.DisableTorchFunction
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
@@ -38,6 +39,14 @@ class Lent:
     grads: Sequence[Tensor | None]
     is_reset: bool = False
     """Whether the program gave it another gradient before it read the one that it had."""
+
+
+def _differs_beside(lent: Lent, mesh: Mesh) -> bool:
+    layout = lent.facts.get("_layout")
+    if layout is None:
+        return len(lent.shards) > 1
+    others = [axis for axis, name in enumerate(layout.mesh.names) if name not in mesh.names]
+    return any((layout.pending[axis], layout.axis_dims[axis]) != (None, None) for axis in others)
 
 
 class Borrowed(TorchFunctionMode):
@@ -72,6 +81,10 @@ class Borrowed(TorchFunctionMode):
         for grad in grads:
             if grad is not None:
                 self.meet(grad)
+
+    def is_alike_beside(self, mesh: Mesh) -> bool:
+        """Whether ranks at one place of a mesh have been given the same: nothing that differs along other axes."""
+        return not any(_differs_beside(lent, mesh) for lent in self.lent.values())
 
     def _reset(self, x: Tensor) -> None:
         lent = self.lent.get(id(x))

@@ -80,7 +80,7 @@ class _Capture:
         self.leaves = leaves
         self.borrowed = Borrowed()
         self.groups = Groups(varying)
-        self.recorder = Recorder(self.groups, self.borrowed.meet)
+        self.recorder = Recorder(self.groups, self.borrowed)
         self.backward: Backward | None = None
         self.places: dict[int, Place] = {}
         for number, leaf in enumerate(leaves):
@@ -215,7 +215,8 @@ class _Arranged:
         entry_gradients: tuple[tuple[Place, bool], ...],
     ) -> Program:
         host = host_nodes(self.graph, self.conditions)
-        first, used = host_part(self.graph, host, self.sources)
+        returned = {node for x in tree_leaves(results) if isinstance(x, _Recorded) for node in x.nodes}
+        first, used = host_part(self.graph, host, self.sources, returned)
         given = {node: number for number, node in enumerate(used)}
         split = Split(self.graph, host, self.sources, self.ranks, self.count)
         is_joint = not split.is_possible()
