@@ -39,15 +39,30 @@ def picks(x: Any) -> Any:
     return x[x > 0]
 
 
-def reads(x: Any) -> Any:
-    return x * x.max().item()
+def branches_on_a_number(x: Any) -> Any:
+    return x + 1 if (x.max().item() - 1.5) * 2 > 3 else x
+
+
+def prints(x: Any) -> Any:
+    return f"{x.max().item() / 2:.3f}"
+
+
+def counts(x: Any) -> Any:
+    return x[: x.argmax().item()]
+
+
+def has_the_length(x: Any) -> Any:
+    return torch.arange(x.max().item())
 
 
 @pytest.mark.parametrize(
     ("function", "why"),
     [
         (branches, "a number is read out of a tensor"),
-        (reads, "a number is read out of a tensor"),
+        (branches_on_a_number, "a number is read out of a tensor"),
+        (prints, "a number is read out of a tensor"),
+        (counts, "a number is read out of a tensor"),
+        (has_the_length, "a number is read out of a tensor"),
         (picks, "what index gives is as long as they say"),
     ],
 )
@@ -126,3 +141,16 @@ def test_numbers_that_no_compiled_op_takes() -> None:
         "aten.hardtanh.default is given a number that changes from run to run (train.py, line 7), and has no compiled "
         'form that takes one: use backend="fx", or keep the number in a tensor'
     )
+
+
+def test_data_that_are_replaced() -> None:
+    kept = torch.zeros(3)
+
+    def replaces(x: Tensor) -> None:
+        kept.data = x * 2
+
+    assert refusal(replaces, torch.ones(3)) == (
+        "the program replaces the data of a tensor of shape [3] (LINE), which only Python would do in every run: write "
+        "to it in place (copy_)"
+    )
+    assert kept.tolist() == [0] * 3

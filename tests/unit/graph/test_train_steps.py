@@ -42,6 +42,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Rprop foreach": lambda p: torch.optim.Rprop(p, lr=0.1, foreach=True),
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
     "ASGD foreach": lambda p: torch.optim.ASGD(p, lr=0.1, foreach=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.1),
+    "Adafactor foreach": lambda p: torch.optim.Adafactor(p, lr=0.1, foreach=True),
 }
 BRANCHING = {"RAdam": 2, "RAdam foreach": 2}
 """Optimizers that do something else from some step on, and how many programs that makes."""
@@ -262,6 +264,28 @@ def test_buffers_change_in_place() -> None:
         return (net, made), step, lambda call: (batch(mesh, call),)
 
     compare(lambda: normed(mesh_2x2()))
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_numbers_that_are_read_out_of_data(is_distributed: bool) -> None:
+    def scaled() -> Made:
+        weight = torch.ones(WIDTH, requires_grad=True)
+        weight = nn.Parameter(sw.distribute_tensor(weight, mesh_2x2())) if is_distributed else weight
+
+        def step(x: Any) -> Any:
+            weight.grad = None
+            loss = (x / x.abs().max().item() * weight).sum()
+            loss.backward()
+            largest, norm = x.max().item(), weight.grad.norm(2).item()
+            return loss, loss.item(), norm, x * ((largest - 0.5) / (norm + 1) ** 2), torch.tensor(-largest)
+
+        return (
+            (weight,),
+            step,
+            lambda call: (batch(mesh_2x2(), call) if is_distributed else torch.full((4, 8), call + 1.0),),
+        )
+
+    compare(scaled)
 
 
 def test_what_is_counted_through_a_view() -> None:

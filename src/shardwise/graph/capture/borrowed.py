@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm import captured_mesh, shards_of
+from shardwise.comm import captured_mesh, noters, shards_of
 from shardwise.comm.faked import is_faked
 from shardwise.layout import Mesh
 
@@ -23,6 +23,7 @@ _no_functions = torch._C.DisableTorchFunction
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 _grad_setter = Tensor.grad.__set__  # type: ignore[union-attr]
+_data_setter = Tensor.data.__set__  # type: ignore[attr-defined]
 
 FORGOTTEN = ("_moved", "_gathered", "_grad_set")
 """What a DTensor remembers of moves on its own mesh."""
@@ -60,8 +61,10 @@ class Borrowed(TorchFunctionMode):
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor):
                 self.meet(x)
-        if func is _grad_setter:
+        if func == _grad_setter:  # which is made anew whenever it is asked for
             self._reset(args[0])
+        if func == _data_setter and "_layout" not in args[0].__dict__:
+            noters[-1].set_data(*args)
         if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], torch.SymFloat):
             func = torch.scalar_tensor  # which does not ask what the number is
         return func(*args, **(kwargs or {}))

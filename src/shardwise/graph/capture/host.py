@@ -37,6 +37,9 @@ class Host:
         value: Tensor | None = x.__dict__.get(_VALUE)
         return None if value is None or _memory(value) in self._forgotten else value
 
+    def forget(self, x: Tensor) -> None:
+        x.__dict__.pop(_VALUE, None)
+
     def is_fixed(self, x: Tensor) -> bool:
         return _memory(x.__dict__[_VALUE]) in self._fixed
 

@@ -70,8 +70,8 @@ def _is_free(node: fx.Node) -> bool:
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether a node gives a number of the host."""
-    return "number" in node.meta
+    """Whether a node gives a number of the host: one that is not read out of data."""
+    return "number" in node.meta and "data" not in node.meta
 
 
 def _copies(graph: fx.Graph, host: set[fx.Node], bases: dict[fx.Node, fx.Node]) -> set[fx.Node]:

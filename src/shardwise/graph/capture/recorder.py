@@ -30,7 +30,7 @@ from shardwise.comm.record import Comm
 from shardwise.errors import CaptureError
 from shardwise.graph.capture.borrowed import Borrowed
 from shardwise.graph.capture.host import Host
-from shardwise.graph.capture.numbers import SYMBOLIC, Number, is_ours, symbolic
+from shardwise.graph.capture.numbers import GUESS, SYMBOLIC, Number, is_ours, symbolic
 from shardwise.graph.capture.optimizers import Groups
 from shardwise.graph.nodes import Check, Collective, Draw, Seeded, recurrent_layer, written
 from shardwise.graph.program import Facts, Line, at
@@ -40,6 +40,8 @@ _no_functions = torch._C.DisableTorchFunction
 _aten, _prim = torch.ops.aten, torch.ops.prim
 _seq_nr = torch.autograd._get_sequence_nr
 _running_node = torch._C._current_autograd_node
+
+_AS_LONG_AS_NUMBERS_SAY = frozenset({_aten.arange, _aten.range})
 
 NODE = "_node"
 """Under this name a tensor without data knows the node that makes it."""
@@ -97,6 +99,8 @@ class Recorder(TorchDispatchMode):
         shown: list[Any] = [self._shown(x) if isinstance(x, Tensor) else x for x in leaves]
         if func is _aten._local_scalar_dense.default:
             return self._number(shown[0])
+        if func.overloadpacket in _AS_LONG_AS_NUMBERS_SAY:
+            shown = [x.node.guard_float("", 0) if is_ours(x) else x for x in shown]
         try:
             out = _run(func, [x.node.value if is_ours(x) else x for x in shown], spec)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -240,26 +244,43 @@ class Recorder(TorchDispatchMode):
     def _number(self, x: Tensor) -> Any:
         known = self.host.value_of(x)
         if known is None:
-            raise _needs_data(f"a number is read out of a tensor{_by_torch()}")
+            return self._number_of_data(x)
         with _disable_current_modes():
             value = known.item()
         if self.host.is_fixed(x) or isinstance(value, complex):
             return value
         node = self._call(_aten._local_scalar_dense.default, (_node_of(x),))
         node.meta["number"] = type(value)
-        return symbolic(value, node, self.conditions)
+        return symbolic(value, node, self.conditions.__setitem__)
+
+    def _number_of_data(self, x: Tensor) -> Any:
+        """A number that nobody knows before the program runs. Python may compute with it, if it can be no size."""
+        if not x.dtype.is_floating_point:
+            _refuse()
+        node = self._call(_aten._local_scalar_dense.default, (_node_of(x),))
+        node.meta.update(number=float, data=True)
+        return symbolic(GUESS, node, _refuse)
 
     def _given(self, value: float, name: str) -> tuple[Any, fx.Node]:
         """A number that every run is given."""
         node = self.placeholder(name)
         node.meta["number"] = type(value)
-        return symbolic(value, node, self.conditions), node
+        return symbolic(value, node, self.conditions.__setitem__), node
 
     def step(self, optimizer: Any) -> None:
         for x in tree_leaves([*optimizer.state.values()]):
             if isinstance(x, Tensor):
                 self.meet(x)  # in a hook of a backward pass, nobody else does
         self.groups.take(optimizer, self._given)
+
+    def set_data(self, x: Tensor, data: Tensor) -> None:
+        if not is_faked(x):
+            raise CaptureError(
+                f"the program replaces the data of a tensor of shape {list(x.size())}{at(_users_place())}, which only "
+                f"Python would do in every run: write to it in place (copy_)"
+            )
+        x.__dict__[NODE] = _node_of(self._shown(data))
+        self.host.forget(x)
 
     def collective(
         self, kind: str, brought: Sequence[Any], mesh: Mesh, axes: tuple[int, ...], how: Any, made: Callable[[Any], Any]
@@ -348,6 +369,10 @@ def _goes_on(node: fx.Node, out: Any) -> fx.Node:
     if isinstance(out, Tensor):
         out.__dict__[NODE] = result
     return state
+
+
+def _refuse(*_: Any) -> None:
+    raise _needs_data(f"a number is read out of a tensor{_by_torch()}")
 
 
 def _users_place() -> Line:

@@ -1,9 +1,10 @@
-"""Hooks of modules, optimizers and tensors: where torch keeps them, and what of them users wrote."""
+"""Hooks of modules, optimizers and tensors: where torch keeps them, and what they are made of."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -28,11 +29,10 @@ def hooks_of(x: Any) -> Iterator[Mapping[int, Callable]]:
         yield from (getattr(x, kind) for kind in (_OF_MODULES if isinstance(x, nn.Module) else _OF_OPTIMIZERS))
 
 
-def functions_in(x: Any) -> Iterator[Callable]:
-    """The functions that run as hooks of something: these, and those that they are made of, as ours are of users'."""
-    waiting = [hook for hooks in hooks_of(x) for hook in hooks.values()]
-    while waiting:
-        hook = waiting.pop()
-        yield hook
-        cells = hook.__closure__ or () if isinstance(hook, FunctionType) else ()
-        waiting += [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, FunctionType)]
+def given_to(hook: Callable) -> list[Callable]:
+    """The functions that a hook is made of, as ours are of users'."""
+    if isinstance(hook, functools.partial):
+        given = [hook.func, *hook.args, *hook.keywords.values()]
+    else:
+        given = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    return [x for x in given if isinstance(x, (FunctionType, MethodType, functools.partial))]

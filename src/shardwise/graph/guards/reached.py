@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from shardwise.graph.guards.hooks import functions_in
+from shardwise.graph.guards.hooks import given_to, hooks_of
 
 Slot = tuple[Any, Any]
 """A dict, or a list, and a key of it."""
@@ -168,8 +168,17 @@ class Reached:
             self._object(value, name)
 
     def _hooks(self, x: Any) -> None:
-        for function in functions_in(x):
-            self._function(function)
+        for hooks in hooks_of(x):
+            for hook in hooks.values():
+                self._hook(hook)
+
+    def _hook(self, hook: Any) -> None:
+        """A hook of the user's; or what a library's is made of."""
+        if not is_library(hook.func if isinstance(hook, functools.partial) else hook):
+            self._function(hook)
+        elif self._is_new(hook):
+            for given in given_to(hook):
+                self._hook(given)
 
     def _is_new(self, *what: Any) -> bool:
         """Whether this was not met before."""
