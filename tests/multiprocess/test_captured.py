@@ -97,6 +97,33 @@ def compiled_by_inductor(rank: int, size: int) -> None:
         torch.testing.assert_close(mine.detach().full_tensor(), theirs.detach().full_tensor())
 
 
+def numbers_of_data_by_inductor(rank: int, size: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+
+    def made() -> Any:
+        net = net_on(mesh)
+        optimizer = torch.optim.Adafactor(net.parameters(), lr=0.1, weight_decay=0.1)
+
+        def step(x: Any) -> Any:
+            optimizer.zero_grad()
+            loss = net(x / x.abs().max().item()).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.item(), loss
+
+        return net, step
+
+    (net, step), (other, again) = made(), made()
+    compiled = sw.compile(again)
+    for call in range(4):
+        x = batch(mesh, call)
+        wanted, found = step(x), compiled(x)
+        assert found[0] == found[1].full_tensor().item() and abs(found[0] - wanted[0]) < 1e-4
+    assert len(compiled.programs) == 1
+    for mine, theirs in zip(other.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach().full_tensor(), theirs.detach().full_tensor(), rtol=1e-4, atol=1e-5)
+
+
 def saved_and_loaded(rank: int, size: int, shape: tuple[int, int]) -> None:
     mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     (changed, step, arguments), (others, again, same) = made_on(mesh), made_on(mesh)
@@ -209,6 +236,7 @@ CASES = [
     Case("captured-fully-sharded", 2, fully_sharded),
     Case("captured-with-gradients", 2, with_gradients),
     Case("captured-by-inductor", 2, compiled_by_inductor),
+    Case("captured-numbers-of-data-by-inductor", 2, numbers_of_data_by_inductor),
     Case("captured-losses-of-a-head", 2, losses_of_a_head),
     Case("captured-ranks-that-differ", 2, ranks_that_differ),
     Case("captured-ranks-called-apart", 2, ranks_called_apart),

@@ -48,6 +48,14 @@ class Noter(Protocol):
         """A tensor of the user's is about to enter the program."""
         ...
 
+    def is_alike_beside(self, mesh: Mesh) -> bool:
+        """Whether ranks at one place of a mesh have been given the same, wherever they are along other axes."""
+        ...
+
+    def set_data(self, x: Tensor, data: Tensor) -> None:
+        """A shard is about to get the memory of another one."""
+        ...
+
     def step(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         ...

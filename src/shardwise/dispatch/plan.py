@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import ranked, shards_of
+from shardwise.comm import noters, ranked, shards_of
 from shardwise.comm.cause import handed_on, is_moving, listeners
 from shardwise.comm.cause import moved as observed
 from shardwise.dispatch.planning.trace import flat_tensors
@@ -261,7 +261,10 @@ def reduce_terms(x: DTensor, allowed: Callable[[Layout], Layout] = without_terms
     moves = plan_moves(x._layout.unreduced, layout)
     with _disabled(), torch.no_grad():
         for shard, reduced in zip(shards_of(x), shards_of(run_path(localise(x), moves)), strict=True):
-            shard.data = reduced.clone()  # others may use it too
+            own = reduced.clone()  # others may use it too
+            if noters:
+                noters[-1].set_data(shard, own)
+            shard.data = own
     x.__dict__.pop("_moved", None)
     x.__dict__["_layout"] = layout
 

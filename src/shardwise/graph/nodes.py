@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -192,6 +194,42 @@ def written(node: fx.Node) -> list[fx.Node]:
             value = given[position] if position < len(given) else node.kwargs.get(argument.name)
             fx.map_arg(value, found.append)
     return found
+
+
+_aten = torch.ops.aten
+_ALIASES = frozenset({_aten.detach.default, _aten.alias.default, _aten._unsafe_view.default})
+
+
+def may_be_view(node: fx.Node) -> bool:
+    """Whether the result of an op lies in the memory of an argument, as far as its schema says. An op that is made of
+    others may do so, whatever it says."""
+    return is_op(node.target) and _may_give_view(node.target)
+
+
+@lru_cache(maxsize=4096)
+def _may_give_view(op: Any) -> bool:
+    if op._schema.is_mutable:
+        return False
+    return op in _ALIASES or any(x.alias_info is not None for x in op._schema.returns) or is_composite(op)
+
+
+@lru_cache(maxsize=4096)
+def is_composite(op: Any) -> bool:
+    """Whether an op is made of others."""
+    return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def bases_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each node, the one in whose memory its result lies: its own, unless it is a view."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        given = node.all_input_nodes if may_be_view(node) or _is_part_of_view(node) else ()
+        found[node] = found[given[0]] if given else node
+    return found
+
+
+def _is_part_of_view(node: Any) -> bool:
+    return node.target is operator.getitem and may_be_view(node.args[0])
 
 
 def has_effects(node: fx.Node) -> bool:

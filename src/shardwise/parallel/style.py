@@ -412,8 +412,12 @@ def to_local(x: DTensor, module: nn.Module) -> Tensor:
         return local
     with torch._C.DisableTorchFunctionSubclass():  # along axes that the mesh leaves out, they may differ
         whole = len(x._layout.mesh.held) == x._layout.mesh.size()
-        alike = whole or (not noters and all(torch.equal(local, y) for y in local._peers))
+        alike = whole or (noters[-1].is_alike_beside(x._layout.mesh) if noters else _are_equal(local))
     return single(local) if alike else local
+
+
+def _are_equal(local: Ranked) -> bool:
+    return all(torch.equal(local, y) for y in local._peers)
 
 
 @lru_cache(maxsize=1024)

@@ -39,15 +39,30 @@ def picks(x: Any) -> Any:
     return x[x > 0]
 
 
-def reads(x: Any) -> Any:
-    return x * x.max().item()
+def branches_on_a_number(x: Any) -> Any:
+    return x + 1 if (x.max().item() - 1.5) * 2 > 3 else x
+
+
+def prints(x: Any) -> Any:
+    return f"{x.max().item() / 2:.3f}"
+
+
+def counts(x: Any) -> Any:
+    return x[: x.argmax().item()]
+
+
+def has_the_length(x: Any) -> Any:
+    return torch.arange(x.max().item())
 
 
 @pytest.mark.parametrize(
     ("function", "why"),
     [
         (branches, "a number is read out of a tensor"),
-        (reads, "a number is read out of a tensor"),
+        (branches_on_a_number, "a number is read out of a tensor"),
+        (prints, "a number is read out of a tensor"),
+        (counts, "a number is read out of a tensor"),
+        (has_the_length, "a number is read out of a tensor"),
         (picks, "what index gives is as long as they say"),
     ],
 )
@@ -128,18 +143,14 @@ def test_numbers_that_no_compiled_op_takes() -> None:
     )
 
 
-def test_counts_that_are_read_before_they_count_on() -> None:
-    count = torch.zeros(())
+def test_data_that_are_replaced() -> None:
+    kept = torch.zeros(3)
 
-    def counts(x: Tensor) -> Tensor:
-        y = x * count
-        count.add_(1)
-        return y + float(count)
+    def replaces(x: Tensor) -> None:
+        kept.data = x * 2
 
-    found = refusal(counts, torch.ones(2))
-    again = f"{__file__}, line {inspect.getsourcelines(counts)[1] + 2}"
-    assert found.replace(again, "NEXT") == (
-        "the program computes with a count (LINE) before it counts on (NEXT), but a run knows its counts before it "
-        "begins: count first, or outside of it"
+    assert refusal(replaces, torch.ones(3)) == (
+        "the program replaces the data of a tensor of shape [3] (LINE), which only Python would do in every run: write "
+        "to it in place (copy_)"
     )
-    assert count == 0
+    assert kept.tolist() == [0] * 3

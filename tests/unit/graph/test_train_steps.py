@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -41,6 +42,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Rprop foreach": lambda p: torch.optim.Rprop(p, lr=0.1, foreach=True),
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
     "ASGD foreach": lambda p: torch.optim.ASGD(p, lr=0.1, foreach=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.1),
+    "Adafactor foreach": lambda p: torch.optim.Adafactor(p, lr=0.1, foreach=True),
 }
 BRANCHING = {"RAdam": 2, "RAdam foreach": 2}
 """Optimizers that do something else from some step on, and how many programs that makes."""
@@ -217,9 +220,7 @@ def test_averages_of_weights() -> None:
             loss = net(x).square().mean()
             loss.backward()
             made.step()
-            with torch.no_grad():
-                for kept, param in zip(average.module.parameters(), net.parameters(), strict=True):
-                    kept.lerp_(param, 0.1)
+            average.update_parameters(net)  # looks at how many there were before it counts on
             return loss
 
         return (net, made, average), step, arguments
@@ -263,6 +264,113 @@ def test_buffers_change_in_place() -> None:
         return (net, made), step, lambda call: (batch(mesh, call),)
 
     compare(lambda: normed(mesh_2x2()))
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_numbers_that_are_read_out_of_data(is_distributed: bool) -> None:
+    def scaled() -> Made:
+        weight = torch.ones(WIDTH, requires_grad=True)
+        weight = nn.Parameter(sw.distribute_tensor(weight, mesh_2x2())) if is_distributed else weight
+
+        def step(x: Any) -> Any:
+            weight.grad = None
+            loss = (x / x.abs().max().item() * weight).sum()
+            loss.backward()
+            largest, norm = x.max().item(), weight.grad.norm(2).item()
+            return loss, loss.item(), norm, x * ((largest - 0.5) / (norm + 1) ** 2), torch.tensor(-largest)
+
+        return (
+            (weight,),
+            step,
+            lambda call: (batch(mesh_2x2(), call) if is_distributed else torch.full((4, 8), call + 1.0),),
+        )
+
+    compare(scaled)
+
+
+def test_what_is_counted_through_a_view() -> None:
+    """The average of a norm without momentum is over as many batches as it has counted, on a DTensor."""
+    mesh = mesh_2x2()
+
+    def normed() -> Made:
+        norm = sw.distribute_module(nn.BatchNorm1d(WIDTH, momentum=None), mesh)
+        return norm, norm.forward, lambda call: (batch(mesh, call),)
+
+    compare(normed, 4, programs=4)  # that many divisors
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_counts_are_read_counted_on_and_returned(is_distributed: bool) -> None:
+    def counted() -> Made:
+        count, total = torch.zeros(()), torch.zeros(3)
+
+        def step(x: Any) -> Any:
+            before = x * count
+            view = count.detach()
+            view.add_(1)
+            total.add_(count)
+            return before, x * view, x * count, count.item()
+
+        return (count, total), step, lambda call: (batch(mesh_2x2(), call) if is_distributed else torch.ones(3),)
+
+    compare(counted, 3)
+
+
+def test_a_count_that_data_are_written_to_is_none() -> None:
+    count = torch.zeros(())
+
+    def step(x: Any) -> Any:
+        count.detach().add_(x.sum())
+        return x * 2 if count > 3 else x
+
+    with pytest.raises(sw.errors.CaptureError, match="depends on the data it computes"):
+        sw.compile(step, backend="fx")(torch.ones(3))
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_optimizers_that_step_in_the_backward_pass(foreach: bool) -> None:
+    def hooked() -> Made:
+        net = net_on(mesh_2x2())
+        optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9, foreach=foreach) for p in net.parameters()}
+
+        def steps(param: Any) -> None:
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        for param in net.parameters():
+            param.register_post_accumulate_grad_hook(steps)
+
+        def step(x: Any) -> Any:
+            loss = net(x).square().mean()
+            loss.backward()
+            return loss
+
+        return (net, *optimizers.values()), step, lambda call: (batch(mesh_2x2(), call),)
+
+    compare(hooked)
+
+
+def test_plain_tensors_around_layers_on_a_part_of_the_mesh() -> None:
+    """What all ranks have alike is one tensor, whose gradient counts once."""
+
+    def styled() -> Made:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Net())
+        whole = sw.Replicate()
+        styles = {"1.up": ColwiseParallel(output_layouts=whole), "1.down": RowwiseParallel(input_layouts=whole)}
+        parallelize_module(net, mesh_2x2()["tp"], styles)
+        made = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x: Any) -> Any:
+            made.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            made.step()
+            return loss
+
+        return (net, made), step, lambda call: (torch.full((4, WIDTH), call + 1.0),)
+
+    compare(styled)
 
 
 def test_losses_over_a_split_vocabulary() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import local_tensor, shards_of
+from shardwise.comm import local_tensor, noters, shards_of
 from shardwise.dispatch.aliasing.copied_views import CopiedView, watch_view
 from shardwise.dispatch.aliasing.global_strides import copied, inferred_strides, on_one_device, shards_contiguous
 from shardwise.dispatch.aliasing.views import OnCopiedViews
@@ -333,6 +333,8 @@ def _set_data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     gradient = x.grad if x._layout is not value._layout else None
     with _disabled():
         for shard, new in zip(shards_of(x), shards_of(value), strict=True):
+            if noters:
+                noters[-1].set_data(shard, new)
             if shard.requires_grad and x._layout is not value._layout:
                 func(shard, new.new_empty(0, dtype=_another(new.dtype)))  # lets go of what accumulates old shards
             func(shard, new)

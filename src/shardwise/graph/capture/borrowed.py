@@ -15,13 +15,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm import captured_mesh, shards_of
+from shardwise.comm import captured_mesh, noters, shards_of
 from shardwise.comm.faked import is_faked
+from shardwise.layout import Mesh
 
 _no_functions = torch._C.DisableTorchFunction
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 _grad_setter = Tensor.grad.__set__  # type: ignore[union-attr]
+_data_setter = Tensor.data.__set__  # type: ignore[attr-defined]
 
 FORGOTTEN = ("_moved", "_gathered", "_grad_set")
 """What a DTensor remembers of moves on its own mesh."""
@@ -40,6 +42,14 @@ class Lent:
     """Whether the program gave it another gradient before it read the one that it had."""
 
 
+def _differs_beside(lent: Lent, mesh: Mesh) -> bool:
+    layout = lent.facts.get("_layout")
+    if layout is None:
+        return len(lent.shards) > 1
+    others = [axis for axis, name in enumerate(layout.mesh.names) if name not in mesh.names]
+    return any((layout.pending[axis], layout.axis_dims[axis]) != (None, None) for axis in others)
+
+
 class Borrowed(TorchFunctionMode):
     """Meets the tensors among the arguments of every call."""
 
@@ -51,8 +61,10 @@ class Borrowed(TorchFunctionMode):
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor):
                 self.meet(x)
-        if func is _grad_setter:
+        if func == _grad_setter:  # which is made anew whenever it is asked for
             self._reset(args[0])
+        if func == _data_setter and "_layout" not in args[0].__dict__:
+            noters[-1].set_data(*args)
         if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], torch.SymFloat):
             func = torch.scalar_tensor  # which does not ask what the number is
         return func(*args, **(kwargs or {}))
@@ -72,6 +84,10 @@ class Borrowed(TorchFunctionMode):
         for grad in grads:
             if grad is not None:
                 self.meet(grad)
+
+    def is_alike_beside(self, mesh: Mesh) -> bool:
+        """Whether ranks at one place of a mesh have been given the same: nothing that differs along other axes."""
+        return not any(_differs_beside(lent, mesh) for lent in self.lent.values())
 
     def _reset(self, x: Tensor) -> None:
         lent = self.lent.get(id(x))

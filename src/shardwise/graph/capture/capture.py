@@ -21,7 +21,7 @@ from shardwise.comm.record import listeners
 from shardwise.errors import CaptureError
 from shardwise.graph.capture.borrowed import Borrowed
 from shardwise.graph.capture.differentiate import Backward, differentiate, terms_of
-from shardwise.graph.capture.numbers import SYMBOLIC
+from shardwise.graph.capture.numbers import SYMBOLIC, in_python
 from shardwise.graph.capture.optimizers import Groups
 from shardwise.graph.capture.parts import Copying, Split, conditions_part, host_nodes, host_part, without_unused
 from shardwise.graph.capture.recorder import Recorder
@@ -80,7 +80,7 @@ class _Capture:
         self.leaves = leaves
         self.borrowed = Borrowed()
         self.groups = Groups(varying)
-        self.recorder = Recorder(self.groups, self.borrowed.meet)
+        self.recorder = Recorder(self.groups, self.borrowed)
         self.backward: Backward | None = None
         self.places: dict[int, Place] = {}
         for number, leaf in enumerate(leaves):
@@ -110,6 +110,7 @@ class _Capture:
             stack.callback(self.groups.put_back)
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(_unseeded())
+            stack.enter_context(in_python())
             noters.append(self.recorder)
             stack.callback(noters.remove, self.recorder)
             stack.enter_context(saved_tensors_hooks(_itself, _itself))  # nobody outside hears of what is saved here
@@ -215,7 +216,8 @@ class _Arranged:
         entry_gradients: tuple[tuple[Place, bool], ...],
     ) -> Program:
         host = host_nodes(self.graph, self.conditions)
-        first, used = host_part(self.graph, host, self.sources)
+        returned = {node for x in tree_leaves(results) if isinstance(x, _Recorded) for node in x.nodes}
+        first, used = host_part(self.graph, host, self.sources, returned)
         given = {node: number for number, node in enumerate(used)}
         split = Split(self.graph, host, self.sources, self.ranks, self.count)
         is_joint = not split.is_possible()

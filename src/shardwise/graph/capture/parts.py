@@ -8,15 +8,14 @@ apart.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardwise.errors import CaptureError
-from shardwise.graph.nodes import Collective, Draw, draws, has_effects, written
-from shardwise.graph.program import FromHost, Part, Source, at
+from shardwise.graph.nodes import Collective, Draw, bases_of, draws, has_effects, may_be_view, written
+from shardwise.graph.program import FromHost, Part, Source
 
 _aten = torch.ops.aten
 
@@ -30,19 +29,19 @@ def host_nodes(graph: fx.Graph, wanted: Iterable[fx.Node]) -> set[fx.Node]:
     else:
         numbers = [*drawn, *(node for node in graph.nodes if is_number(node))]
     waiting, drawn_here = [*wanted, *numbers], set(drawn or ())
+    bases = bases_of(graph)
     writers: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.meta.get("host") or node in drawn_here:
             for target in written(node):
-                writers.setdefault(target, []).append(node)
+                writers.setdefault(bases[target], []).append(node)
     while waiting:
         node = waiting.pop()
         if node not in found:
             found.add(node)
             waiting += node.all_input_nodes
-            waiting += writers.get(node, ())
-    _check_order(graph, found)
-    return found
+            waiting += writers.get(bases[node], ())
+    return found | _copies(graph, found, bases)
 
 
 def _drawn(graph: fx.Graph) -> list[fx.Node] | None:
@@ -71,26 +70,40 @@ def _is_free(node: fx.Node) -> bool:
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether a node gives a number of the host."""
-    return "number" in node.meta
+    """Whether a node gives a number of the host: one that is not read out of data."""
+    return "number" in node.meta and "data" not in node.meta
 
 
-def _check_order(graph: fx.Graph, host: set[fx.Node]) -> None:
-    """Whatever reads what the host writes to must come after it, since the host's part runs first."""
-    read: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
+def _copies(graph: fx.Graph, host: set[fx.Node], bases: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """The host's part runs first. So what is read before the host writes there (a count that is used before it counts
+    on) is read of a copy, which the host makes."""
+    memory = {bases[node] for node in host}
+    made: set[fx.Node] = set()
+    reads: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
+    for node in list(graph.nodes):
         if node in host:
             for target in written(node):
-                if target in read:
-                    raise CaptureError(
-                        f"the program computes with a count{at(read[target].meta.get('line'))} before it counts "
-                        f"on{at(node.meta.get('line'))}, but a run knows its counts before it begins: count first, or "
-                        f"outside of it"
-                    )
-        elif node.op == "call_function":
-            for arg in node.all_input_nodes:
-                if arg in host:
-                    read.setdefault(arg, node)
+                for reader, read in reads.pop(bases[target], ()):
+                    made |= _copied(reader, read)
+        elif node.op == "call_function" and not may_be_view(node):
+            for read in node.all_input_nodes:
+                if bases[read] in memory:
+                    reads.setdefault(bases[read], []).append((node, read))
+    return made
+
+
+def _copied(reader: fx.Node, read: fx.Node) -> set[fx.Node]:
+    """Have a node read a copy: the nodes that make it."""
+    made, views = set(), [read]
+    while views:
+        node = views.pop()
+        made.add(node)
+        views += node.all_input_nodes
+    with reader.graph.inserting_before(reader):
+        copy = reader.graph.call_function(_aten.clone.default, (read,))
+    copy.meta.update(read.meta)
+    reader.replace_input_with(read, copy)
+    return {*made, copy}
 
 
 class Copying:
@@ -125,14 +138,16 @@ def _inputs_first(made: Copying) -> None:
         last = node
 
 
-def host_part(graph: fx.Graph, host: set[fx.Node], sources: dict[fx.Node, Source]) -> tuple[Part, list[fx.Node]]:
-    """What the host computes; and which of that others use, in the order of its outputs."""
+def host_part(
+    graph: fx.Graph, host: set[fx.Node], sources: dict[fx.Node, Source], results: Collection[fx.Node]
+) -> tuple[Part, list[fx.Node]]:
+    """What the host computes; and which of that others use, or is a result, in the order of its outputs."""
     made = Copying()
     for node in graph.nodes:
         if node in host:
             made.input(node, sources[node]) if node.op == "placeholder" else made.copy(node)
     computed = [node for node in graph.nodes if node in host and node.op != "placeholder"]
-    used = [node for node in computed if any(user not in host for user in node.users)]
+    used = [node for node in computed if node in results or any(user not in host for user in node.users)]
     return without_unused(made.done(used)), used
 
 
@@ -155,11 +170,11 @@ def conditions_part(
 
 
 def _needed(graph: fx.Graph, host: set[fx.Node], wanted: Sequence[fx.Node]) -> set[fx.Node]:
+    bases = bases_of(graph)
     needed = set(wanted)
     for node in reversed(graph.nodes):
-        if node in host and (node in needed or any(target in needed for target in written(node))):
-            needed.add(node)
-            needed.update(node.all_input_nodes)
+        if node in host and (node in needed or any(bases[target] in needed for target in written(node))):
+            needed |= {node, *node.all_input_nodes, *(bases[given] for given in node.all_input_nodes)}
     return needed
 
 

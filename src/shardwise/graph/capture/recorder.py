@@ -18,20 +18,21 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_any, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_any, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from shardwise.comm import shards_of
 from shardwise.comm.cause import users_line
 from shardwise.comm.faked import as_fakes, device_of, is_faked
 from shardwise.comm.record import Comm
 from shardwise.errors import CaptureError
-from shardwise.graph.capture.numbers import SYMBOLIC, Number, is_ours, symbolic
+from shardwise.graph.capture.borrowed import Borrowed
+from shardwise.graph.capture.host import Host
+from shardwise.graph.capture.numbers import GUESS, SYMBOLIC, Number, is_ours, symbolic
 from shardwise.graph.capture.optimizers import Groups
-from shardwise.graph.nodes import Check, Collective, Draw, Seeded, recurrent_layer
+from shardwise.graph.nodes import Check, Collective, Draw, Seeded, recurrent_layer, written
 from shardwise.graph.program import Facts, Line, at
 from shardwise.layout import Mesh
 
@@ -40,9 +41,10 @@ _aten, _prim = torch.ops.aten, torch.ops.prim
 _seq_nr = torch.autograd._get_sequence_nr
 _running_node = torch._C._current_autograd_node
 
-NODE, HOST, FIXED = "_node", "_host", "_fixed"
-"""What a tensor without data knows: the node that makes it; its value, if that is a number on the host; and whether
-that number is the same in every run."""
+_AS_LONG_AS_NUMBERS_SAY = frozenset({_aten.arange, _aten.range})
+
+NODE = "_node"
+"""Under this name a tensor without data knows the node that makes it."""
 
 
 class _Stream:
@@ -56,10 +58,10 @@ class _Stream:
 class Recorder(TorchDispatchMode):
     """Records one run of a program."""
 
-    def __init__(self, groups: Groups, meet: Callable[[Tensor], None]) -> None:
+    def __init__(self, groups: Groups, borrowed: Borrowed) -> None:
         super().__init__()
-        self.groups, self.meet = groups, meet
-        self.graph = fx.Graph()
+        self.groups, self.meet, self.is_alike_beside = groups, borrowed.meet, borrowed.is_alike_beside
+        self.graph, self.host = fx.Graph(), Host()
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.inputs: dict[int, tuple[Tensor, fx.Node]] = {}
         """Real tensors that the program touched, by their ids."""
@@ -97,12 +99,16 @@ class Recorder(TorchDispatchMode):
         shown: list[Any] = [self._shown(x) if isinstance(x, Tensor) else x for x in leaves]
         if func is _aten._local_scalar_dense.default:
             return self._number(shown[0])
+        if func.overloadpacket in _AS_LONG_AS_NUMBERS_SAY:
+            shown = [x.node.guard_float("", 0) if is_ours(x) else x for x in shown]
         try:
             out = _run(func, [x.node.value if is_ours(x) else x for x in shown], spec)
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise _needs_data(f"what {func.overloadpacket.__name__} gives is as long as they say") from None
         node = self._add(func, shown, spec, out)
-        node.meta["host"] = _compute_on_host(func, shown, spec, out)
+        targets = written(node)
+        changed = [x for x in shown if isinstance(x, Tensor) and x.__dict__[NODE] in targets]
+        node.meta["host"] = self.host.compute(func, shown, spec, out, changed)
         return out
 
     def _add(self, func: Any, shown: Sequence[Any], spec: Any, out: Any) -> fx.Node:
@@ -182,7 +188,7 @@ class Recorder(TorchDispatchMode):
         node = self.placeholder(f"input{len(self.inputs)}")
         self._bind(node, made)
         if host is not None:
-            made.__dict__[HOST] = host
+            self.host.know(made, host)
         self._standing_for[id(x)] = made
         self.inputs[id(x)] = x, node
         return made
@@ -206,7 +212,7 @@ class Recorder(TorchDispatchMode):
         copied.meta["host"] = host is not None
         self._bind(copied, made)
         if host is not None:
-            made.__dict__.update({HOST: host, FIXED: True})
+            self.host.know(made, host, is_fixed=True)
         return made
 
     def tangent(self, x: Tensor) -> Tensor:
@@ -236,24 +242,45 @@ class Recorder(TorchDispatchMode):
     # What happens on the host (`comm.captured.Noter`)
 
     def _number(self, x: Tensor) -> Any:
-        if HOST not in x.__dict__:
-            raise _needs_data(f"a number is read out of a tensor{_by_torch()}")
+        known = self.host.value_of(x)
+        if known is None:
+            return self._number_of_data(x)
         with _disable_current_modes():
-            value = x.__dict__[HOST].item()
-        if FIXED in x.__dict__ or isinstance(value, complex):
+            value = known.item()
+        if self.host.is_fixed(x) or isinstance(value, complex):
             return value
         node = self._call(_aten._local_scalar_dense.default, (_node_of(x),))
         node.meta["number"] = type(value)
-        return symbolic(value, node, self.conditions)
+        return symbolic(value, node, self.conditions.__setitem__)
+
+    def _number_of_data(self, x: Tensor) -> Any:
+        """A number that nobody knows before the program runs. Python may compute with it, if it can be no size."""
+        if not x.dtype.is_floating_point:
+            _refuse()
+        node = self._call(_aten._local_scalar_dense.default, (_node_of(x),))
+        node.meta.update(number=float, data=True)
+        return symbolic(GUESS, node, _refuse)
 
     def _given(self, value: float, name: str) -> tuple[Any, fx.Node]:
         """A number that every run is given."""
         node = self.placeholder(name)
         node.meta["number"] = type(value)
-        return symbolic(value, node, self.conditions), node
+        return symbolic(value, node, self.conditions.__setitem__), node
 
     def step(self, optimizer: Any) -> None:
+        for x in tree_leaves([*optimizer.state.values()]):
+            if isinstance(x, Tensor):
+                self.meet(x)  # in a hook of a backward pass, nobody else does
         self.groups.take(optimizer, self._given)
+
+    def set_data(self, x: Tensor, data: Tensor) -> None:
+        if not is_faked(x):
+            raise CaptureError(
+                f"the program replaces the data of a tensor of shape {list(x.size())}{at(_users_place())}, which only "
+                f"Python would do in every run: write to it in place (copy_)"
+            )
+        x.__dict__[NODE] = _node_of(self._shown(data))
+        self.host.forget(x)
 
     def collective(
         self, kind: str, brought: Sequence[Any], mesh: Mesh, axes: tuple[int, ...], how: Any, made: Callable[[Any], Any]
@@ -344,26 +371,8 @@ def _goes_on(node: fx.Node, out: Any) -> fx.Node:
     return state
 
 
-def _compute_on_host(func: Any, shown: Sequence[Any], spec: Any, out: Any) -> bool:
-    """An op on numbers that the host knows makes more of them: counts of steps, and what is computed of them."""
-    tensors = [x for x in shown if isinstance(x, Tensor)]
-    if not tensors or not all(HOST in x.__dict__ for x in tensors):
-        for x in tensors if func._schema.is_mutable else ():
-            x.__dict__.pop(HOST, None)  # whatever is written to it, the host does not know it any more
-        return False
-    fixed = all(FIXED in x.__dict__ for x in tensors) and not any(is_ours(x) for x in shown)
-    values = [x.__dict__[HOST] if isinstance(x, Tensor) else x.node.value if is_ours(x) else x for x in shown]
-    args, kwargs = tree_unflatten(values, spec)
-    with _disable_current_modes(), _no_functions(), torch.no_grad():
-        computed = func(*args, **kwargs)
-    for x, value in zip(tree_flatten(out)[0], tree_flatten(computed)[0], strict=True):
-        if isinstance(x, FakeTensor) and value.numel() == 1:
-            x.__dict__[HOST] = value
-            x.__dict__.update({FIXED: True} if fixed else {})
-    if func._schema.is_mutable and not fixed:
-        for x in tensors:
-            x.__dict__.pop(FIXED, None)
-    return True
+def _refuse(*_: Any) -> None:
+    raise _needs_data(f"a number is read out of a tensor{_by_torch()}")
 
 
 def _users_place() -> Line:

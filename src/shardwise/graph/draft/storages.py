@@ -16,7 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.graph.nodes import Check, Draw, collective_of, draws, is_op, op_of, wait, written
+from shardwise.graph.nodes import (
+    Check,
+    Draw,
+    collective_of,
+    draws,
+    is_composite,
+    is_op,
+    may_be_view,
+    op_of,
+    wait,
+    written,
+)
 from shardwise.graph.program import FromArgument, FromGradient, FromObject, Part, Place, Source
 
 _aten = torch.ops.aten
@@ -156,9 +167,6 @@ def _op_makes_memory(op: Any) -> bool:
     return any(result.alias_info is None for result in op._schema.returns)
 
 
-_ALIASES = frozenset({_aten.detach.default, _aten.alias.default, _aten._unsafe_view.default})
-
-
 _RESHAPES = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.expand.default})
 
 
@@ -172,25 +180,7 @@ def is_alias(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node is a view of its first argument, and never a copy."""
-    return may_be_view(node) and not _is_composite(node.target)
-
-
-def may_be_view(node: fx.Node) -> bool:
-    """Whether the result of an op lies in the memory of an argument, as far as its schema says. An op that is made of
-    others may do so, whatever it says."""
-    return is_op(node.target) and _may_give_view(node.target)
-
-
-@lru_cache(maxsize=4096)
-def _may_give_view(op: Any) -> bool:
-    if op._schema.is_mutable:
-        return False
-    return op in _ALIASES or any(x.alias_info is not None for x in op._schema.returns) or _is_composite(op)
-
-
-@lru_cache(maxsize=4096)
-def _is_composite(op: Any) -> bool:
-    return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return may_be_view(node) and not is_composite(node.target)
 
 
 def replaces_memory(graph: fx.Graph) -> bool:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from shardwise.graph.guards.hooks import given_to, hooks_of
+
 Slot = tuple[Any, Any]
 """A dict, or a list, and a key of it."""
 
@@ -158,11 +160,25 @@ class Reached:
         elif isinstance(value, (nn.Module, optim.Optimizer, Tensor)):
             self.objects.append(Found(slot, value, name))
             self._object(value, name)
+            self._hooks(value)
         elif isinstance(value, CONTAINERS) or not is_library(value) or hasattr(value, "__wrapped__"):
             self.others.append(Found(slot, value, name))
             self._function(value) if callable(value) and not isinstance(value, type) else self._object(value, name)
         else:
             self._object(value, name)
+
+    def _hooks(self, x: Any) -> None:
+        for hooks in hooks_of(x):
+            for hook in hooks.values():
+                self._hook(hook)
+
+    def _hook(self, hook: Any) -> None:
+        """A hook of the user's; or what a library's is made of."""
+        if not is_library(hook.func if isinstance(hook, functools.partial) else hook):
+            self._function(hook)
+        elif self._is_new(hook):
+            for given in given_to(hook):
+                self._hook(given)
 
     def _is_new(self, *what: Any) -> bool:
         """Whether this was not met before."""
@@ -220,7 +236,7 @@ class Reached:
                 self._object(item, f"{name}{{…}}")
             return
         for key in list(value) if isinstance(value, Mapping) else range(len(value)):
-            self._slot((value, key), f"{name}[{key!r}]")
+            self._slot((value, key), f"{name}[{'…' if isinstance(key, Tensor) else repr(key)}]")
 
     def _attributes(self, kept: Mapping[str, Any], which: frozenset[str], name: str) -> None:
         for key in [key for key in kept if key in which]:
@@ -249,6 +265,9 @@ class Reached:
             for kept in (inner._parameters, inner._buffers):
                 tensors = [(key, value) for key, value in kept.items() if value is not None]
                 self.objects += [Found((kept, key), value, _joined(here, key)) for key, value in tensors]
+                for _, value in tensors:
+                    self._hooks(value)
+            self._hooks(inner)
             self._holder(inner, here or type(inner).__name__, is_sized=not is_library(inner))
             if is_library(inner):
                 self._settings(inner.__dict__, here)

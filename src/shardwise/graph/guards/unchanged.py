@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.comm import shards_of
-from shardwise.comm.rendezvous import PLACES
 from shardwise.dispatch.refits import refits
+from shardwise.graph.guards.hooks import hooks_of
 from shardwise.graph.guards.kinds import differs, kind_of
 from shardwise.graph.guards.reached import Found, Reached, is_library
 from shardwise.tensor import DTensor
@@ -122,21 +121,16 @@ class States:
         return None
 
 
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
 class Hooks:
     """Hooks of modules, optimizers and parameters. Every hook that is registered anywhere counts torch's handles on, so
     as long as these are not counted on, only hooks that were there may be gone."""
 
     def __init__(self, reached: Reached) -> None:
+        owners: list[tuple[Any, str]]
         modules = reached.modules.values()
-        owners: list[tuple[Any, str, tuple[str, ...]]]
-        owners = [(module, reached.names[id(module)] or type(module).__name__, _MODULE_HOOKS) for module in modules]
-        owners += [(x, reached.names[key], _OPTIMIZER_HOOKS) for key, x in reached.optimizers.items()]
-        found = [(getattr(owner, kind), name) for owner, name, kinds in owners for kind in kinds]
+        owners = [(module, reached.names[id(module)] or type(module).__name__) for module in modules]
+        owners += [(x, reached.names[key]) for key, x in reached.optimizers.items()]
+        found = [(hooks, name) for owner, name in owners for hooks in hooks_of(owner)]
         self.now = [hooks for hooks, _ in found]
         self.before = [dict(hooks) for hooks in self.now]
         self.names = [name for _, name in found]
@@ -149,10 +143,7 @@ class Hooks:
         self.handles = RemovableHandle.next_id
 
     def _on_leaves(self) -> Iterator[Any]:
-        with _disabled():
-            for shard in (shard for leaf in self.leaves for shard in shards_of(leaf.value)):
-                yield from (getattr(shard, kind, None) or {} for kind in _TENSOR_HOOKS)
-                yield from (found.calls for found, _ in shard.__dict__.get(PLACES, {}).values())
+        return (hooks for leaf in self.leaves for hooks in hooks_of(leaf.value))
 
     def miss(self) -> str | None:
         if RemovableHandle.next_id == self.handles and all(self.single) and self.some == self.some_before:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from shardwise.graph.draft.draft import Draft, is_contiguous
-from shardwise.graph.draft.storages import Storages, makes_memory, may_be_view
-from shardwise.graph.nodes import Start, collective_of
+from shardwise.graph.draft.storages import Storages, makes_memory
+from shardwise.graph.nodes import Start, collective_of, may_be_view
 
 
 def in_place(draft: Draft) -> list[str]:

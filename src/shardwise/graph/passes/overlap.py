@@ -11,8 +11,7 @@ from torch import fx
 from shardwise.graph.draft.draft import Draft
 from shardwise.graph.draft.moves import joined_pieces
 from shardwise.graph.draft.order import Emission, Needs, arranged, needed_by, needs, sides
-from shardwise.graph.draft.storages import may_be_view
-from shardwise.graph.nodes import Collective, Start, collective_of, wait
+from shardwise.graph.nodes import Collective, Start, collective_of, may_be_view, wait
 from shardwise.graph.passes.bucket import gradient_reductions
 from shardwise.words import counted
 

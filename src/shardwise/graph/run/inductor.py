@@ -25,7 +25,7 @@ from shardwise.graph.nodes import Check, Collective, Seeded, Start, collective_o
 from shardwise.graph.program import Part
 from shardwise.graph.run.cuda_graphs import Replayed, obstacle
 from shardwise.graph.run.fused_steps import FUSED_STEPS
-from shardwise.graph.run.numbers_as_tensors import on_tensors
+from shardwise.graph.run.numbers_as_tensors import computed, on_tensors
 from shardwise.graph.run.run import taken
 from shardwise.graph.run.seeded_ops import seeded_op
 from shardwise.rules.kit.kernels import passes
@@ -52,6 +52,8 @@ class _Compiled:
         self.part, self.no_cuda_graph = part, no_cuda_graph
         self.device = _device_of(part)
         self.checks = [node for node in part.graph.nodes if isinstance(node.target, Check)]
+        *_, last = part.graph.nodes
+        self.numbers = [at for at, node in enumerate(last.args[0]) if "number" in node.meta]
         self.run: Any = None
 
     def __call__(self, inputs: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
@@ -65,6 +67,8 @@ class _Compiled:
         outputs = self.run(given)
         for node, found in zip(self.checks, outputs[len(outputs) - len(self.checks) :]):
             node.target(found)
+        if self.numbers:
+            outputs = [x.item() if at in self.numbers else x for at, x in enumerate(outputs)]
         return (outputs,)
 
     def _compile(self, given: Sequence[Tensor]) -> Any:
@@ -128,6 +132,9 @@ class _Interpreter:
                 env[node] = step(*args, **kwargs)
             elif (source := _taken_from(node)) is not None:
                 env[node] = joined(env[source], *args[1:])
+            elif "number" in node.meta:
+                env[node] = computed(node, args)
+                numbers.add(node)
             elif not numbers.isdisjoint(node.all_input_nodes):
                 env[node] = on_tensors(node, numbers, args, kwargs)
             else:

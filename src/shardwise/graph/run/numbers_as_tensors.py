@@ -6,6 +6,7 @@ compute with Python's numbers: that of the tensor, but at least single.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,23 @@ def on_tensors(node: fx.Node, numbers: set[fx.Node], args: tuple, kwargs: dict[s
     x = args[0]
     found = form(*args, **kwargs)
     return x.copy_(found) if in_place else found
+
+
+def computed(node: fx.Node, args: tuple) -> Tensor:
+    """A number that a program reads out of a tensor, or computes of one."""
+    target: Any = node.target
+    if target is _aten._local_scalar_dense.default:
+        return args[0].to(torch.float64)
+    return _OF_NUMBERS.get(target, target)(*args)
+
+
+_OF_NUMBERS: dict[Any, Callable[..., Tensor]] = {
+    float: lambda x: x,
+    math.sqrt: torch.sqrt,
+    max: lambda a, b: torch.where(b > a, b, a),
+    min: lambda a, b: torch.where(b < a, b, a),
+}
+"""Functions of numbers that tensors have another function for."""
 
 
 def _not_compiled(node: fx.Node) -> CaptureError:

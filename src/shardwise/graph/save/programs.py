@@ -17,7 +17,7 @@ from shardwise.graph.program import FromGroup, FromObject, Given, Part, Program,
 from shardwise.graph.save.values import NO_PROGRAM, Reader, Writer
 from shardwise.layout import Mesh
 
-META = ("facts", "line", "layout", "comm", "number", "host", "backward", "constant")
+META = ("facts", "line", "layout", "comm", "number", "data", "host", "backward", "constant")
 """What of a node's meta is kept."""
 OPS = ("placeholder", "call_function", "output")
 """What nodes are."""

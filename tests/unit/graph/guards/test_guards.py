@@ -197,6 +197,21 @@ def test_gradients_that_were_there() -> None:
 # What cannot be captured
 
 
+def test_gradients_that_are_reset_may_be_there_or_not() -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def step(x: torch.Tensor) -> None:
+        weight.grad = None
+        (weight * x).sum().backward()
+
+    compiled = sw.compile(step, backend="fx")
+    for call in range(4):
+        weight.grad = torch.full((3,), 7.0) if call % 2 else None
+        compiled(torch.full((3,), float(call)))
+        assert weight.grad is not None and weight.grad.tolist() == [float(call)] * 3
+    assert len(compiled.programs) == 1
+
+
 def test_too_many_programs() -> None:
     compiled = sw.compile(lambda x, n: x * n, backend="fx")
     x = torch.ones(2)

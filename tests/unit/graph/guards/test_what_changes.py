@@ -237,6 +237,28 @@ def hooks_of_modules_and_parameters(made: Any) -> Iterator[Any]:
         yield compiled(x), [*net.parameters()]
 
 
+def what_hooks_name(made: Any) -> Iterator[Any]:
+    net, scale = linear(), {"output": 2.0, "grad": 3.0}
+    net.register_forward_hook(lambda module, given, out: out * scale["output"])
+    net.weight.register_hook(lambda grad: grad * scale["grad"])
+    plain = torch.ones(4, requires_grad=True)
+    plain.register_hook(lambda grad: grad * scale["grad"])
+
+    def step(x: Any) -> Any:
+        net.zero_grad()
+        plain.grad = None
+        net(x).sum().backward()
+        plain.square().sum().backward()
+        return [p.grad for p in (*net.parameters(), plain)]
+
+    compiled, x = made(step), rows(torch.ones(4, 4))
+    yield compiled(x)
+    scale["output"] = 5.0
+    yield compiled(x)
+    scale["grad"] = 7.0
+    yield compiled(x)
+
+
 def optimizers_that_change(made: Any) -> Iterator[Any]:
     first, second = linear(), linear()
     optimizer = torch.optim.AdamW(first.parameters(), lr=torch.tensor(0.1))
@@ -309,7 +331,13 @@ STORIES: dict[str, Story] = {
         *(arguments_that_are_one, arguments_that_become_one, an_argument_that_is_reached_too),
         *(items_of_lists_and_dicts, lengths_of_lists_and_dicts, attributes_of_objects, values_of_any_kind),
         *(defaults_and_helpers, settings_of_torchs_modules, buffers_that_were_none, modules_of_another_dtype),
-        *(frozen_parameters, hooks_of_modules_and_parameters, optimizers_that_change, parameters_that_thaw),
+        *(
+            frozen_parameters,
+            hooks_of_modules_and_parameters,
+            what_hooks_name,
+            optimizers_that_change,
+            parameters_that_thaw,
+        ),
     )
 }
 
