@@ -192,7 +192,7 @@ class ProcessGroupPort(GroupPort):
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
         super().__init__(device_mesh)
-        self._reductions: dict[tuple[Mesh, Axes, str], Any] = {}
+        self._reductions: dict[object, Any] = {}
 
     def release(self) -> None:
         super().release()
@@ -202,7 +202,7 @@ class ProcessGroupPort(GroupPort):
         """`all_reduce` of contiguous tensors of our own, in place and unknown to autograd, with everything looked up
         beforehand."""
         axes = communicating(mesh, axes)
-        known, key, options = self._reductions, (mesh, axes, op), ALL_REDUCE[op][True]
+        known, key, options = self._reductions, object(), ALL_REDUCE[op][True]
         direct = reducible_dtypes(op) if keep_nans else KNOWN
 
         def reduce(x: Tensor) -> None:

@@ -88,6 +88,10 @@ class Mover:
             facts["_layout"] = facts["_layout"].once_reduced
         return moved
 
+    def bound(self) -> Callable[[Tensor], Tensor]:
+        """What runs, looked up once: a call of an object that is not a function takes a detour."""
+        return self.__call__
+
     def _regathered(self, x: Tensor, gathered: Gathered) -> Tensor:
         local = localise(x)  # type: ignore[arg-type]
         shards = gathered.as_varying((local, *local.__dict__.get("_peers", ())), self.moves[0])
@@ -122,6 +126,9 @@ class LocalMover(Mover):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._moved(x, x.__dict__) if self.only is None else self.only(x)
+
+    def bound(self) -> Callable[[Tensor], Tensor]:
+        return self.only or self.__call__
 
 
 def local_of(x: Tensor, moves: Sequence[Move]) -> Tensor:
@@ -200,15 +207,15 @@ def moved_first(function: Callable, movers: Sequence[tuple[int | str, Mover]], n
     names."""
     if len(movers) == 1 and num_args == 3 and movers[0][0] != 1:  # a weight and a bias are among them
         ((position, mover),) = movers
-        move = mover.__call__  # bound: a call of an object that is not a function takes a detour
+        move = mover.bound()
         if position == 0:
             return lambda x, weight, bias: function(move(x), weight, bias)
         return lambda x, weight, bias: function(x, weight, move(bias))
     if num_args == 3 and [at for at, _ in movers] == [1, 2]:
-        move_weight, move_bias = (mover.__call__ for _, mover in movers)
+        move_weight, move_bias = (mover.bound() for _, mover in movers)
         return lambda x, weight, bias: function(x, move_weight(weight), move_bias(bias))
-    placed = [(at, mover.__call__) for at, mover in movers if isinstance(at, int)]
-    named = [(name, mover.__call__) for name, mover in movers if isinstance(name, str)]
+    placed = [(at, mover.bound()) for at, mover in movers if isinstance(at, int)]
+    named = [(name, mover.bound()) for name, mover in movers if isinstance(name, str)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if placed:
@@ -226,10 +233,7 @@ def moved_first(function: Callable, movers: Sequence[tuple[int | str, Mover]], n
 def reduced_after(function: Callable, reduce: Callable[[Tensor], Tensor]) -> Callable:
     """A function of shards, whose fresh result is reduced."""
 
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        return reduce(function(*args, **kwargs))
-
-    return run
+    return lambda *args, **kwargs: reduce(function(*args, **kwargs))
 
 
 def localised(function: Callable, template: Sequence[Any], position: int, layout: Layout) -> Plan:

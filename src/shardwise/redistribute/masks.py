@@ -62,7 +62,7 @@ def _silenced(x: Tensor) -> Tensor:
     if _is_large(x):
         return placeholder(x)
     out = x.clone(memory_format=torch.contiguous_format)
-    out.detach().zero_()
+    out.data.zero_()
     return out
 
 
@@ -88,5 +88,5 @@ def joined(whole: Tensor, term: Tensor) -> Tensor:
             return _joined(whole, term)
     # Of few elements, to add them and write the term over it costs less than a node in Python.
     out = torch.add(whole, term)
-    out.detach().copy_(term)
+    out.data.copy_(term)
     return out

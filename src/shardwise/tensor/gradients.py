@@ -39,12 +39,13 @@ def _grad(x: DTensor) -> DTensor | None:
 def _change_grad(x: DTensor, value: Tensor | None) -> None:
     if unreduced:
         drop(x)
-    peers = x.__dict__.get("_peers", ())
     if value is None:
         _on_shard(_set_grad, (), (x, None))  # type: ignore[call-arg]
-        for peer in peers:
-            peer.grad = None
+        if "_peers" in x.__dict__:
+            for peer in x._peers:
+                peer.grad = None
         return
+    peers = x.__dict__.get("_peers", ())
     with _disabled():
         grad = as_layout(value, x._layout.gradient, "grad")
         seen = kernels_see(grad)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from operator import le
 from typing import Any
 
 import torch
@@ -78,10 +79,7 @@ _RESHAPED = _counted(lambda x: x.view(-1)) if sys.gettrace() is None else (0, 0,
 def is_ours(grad: Tensor) -> bool:
     """Whether nobody else has a gradient; to be asked in `backward` of a `bare_function`, which has it in its arguments
     and under one name. It may be all of something in another shape, if nobody has that either."""
-    objects, tensors, storages, *of_base = _counts(grad)
-    if not of_base:
-        return objects <= _ALONE[0] and tensors <= _ALONE[1] and storages <= _ALONE[2]
-    base = grad._base
-    whole = base is not None and base.numel() == grad.numel()
-    found = (objects, tensors, storages, *of_base)
-    return whole and all(count <= alone for count, alone in zip(found, _RESHAPED, strict=True))
+    found = _counts(grad)
+    if len(found) == len(_ALONE):
+        return all(map(le, found, _ALONE))
+    return grad._base.numel() == grad.numel() and all(map(le, found, _RESHAPED))  # type: ignore[union-attr]
