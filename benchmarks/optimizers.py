@@ -30,17 +30,23 @@ TARGETS = {"AdamW, foreach": 1.1, "AdamW, fused": 1.15, "clip_grad_norm_": 1.2}
 
 def parameters(width: int, lay: Callable[[Tensor], Tensor]) -> list[nn.Parameter]:
     torch.manual_seed(0)
-    found = [nn.Parameter(lay(torch.randn((width, width) if i % 2 else width))) for i in range(NUM_PARAMETERS)]
+    return [nn.Parameter(lay(torch.randn((width, width) if i % 2 else width))) for i in range(NUM_PARAMETERS)]
+
+
+def give_gradients(params: list[nn.Parameter]) -> None:
     with torch._C.DisableTorchFunctionSubclass():  # as autograd does, which knows of shards alone
-        for p in found:
+        for p in params:
             torch._C.TensorBase.grad.__set__(p, torch.randn(torch._C.TensorBase.size(p)))  # type: ignore[attr-defined]
-    return found
 
 
 def call(name: str, params: list[nn.Parameter]) -> Callable[[], Any]:
+    give_gradients(params)
     if name == "clip_grad_norm_":
         return partial(nn.utils.clip_grad_norm_, params, 1.0)
-    return torch.optim.AdamW(params, foreach="foreach" in name, fused="fused" in name).step
+    optimizer = torch.optim.AdamW(params, foreach="foreach" in name, fused="fused" in name)
+    optimizer.step()  # makes the state, on DTensors: who looks at a gradient has a DTensor
+    give_gradients(params)
+    return optimizer.step
 
 
 def row(name: str, width: int, mesh: Any, num_rounds: int) -> Row:

@@ -60,12 +60,7 @@ def _labelled(x: DTensor, grad: Any) -> DTensor:
     """What torch accumulated, as a DTensor."""
     with _disabled():
         peers = x.__dict__.get("_peers", ())
-        others: tuple[Any, ...] = tuple(empty_gradient(peer) if peer.grad is None else peer.grad for peer in peers)
-        if any(other is None for other in others):
-            raise RuntimeError(
-                "only some of the simulated ranks have a gradient: a backward pass of a plain tensor was given "
-                "this DTensor in inputs=; use torch.autograd.grad, or call backward on a DTensor"
-            )
+        others = _of_peers(peers) if peers else ()
         if grad.requires_grad and pending_axes(x._layout, "sum"):
             return gradient_tensor((grad, *others), x._layout)
         if grad.is_meta and x._layout.mesh.device_type == "meta":
@@ -78,6 +73,16 @@ def _labelled(x: DTensor, grad: Any) -> DTensor:
         if peers:
             grad._peers = others
         return grad
+
+
+def _of_peers(peers: Sequence[Tensor]) -> tuple[Any, ...]:
+    found = tuple(empty_gradient(peer) if peer.grad is None else peer.grad for peer in peers)
+    if any(grad is None for grad in found):
+        raise RuntimeError(
+            "only some of the simulated ranks have a gradient: a backward pass of a plain tensor was given "
+            "this DTensor in inputs=; use torch.autograd.grad, or call backward on a DTensor"
+        )
+    return found
 
 
 def _labelled_on_meta(x: DTensor, grad: Tensor) -> DTensor:
