@@ -52,22 +52,32 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """`loss.backward()`, without torch's argument parser; and in the ordinary case, of a replicated scalar without
-    options, straight to the engine."""
-    facts = self.__dict__
-    simple = gradient is None and inputs is None and not create_graph and len(facts) == 1  # nothing but a layout
+    """`loss.backward()`, without torch's argument parser; and in the ordinary case, of a tensor on which nothing is
+    pending, with a gradient that lies as it does or needs none, straight to the engine."""
+    facts, layout = self.__dict__, self._layout
+    simple = inputs is None and not create_graph and len(facts) == 1 and not layout.has_pending  # nothing but a layout
     plain = _enabled() and not _anomaly() and not dispatch_modes()
-    if simple and plain and self._layout.numel == 1 and not self._layout.has_pending:
-        forget(self._layout.mesh)
-        with _disabled():
-            seed = torch.ones_like(self)
+    if simple and plain and _fits(gradient, layout):
+        forget(layout.mesh)
+        if gradient is None:
+            with _disabled():
+                seed = torch.ones_like(self)
+        else:
+            seed = localise(gradient)  # type: ignore[arg-type]
         _engine_run_backward(
             (self,), (seed,), bool(retain_graph), False, (), allow_unreachable=True, accumulate_grad=True
         )
         if unreduced:
-            flush((self._layout.mesh,))
+            flush((layout.mesh,))
     else:
         Tensor.backward(self, gradient, retain_graph, create_graph, inputs)
+
+
+def _fits(gradient: Tensor | None, layout: Layout) -> bool:
+    """Whether a pass may begin with a gradient as it is."""
+    if gradient is None:
+        return layout.numel == 1
+    return gradient.__class__ is DTensor and gradient._layout is layout
 
 
 DTensor.backward = _backward  # type: ignore[assignment]

@@ -45,6 +45,26 @@ def test_backward_with_a_gradient(placements: tuple) -> None:
         check_grad(d, a)
 
 
+@pytest.mark.parametrize("given", ["as it lies", "elsewhere", "pending"])
+def test_backward_of_one_rank_with_a_gradient(given: str) -> None:
+    """Where a gradient lies as the tensor does, the pass begins at once; hooks see DTensors all the same."""
+    alone = sw.simulate((1,), ("tp",))
+    a, g = data(4, 2).requires_grad_(), data(4, 2)
+    (a.exp() * 3).backward(g)
+    d = sw.distribute_tensor(a.detach(), alone, [Shard(0)]).requires_grad_()
+    y = d.exp() * 3
+    if given == "pending":
+        y = y.redistribute(placements=[Partial()])
+    seen: list[Tensor] = []
+    d.register_hook(seen.append)
+    gradient = sw.distribute_tensor(g, alone, [Replicate() if given == "elsewhere" else Shard(0)])
+    y.backward(gradient, retain_graph=True)
+    assert isinstance(seen[0], DTensor) and type(gradient) is DTensor
+    check_grad(d, a)
+    y.backward(gradient)
+    torch.testing.assert_close(d.grad.full_tensor(), 2 * a.grad)  # type: ignore[union-attr]
+
+
 def test_backward_refuses_what_torch_refuses() -> None:
     d = sw.distribute_tensor(data(4, 4), MESH, [S0, R]).requires_grad_()
     with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
