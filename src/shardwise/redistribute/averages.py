@@ -62,6 +62,8 @@ def _power(x: Tensor, order: float) -> Tensor:
 def _root(x: Tensor, order: float) -> Tensor:
     if order == 0 or math.isinf(order):
         return x
+    if not x.requires_grad:
+        return x.sqrt() if order == 2 else x ** (1 / order)
     zero = x == 0  # the norm's gradient is zero where the norm is, not the root's infinite slope
     root = torch.where(zero, 1, x)
     return torch.where(zero, 0, root.sqrt() if order == 2 else root ** (1 / order))

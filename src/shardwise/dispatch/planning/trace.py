@@ -250,11 +250,13 @@ def flat_tensors(tree: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and dicts, in order."""
     if isinstance(tree, Tensor):
         return [tree]
-    if isinstance(tree, (list, tuple)):
-        return [tensor for item in tree for tensor in flat_tensors(item)]
-    if isinstance(tree, dict):
-        return [tensor for item in tree.values() for tensor in flat_tensors(item)]
-    return []
+    found: list[Tensor] = []
+    for item in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ():
+        if isinstance(item, Tensor):
+            found.append(item)
+        else:
+            found += flat_tensors(item)
+    return found
 
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
