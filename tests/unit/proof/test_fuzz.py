@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,8 +15,8 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.proof.fuzz.calls.layers import batch_norm
-from shardwise.proof.fuzz.calls.writes import is_recorded, refuse_overlap
+from shardwise.proof.fuzz.calls.layers import batch_norm, normalised
+from shardwise.proof.fuzz.calls.writes import indexed, is_recorded, refuse_overlap
 from shardwise.proof.fuzz.command import Result, classes_of, smallest
 from shardwise.proof.fuzz.draw import MESHES, Draw, Refused, Var, mesh_of
 from shardwise.proof.fuzz.families import FAMILIES, draw
@@ -115,6 +116,20 @@ def test_writes_that_change_what_they_have_yet_to_read_are_not_drawn() -> None:
     for source in (x[:, 0], x[-1, :1].expand(4)):
         with pytest.raises(Refused, match="overlap"):
             refuse_overlap(x[-1], source)
+    with pytest.raises(Refused, match="overlap"):
+        refuse_overlap(x[-1], x[-1], by_index=True)
+
+
+def test_rows_are_not_added_to_what_they_are_read_from() -> None:
+    texts = []
+    for seed in range(80):
+        made = drawn(Leaf("x1", (4,), torch.float64, (sw.Shard(0),), 1), "v1 = x1[:]", "v2 = x1[::2]")
+        made.count = 9
+        made.chance.seed(seed)
+        with suppress(Refused):
+            texts.append(indexed(made).text)
+    added = [text.partition("index_add_")[2] for text in texts if "index_add_" in text]
+    assert added and not any(re.search(r"\b(x1|v1|v2)\b", text) for text in added)
 
 
 def test_gradients_that_share_memory_are_not_drawn() -> None:
@@ -167,6 +182,20 @@ def test_strided_weights_of_batch_norms_are_not_drawn() -> None:
             texts.append(str(batch_norm(made)))
     assert any("v1, training" in text or "v1, eps" in text for text in texts)  # biases are
     assert not any("v1, x" in text or "v1, v" in text for text in texts)
+
+
+def test_norms_of_equal_numbers_are_drawn_only_where_rounding_does_not_grow() -> None:
+    texts = []
+    for row in ("x1[:, :1].expand(3, 4)", "x1"):
+        for seed in range(60):
+            made = drawn(X, f"v1 = {row}.clone()")
+            made.count = 9
+            made.chance.seed(seed)
+            with suppress(Refused):
+                texts.append((row, str(normalised(made))))
+    texts = [(row, text) for row, text in texts if "_norm(v1, (4,)" in text]
+    assert len({row for row, _ in texts}) == 2
+    assert {row for row, text in texts if "eps" not in text} == {"x1"}
 
 
 # Leaves
