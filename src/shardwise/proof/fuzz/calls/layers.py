@@ -34,8 +34,8 @@ def normalised(d: Draw) -> str:
     weight, bias = d.fit(shape, x.dtype), d.fit(shape, x.dtype)
     text = d.way(NORMS).format(x=x, s=shape, w=weight, b=bias)
     rows = x.value.detach().flatten(-len(shape))
-    if "eps" not in text and rows.shape[-1] > 1 and (rows.var(-1) < VARIANCE).any():
-        raise Refused("numbers that are all the same: torch divides what is rounding by the root of eps")
+    if "eps" not in text and (rows.var(-1, correction=0) < VARIANCE).any():
+        raise Refused("one number, or the same ones: torch divides what is rounding by the root of eps")
     return text
 
 
