@@ -152,9 +152,14 @@ def test_gradients_that_are_kept_for_the_sake_of_another_are_not_drawn() -> None
 
 
 def test_results_in_formulas_that_are_watched_in_gradients_of_gradients_are_not_drawn() -> None:
-    reductions = ("v1 = x1.norm()", "v1 = x1.flatten().logsumexp(0)", "v1 = x1.std()")
+    reductions = (
+        "v1 = x1.norm()",
+        "v1 = x1.flatten().logsumexp(0)",
+        "v1 = x1.std()",
+        "v1 = x1.flatten()[:1].logcumsumexp(0)",
+    )
     for first, fits in (*((text, False) for text in reductions), ("v1 = x1.sum()", True)):
-        made = drawn(X, first, "v2, = torch.autograd.grad(v1.sin(), [x1], create_graph=True)")
+        made = drawn(X, first, "v2, = torch.autograd.grad(v1.sin().sum(), [x1], create_graph=True)")
         assert made.add(lambda d: Line("v1.retain_grad()")) == fits
 
 
