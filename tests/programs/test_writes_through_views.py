@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.dispatch.aliasing.copied_views import CopiedView
 from shardwise.errors import InPlaceError
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
@@ -290,6 +291,32 @@ def test_a_refused_write_has_written_nothing() -> None:
     with pytest.raises(InPlaceError):
         view.add_(1)
     assert torch.equal(view.full_tensor(), before)
+
+
+REPEATS: list[Callable[[Tensor], Tensor]] = [
+    *(lambda e: e[1:], lambda e: e[1, 1], lambda e: e[1].diagonal(), lambda e: e[:1, 1]),
+    *(lambda e: e[:, 1][1:], lambda e: e.select(1, 1)[:1], lambda e: e.flatten(1)[1:]),
+]
+
+
+@pytest.mark.parametrize("placement", [S(0), S(1), P("max"), R], ids=str)
+@pytest.mark.parametrize("view", range(len(REPEATS)))
+def test_a_write_to_one_of_the_repeats_of_an_expanded_tensor_reaches_all(view: int, placement: sw.Placement) -> None:
+    """Or is refused: a copy need not repeat itself in memory."""
+    take, expected = REPEATS[view], normal(4, 3)
+    d = place(expected.clone(), placement)
+    expanded = d.expand(2, 4, 3)
+    part = take(expanded)
+    if isinstance(part, CopiedView) and view > 3:
+        with pytest.raises(InPlaceError):
+            part.mul_(3)
+    else:
+        part.mul_(3)
+        take(expected.expand(2, 4, 3)).mul_(3)
+    assert torch.equal(d.full_tensor(), expected)
+    assert torch.equal(expanded.full_tensor(), expected.expand(2, 4, 3))
+    assert torch.equal(part.full_tensor(), take(expected.expand(2, 4, 3)))
+    assert not isinstance(part, CopiedView) or placement in (S(0), S(1))
 
 
 def test_views_are_still_watched_after_a_refused_write() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,8 +15,8 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.proof.fuzz.calls.layers import batch_norm
-from shardwise.proof.fuzz.calls.writes import is_recorded, refuse_overlap
+from shardwise.proof.fuzz.calls.layers import batch_norm, normalised
+from shardwise.proof.fuzz.calls.writes import indexed, is_recorded, refuse_overlap
 from shardwise.proof.fuzz.command import Result, classes_of, smallest
 from shardwise.proof.fuzz.draw import MESHES, Draw, Refused, Var, mesh_of
 from shardwise.proof.fuzz.families import FAMILIES, draw
@@ -115,6 +116,20 @@ def test_writes_that_change_what_they_have_yet_to_read_are_not_drawn() -> None:
     for source in (x[:, 0], x[-1, :1].expand(4)):
         with pytest.raises(Refused, match="overlap"):
             refuse_overlap(x[-1], source)
+    with pytest.raises(Refused, match="overlap"):
+        refuse_overlap(x[-1], x[-1], by_index=True)
+
+
+def test_rows_are_not_added_to_what_they_are_read_from() -> None:
+    texts = []
+    for seed in range(80):
+        made = drawn(Leaf("x1", (4,), torch.float64, (sw.Shard(0),), 1), "v1 = x1[:]", "v2 = x1[::2]")
+        made.count = 9
+        made.chance.seed(seed)
+        with suppress(Refused):
+            texts.append(indexed(made).text)
+    added = [text.partition("index_add_")[2] for text in texts if "index_add_" in text]
+    assert added and not any(re.search(r"\b(x1|v1|v2)\b", text) for text in added)
 
 
 def test_gradients_that_share_memory_are_not_drawn() -> None:
@@ -137,9 +152,14 @@ def test_gradients_that_are_kept_for_the_sake_of_another_are_not_drawn() -> None
 
 
 def test_results_in_formulas_that_are_watched_in_gradients_of_gradients_are_not_drawn() -> None:
-    reductions = ("v1 = x1.norm()", "v1 = x1.flatten().logsumexp(0)", "v1 = x1.std()")
+    reductions = (
+        "v1 = x1.norm()",
+        "v1 = x1.flatten().logsumexp(0)",
+        "v1 = x1.std()",
+        "v1 = x1.flatten()[:1].logcumsumexp(0)",
+    )
     for first, fits in (*((text, False) for text in reductions), ("v1 = x1.sum()", True)):
-        made = drawn(X, first, "v2, = torch.autograd.grad(v1.sin(), [x1], create_graph=True)")
+        made = drawn(X, first, "v2, = torch.autograd.grad(v1.sin().sum(), [x1], create_graph=True)")
         assert made.add(lambda d: Line("v1.retain_grad()")) == fits
 
 
@@ -167,6 +187,20 @@ def test_strided_weights_of_batch_norms_are_not_drawn() -> None:
             texts.append(str(batch_norm(made)))
     assert any("v1, training" in text or "v1, eps" in text for text in texts)  # biases are
     assert not any("v1, x" in text or "v1, v" in text for text in texts)
+
+
+def test_norms_of_one_number_and_of_equal_ones_are_drawn_only_where_rounding_does_not_grow() -> None:
+    texts = []
+    for row in ("x1[:, :1].expand(3, 4)", "x1[:, :1]", "x1"):
+        for seed in range(60):
+            made = drawn(X, f"v1 = {row}.clone()")
+            made.count = 9
+            made.chance.seed(seed)
+            with suppress(Refused):
+                texts.append((row, str(normalised(made))))
+    texts = [(row, text) for row, text in texts if re.search(r"_norm\(v1, \(\d,", text) and "(3," not in text]
+    assert len({row for row, _ in texts}) == 3
+    assert {row for row, text in texts if "eps" not in text} == {"x1"}
 
 
 # Leaves

@@ -88,10 +88,11 @@ class ViewOf:
         self.args, self.kwargs, self.position = args[1:], kwargs or {}, position
         self.recorded = torch.is_grad_enabled()
 
-    @property
-    def leads_back(self) -> bool:
-        """Not if the view depends on the strides of its source."""
-        return self.function not in (None, Tensor.as_strided, torch.as_strided)
+    def leads_back(self, copy: Tensor) -> bool:
+        """Not if the view depends on the strides of its source; nor if that repeats in memory what the view shows: a
+        copy need not, and what is written to one of the repeats would not be written to the others."""
+        known = self.function not in (None, Tensor.as_strided, torch.as_strided)
+        return known and not (_repeated(copy) and _repeated(self.source))
 
     def again(self) -> DTensor:
         """The view of its source as that is now."""
@@ -224,7 +225,7 @@ def _root(x: Tensor, name: str) -> Tensor:
     """Where a write to a tensor gets in the end: there it must be possible."""
     root, copy, recorded = x, _copy_in(x), True
     while copy is not None:
-        if not copy._view_of.leads_back:
+        if not copy._view_of.leads_back(copy):
             raise InPlaceError(
                 f"{name} would write to a view of a DTensor that had to be a copy, because its data came from other "
                 f"ranks, and the write would be lost. Nothing was changed; write to the tensor itself, or redistribute "
@@ -342,10 +343,14 @@ def renew(x: Any) -> None:
 
 def _once(x: Tensor, target: Tensor) -> Tensor:
     """What is to be written to a target, without the repeats of one that is expanded: those cannot be written to."""
-    for dim, (step, size) in enumerate(zip(target.stride(), target.shape)):
-        if step == 0 and size > 1:
-            x = x.narrow(dim, 0, 1)
+    for dim in _repeated(target):
+        x = x.narrow(dim, 0, 1)
     return x
+
+
+def _repeated(x: Tensor) -> list[int]:
+    """The dims along which a tensor is expanded."""
+    return [dim for dim, (step, size) in enumerate(zip(x.stride(), x.shape)) if step == 0 and size > 1]
 
 
 def _take_again(copy: Any) -> None:

@@ -53,11 +53,12 @@ def is_recorded(d: Draw, x: Var) -> bool:
     return any(values[name].requires_grad for name in near & values.keys())
 
 
-def refuse_overlap(target: Tensor, source: Tensor) -> None:
-    """Raise if a write changes what it has yet to read: what comes of it is torch's own affair."""
+def refuse_overlap(target: Tensor, source: Tensor, *, by_index: bool = False) -> None:
+    """Raise if a write changes what it has yet to read: what comes of it is torch's own affair. What goes element by
+    element may read what it writes, what goes by an index reads it in another place."""
     if target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
         written, read = _places(target), _places(source)
-        if written != read and not set(written).isdisjoint(read):
+        if (by_index or written != read) and not set(written).isdisjoint(read):
             raise Refused("source and target overlap")
 
 
@@ -93,6 +94,9 @@ def indexed(d: Draw) -> Line:
     first = d.index((1,), x.shape[0])
     one = d.fit((1, *x.shape[1:]), x.dtype)
     text = d.way(INDEXED).format(x=x, d=dim, i=index, s=source, m=d.mask(x.shape), c=d.number(), j=first, t=one)
+    for read in (source, one):
+        if read in text.removeprefix(x):
+            refuse_overlap(x.value, read.value, by_index=True)
     return d.maybe_unrecorded(text)
 
 
