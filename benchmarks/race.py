@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
+import fcntl
 import gc
 import os
 import platform
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -71,15 +73,28 @@ def race(
     gc.collect()
     gc.freeze()  # collections then cost what the calls leave behind, not what torch's import did
     try:
-        for _ in range(num_rounds):
-            chance.shuffle(order)
-            for name in order:
-                for _ in range(WARM_UP_CALLS):
-                    calls[name]()
-                samples[name].append(clock(calls[name], sizes[name]))
+        with taking_turns():
+            for _ in range(num_rounds):
+                chance.shuffle(order)
+                for name in order:
+                    for _ in range(WARM_UP_CALLS):
+                        calls[name]()
+                    samples[name].append(clock(calls[name], sizes[name]))
     finally:
         gc.unfreeze()
     return {name: Timing(tuple(s)) for name, s in samples.items()}
+
+
+@contextlib.contextmanager
+def taking_turns() -> Iterator[None]:
+    """Benchmarks that run side by side, so that one compiles while another measures, name one file in RACE_LOCK: only
+    one of them measures at a time."""
+    if "RACE_LOCK" not in os.environ:
+        yield
+        return
+    with open(os.environ["RACE_LOCK"], "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def slice_size(call: Call, clock: Clock) -> int:

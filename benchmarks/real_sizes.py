@@ -262,9 +262,9 @@ def summary(results: list[Result], failures: list[str]) -> str:
     return f"Limits: {verdicts.count('pass')} pass, {verdicts.count('MISS')} MISS{failed}."
 
 
-def write_report(results: list[Result], tables: list[Table], bench: Bench, rank: int) -> Path:
+def write_report(results: list[Result], tables: list[Table], bench: Bench, rank: int, folder: Path) -> Path:
     today = datetime.date.today().isoformat()
-    path = Path(__file__).parent / "results" / f"real-sizes-{today}.md"
+    path = folder / f"real-sizes-{today}.md"
     dtype = bench.case(results[0].size, results[0].variant).dtype
     text = [
         f"# A tensor-parallel block at real sizes, {today}\n",
@@ -308,12 +308,15 @@ def quieten_torch() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true", help="write a dated report")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="the folder of the report")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     parser.add_argument("--profile", action="store_true", help="compare the kernels of one size instead")
     parser.add_argument("--check", action="store_true", help="exit with 1 if Shardwise misses a limit or fails")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can run, for trying this out")
-    parser.add_argument("--size", type=int, help="only the size of this number, from 0")
+    parser.add_argument(
+        "--size", type=int, action="append", help="only the size of this number, from 0; may be repeated"
+    )
     parser.add_argument("--rounds", type=int, default=25, help="interleaved rounds per measurement")
     # Not 0 by default: that one keeps what others must mask.
     parser.add_argument("--rank", type=int, default=1, choices=range(NUM_RANKS))
@@ -327,7 +330,7 @@ def main() -> int:
     console = Console()
     console.width = max(console.width, 150)
     sizes = TINY if options.tiny else SIZES
-    sizes = sizes if options.size is None else (sizes[options.size],)
+    sizes = sizes if options.size is None else tuple(sizes[number] for number in options.size)
     if options.profile:
         with fake_mesh(options.rank, options.device) as mesh:
             show_kernels(Bench(mesh, options.rounds), sizes[0], console)
@@ -344,6 +347,8 @@ def main() -> int:
             results += measured
             tables.append(table_of(measured))
             tables[-1].print(console)
+            if options.write:  # after each size, so that a run that is cut short has what it has measured
+                path = write_report(results, tables, bench, options.rank, options.out)
             gc.collect()
     console.print(summary(results, bench.failures))
     for failure in bench.failures:
@@ -351,8 +356,7 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(raw(results, bench, options.rank)))
     if options.write:
-        path = write_report(results, tables, bench, options.rank)
-        console.print(f"written: {path.relative_to(Path(__file__).parent.parent)}")
+        console.print(f"written: {path}")
     failed = any(TORCH not in failure for failure in bench.failures)
     return int(options.check and (failed or any(verdict(result) == "MISS" for result in results)))
 
