@@ -344,8 +344,8 @@ def ops_named(*names: str) -> tuple[str, ...]:
 COPIES = ops_named("clone", "copy_")
 COPY_KERNELS = ("*copy*", "Memcpy*", "Memset*", "*FillFunctor*")
 CHECK = ops_named(
-    *("lt", "ge", "le", "ne", "any", "bitwise_and", "bitwise_not", "bitwise_or", "index", "nonzero"),
-    *("_local_scalar_dense", "_to_copy", "new_full", "fill_"),
+    *("lt", "ge", "le", "eq", "ne", "any", "bitwise_and", "bitwise_not", "bitwise_or", "index", "nonzero", "aminmax"),
+    *("_local_scalar_dense", "_to_copy", "new_full", "fill_", "masked_fill", "masked_fill_"),
 )
 """How ranks find out on the CPU whether somebody has an index that torch would refuse."""
 SUMS = ops_named("mean", "sum", "div", "div_", "mul", "neg", "cat", "stack")
