@@ -341,3 +341,14 @@ def extrema_keep_nans_infinities_and_signs(mesh: Any) -> None:
             spread = sw.DTensor.from_local(d.to_local(), mesh, [sw.Partial(op)], run_check=False)
             expected = (torch.amax if op == "max" else torch.amin)(x, 0, keepdim=True)
             torch.testing.assert_close(spread.full_tensor(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@body(2)
+def gradients_of_what_counts_once_share_no_memory(mesh: Any) -> None:
+    for edge in (4, 300):  # large ones share memory on the way there
+        one, two = (leaf(doubles(edge, edge), mesh, [R]) for _ in range(2))
+        (one.redistribute(placements=[P]) + two.redistribute(placements=[P])).square().sum().backward()
+        assert one.grad is not None and two.grad is not None
+        before = two.grad.full_tensor().clone()
+        one.grad.mul_(3)
+        assert torch.equal(two.grad.full_tensor(), before)

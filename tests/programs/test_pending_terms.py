@@ -151,6 +151,18 @@ def test_an_extremum_in_a_checkpoint(op: str) -> None:
     same(program, normal(4, 3), P(op))
 
 
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_a_checkpoint_that_saves_nothing_recomputes_nothing(op: str) -> None:
+    def program(x: Tensor) -> Tensor:
+        out = checkpoint(lambda a: torch.lerp(a, a, -0.5), x, use_reentrant=False)
+        with torch.no_grad():
+            x.mul_(2)
+        out.sum().backward()
+        return out.detach()
+
+    same(program, normal(4, 3), P(op))
+
+
 def test_gradients_of_products() -> None:
     def program(x: Tensor) -> Tensor:
         y = x.prod(0)

@@ -20,7 +20,7 @@ from shardwise.redistribute.averages import finish, prepare
 from shardwise.redistribute.backward.buckets import FIRST
 from shardwise.redistribute.backward.deferred_gradients import SECOND_ORDER, deferred, is_parameter, leaf_of
 from shardwise.redistribute.backward.double_backward import anchored, left_behind
-from shardwise.redistribute.backward.ownership import bare_function, is_ours
+from shardwise.redistribute.backward.ownership import bare_function, is_ours, own_node
 from shardwise.redistribute.backward.reach import PREPARED
 from shardwise.redistribute.cost import group_size
 from shardwise.redistribute.kernels import KERNELS, STARTS, run_move
@@ -31,7 +31,6 @@ from shardwise.redistribute.transitions import Move, Typed
 _disabled = torch._C.DisableTorchFunctionSubclass
 _grad_enabled = torch._C.is_grad_enabled
 _size = torch._C.TensorBase.size
-_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def run_path(x: Tensor, moves: Sequence[Move]) -> Tensor:
@@ -85,14 +84,10 @@ def _linear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
     if move.is_identity:
         return shards
     out = differentiable(move)(*shards)
-    return tuple(map(_with_own_node, out)) if out.__class__ is tuple else (out,)
-
-
-def _with_own_node(x: Tensor) -> Tensor:
-    """A shard of the simulator's that is one of several results of its node. After a write to a view of such a result,
-    torch looks for the gradient that it retains in the place of the first one, and dies. Of the first, too, or
-    `torch.autograd.grad` would hand out what its hooks returned where that of other ranks is what they were given."""
-    return _unsafe_view(x, _size(x))
+    # The simulator's shards are several results of one node. After a write to a view of such a result, torch looks for
+    # the gradient that it retains in the place of the first one, and dies. Of the first, too, or `torch.autograd.grad`
+    # would hand out what its hooks returned where that of other ranks is what they were given.
+    return tuple(map(own_node, out)) if out.__class__ is tuple else (out,)
 
 
 def node_of_move(x: Tensor, num_ranks: int) -> Any:
@@ -304,7 +299,7 @@ def _nonlinear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
     if move.wire_op == "product":
         return _product(move, shards)
     out = _Extremum.apply(move, *shards)
-    return tuple(map(_with_own_node, out)) if out.__class__ is tuple else (out,)
+    return tuple(map(own_node, out)) if out.__class__ is tuple else (out,)
 
 
 class _Extremum(torch.autograd.Function):
@@ -318,21 +313,21 @@ class _Extremum(torch.autograd.Function):
         ctx.move, ctx.num_ranks = move, len(shards)
         if any(ctx.needs_input_grad):  # nothing that may be written to before the gradient comes
             scattered = move.kind == "reduce_scatter"  # then what a rank gets is not what it is to be compared with
-            saved = [x.clone() for x in (*shards, *out)] if scattered else map(_attains, shards, out)
-            ctx.save_for_backward(*saved)
+            # Kept beside what autograd saves: torch keeps nothing here, and a checkpoint would recompute it.
+            ctx.kept = [x.clone() for x in (*shards, *out)] if scattered else [*map(_attains, shards, out)]
         return out[0] if len(out) == 1 else tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         forget(ctx.move.source.layout.mesh)
-        move, saved = ctx.move, ctx.saved_tensors  # here a checkpoint recomputes, and with DTensors
+        move, kept = ctx.move, ctx.kept
         with _disabled():
             pending = move.source.dual()  # what the gradient of a pending value is: one copy per rank
             back = Move(move.target.dual(), pending, move.axes)
             if move.kind == "reduce_scatter":
-                saved = tuple(map(_attains, saved[: ctx.num_ranks], run_move(back, saved[ctx.num_ranks :])))
+                kept = [*map(_attains, kept[: ctx.num_ranks], run_move(back, kept[ctx.num_ranks :]))]
             spread = recorded(back, grads) if _grad_enabled() else transition(back, grads)
-            hits = [hit.to(g.dtype) for hit, g in zip(saved, spread, strict=True)]
+            hits = [hit.to(g.dtype) for hit, g in zip(kept, spread, strict=True)]
             mesh = move.source.layout.mesh
             ties = mesh.port.all_reduce(hits, mesh, move.axes, "sum")
             return None, *(g * hit / tie for g, hit, tie in zip(spread, hits, ties, strict=True))

@@ -1,6 +1,6 @@
 """R → P on one rank: a value that counts once. The rank that contributes it has the value, the others have zeros.
 
-Each has a node of C++ that passes the gradient on, on every rank alike, so that gradients add up in the same order.
+Each has a node that passes the gradient on as it is, on every rank alike, so that gradients add up in the same order.
 They are no views: a tensor that keeps one, as it keeps what it was moved to, would never be freed.
 """
 
@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from shardwise.redistribute.backward.deferred_gradients import SECOND_ORDER
-from shardwise.redistribute.backward.ownership import bare_function
+from shardwise.redistribute.backward.ownership import bare_function, own_node
 from shardwise.redistribute.transitions import Move
 
 _grad_enabled = torch._C.is_grad_enabled
 _numel = torch._C.TensorBase.numel
 _size = torch._C.TensorBase.size
-_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def masking(move: Move) -> Callable[[Tensor], Tensor]:
@@ -55,7 +54,7 @@ def zeros_without_memory(x: Tensor) -> Tensor:
 
 
 def _kept(x: Tensor) -> Tensor:
-    return _unsafe_view(x, _size(x)) if _is_large(x) else x.clone(memory_format=torch.contiguous_format)
+    return own_node(x) if _is_large(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _silenced(x: Tensor) -> Tensor:
@@ -68,7 +67,7 @@ def _silenced(x: Tensor) -> Tensor:
 
 def placeholder(x: Tensor) -> Tensor:
     """Zeros in the place of a shard in the graph."""
-    out = _unsafe_view(x, _size(x))
+    out = own_node(x)
     out.data = zeros_without_memory(out)
     return out
 

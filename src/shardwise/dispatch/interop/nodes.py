@@ -22,7 +22,6 @@ from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _Function = torch._C._FunctionBase
-_OWN = "UnsafeViewBackward0", "OwnNodeBackward"
 _get_grad_fn = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
 
@@ -47,7 +46,7 @@ def _behind_aliases(node: Node) -> Node:
     own: nothing to users."""
     while (following := next((found for found, _ in node.next_functions), None)) is not None:
         name = node.name()
-        if not (name == "AliasBackward0" or (name in _OWN and isinstance(following, _Function))):
+        if not (name == "AliasBackward0" or (name == "OwnNodeBackward" and isinstance(following, _Function))):
             break
         node = following
     return node

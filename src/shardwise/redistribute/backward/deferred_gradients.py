@@ -170,14 +170,14 @@ def _passes_on(node: Any) -> bool:
     if isinstance(move, Move):
         return move.dual.kind == "nothing"
     name = node.name()
-    if name == "UnsafeViewBackward0" and isinstance(getattr(node.next_functions[0][0], "move", None), Move):
+    if name == "OwnNodeBackward" and isinstance(getattr(node.next_functions[0][0], "move", None), Move):
         return True
     return name == "AliasBackward0" or (name in _COPIES and SECOND_ORDER in node.metadata)
 
 
-_COPIES = ("CloneBackward0", "UnsafeViewBackward0")
-"""Nodes of torch's that stand for a move whose backward does nothing, where they are marked as such. (Others that are
-marked did not only move something: they made what was then reduced in place.)"""
+_COPIES = ("CloneBackward0", "OwnNodeBackward")
+"""Nodes that stand for a move whose backward does nothing, where they are marked as such. (Others that are marked did
+not only move something: they made what was then reduced in place.)"""
 
 
 def flush(meshes: Sequence[Mesh]) -> None:

@@ -35,7 +35,12 @@ def bare_function(
     return super(_SingleLevelFunction, function).apply
 
 
-own_node = bare_function(lambda ctx, x: x.detach(), lambda ctx, grad: grad, "OwnNode")
+def _detached(ctx: Any, x: Tensor) -> Tensor:
+    ctx.set_materialize_grads(False)  # no gradient is passed on as none
+    return x.detach()
+
+
+own_node = bare_function(_detached, lambda ctx, grad: grad, "OwnNode")
 """The same memory under a node of its own. The version is shared: a write to what a backward pass needs is noticed."""
 
 Counts = tuple[int, ...]
