@@ -11,16 +11,17 @@ layouts alone; by hand they are Megatron's functions, a cross entropy over the v
 of every weight. By hand, compiled: forward and backward by one torch.compile, the optimizer's step (AdamW, foreach) by
 another, and gathers by torch's functional one: torch 2.11 compiled a gather into given memory without its gradient, and
 a third of the products of matrices was missing. So its gradients are compared with those of what is not compiled.
-The systems take turns in short slices; a ratio is the median of the ratios within the rounds.
+The systems take turns in short slices; a ratio is the median of the ratios within the rounds. Each has a process of its
+own, and all compile at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import gc
 import itertools
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
+from apart import Apart, Made, clock_apart
 from on_device import clock_of
 from race import Call, Table, Timing, race, seconds
 from real_models import PLAIN, SHARDWISE, with_parameters
@@ -327,65 +329,86 @@ def collectives_of(system: str, call: Call) -> int | None:
 # --- The report ---
 
 
-def measured(case: Case, num_rounds: int, failures: list[str]) -> tuple[dict[str, Timing], dict[str, int | None]]:
-    calls: dict[str, Call] = {}
-    for name, make in SYSTEMS.items():
+@dataclass(frozen=True)
+class About:
+    """What a process says of its system: how many collectives a step has, and what is wrong with it."""
+
+    collectives: int | None
+    remarks: list[str]
+
+
+def made(system: str, way: str, device: str, tiny: bool) -> Made:
+    torch.set_num_threads(1)
+    quieten_torch()
+    warnings.simplefilter("ignore")
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=BATCHES * TENSOR)
+    mesh = init_device_mesh(device, (BATCHES, TENSOR), mesh_dim_names=("batch", "tp"))
+    call = SYSTEMS[system](Case(TINY if tiny else SIZE, mesh, WAYS[way]))
+    for _ in range(6):
+        call()
+    return call, clock_of(torch.device(device)), About(collectives_of(system, call), remarks)
+
+
+def ready(systems: dict[str, Apart], until: float, said: list[str]) -> dict[str, About]:
+    """What those say of themselves that can be measured."""
+    found = {}
+    for name, call in systems.items():
         try:
-            call = make(case)
-            for _ in range(6):
-                call()
-            if case.device.type == "cuda":
-                torch.cuda.synchronize()
-        except Exception as error:  # whatever a system under test raises
-            failures.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            found[name] = call.wait(until)
+        except RuntimeError as error:
+            said.append(f"could not be run: {name}: {error}")
         else:
-            calls[name] = call
-    sent = {name: collectives_of(name, call) for name, call in calls.items()}
-    return race(calls, num_rounds=num_rounds, clock=clock_of(case.device)), sent
+            said += found[name].remarks
+    return found
 
 
-def table_of(way: str, case: Case, timings: dict[str, Timing], sent: dict[str, int | None]) -> Table:
+def table_of(way: str, size: Size, timings: dict[str, Timing], about: dict[str, About]) -> Table:
     rows = []
     for name, timing in timings.items():
         ratios = {to: timing.ratio_to(timings[to]) for to in (PLAIN, COMPILED) if to in timings}
         judged = ("", "")
         if name == CAPTURED and COMPILED in ratios:
             judged = f"≤ {LIMIT} x {COMPILED}", "pass" if ratios[COMPILED] <= LIMIT else "MISS"
-        count = "-" if sent[name] is None else f"{sent[name]}"
+        count = "-" if about[name].collectives is None else f"{about[name].collectives}"
         each = (f"{ratios[to]:.3f}" if to in ratios else "-" for to in (PLAIN, COMPILED))
         rows.append((name, seconds(timing.median), count, *each, *judged))
     columns = ("system", "time", "collectives", f"x {PLAIN}", f"x {COMPILED}", "limit", "")
-    return Table(f"{way}: {case.size}, train step", columns, rows)
+    return Table(f"{way}: {size}, train step", columns, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true", help="write a dated report")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="the folder of the report")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can run, for trying this out")
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--patience", type=float, default=600, help="seconds in which systems must be compiled")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    quieten_torch()
-    warnings.simplefilter("ignore")
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=BATCHES * TENSOR)
-    mesh = init_device_mesh(options.device, (BATCHES, TENSOR), mesh_dim_names=("batch", "tp"))
-    console, failures, tables = Console(width=150), list[str](), []
-    for way, fully_sharded in WAYS.items():
-        case = Case(TINY if options.tiny else SIZE, mesh, fully_sharded)
-        tables.append(table_of(way, case, *measured(case, options.rounds, failures)))
-        tables[-1].print(console)
-        torch.compiler.reset()
-        gc.collect()
-    for failure in [*(f"could not be run: {failure}" for failure in failures), *remarks]:
-        console.print(failure, style="yellow", markup=False)
-    if options.write:
-        today = datetime.date.today()
-        text = [f"# A captured GPT on a GPU, {today}\n", f"{versions(torch.device(options.device))}.\n"]
-        text += [*(table.markdown() for table in tables), *(f"- could not be run: {x}" for x in failures)]
-        text += [f"- {remark}" for remark in remarks]
-        (Path(__file__).parent / "results" / f"captured-gpt-gpu-{today}.md").write_text("\n".join(text))
-    dist.destroy_process_group()
+    until = time.monotonic() + options.patience
+    ways = {way: {name: Apart(made, name, way, options.device, options.tiny) for name in SYSTEMS} for way in WAYS}
+    console, said, tables = Console(width=150), list[str](), []
+    try:
+        for way, systems in ways.items():
+            about = ready(systems, until, said)
+            calls: dict[str, Call] = {name: systems[name] for name in about}
+            timings = race(calls, num_rounds=options.rounds, clock=clock_apart)
+            tables.append(table_of(way, TINY if options.tiny else SIZE, timings, about))
+            tables[-1].print(console)
+            if options.write:  # after each, so that a run that is cut short has what it has measured
+                write(options, tables, said)
+    finally:
+        for call in (call for systems in ways.values() for call in systems.values()):
+            call.close()
+    for remark in said:
+        console.print(remark, style="yellow", markup=False)
+
+
+def write(options: argparse.Namespace, tables: list[Table], said: list[str]) -> None:
+    today = datetime.date.today()
+    text = [f"# A captured GPT on a GPU, {today}\n", f"{versions(torch.device(options.device))}.\n"]
+    text += [*(table.markdown() for table in tables), *(f"- {remark}" for remark in said), ""]
+    (options.out / f"captured-gpt-gpu-{today}.md").write_text("\n".join(text))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ One process is rank 1 of 8 in torch's fake process group, whose collectives retu
 numbers are right, tests/gpu/test_losses.py proves. The systems take turns in short slices, each round in another
 order; a ratio is the median of the ratios within the rounds. "A read and a write" copies the local logits. Extra memory
 is what a call adds at its peak to what was there before it, gradients included. Captured, a loss and its backward pass
-are a CUDA graph, which the host does not slow. A missed target prints MISS; the exit status stays 0.
+are a CUDA graph, which the host does not slow. Most of the time is the compilers': so several processes share the
+work, and one at a time measures. A missed target prints MISS; the exit status stays 0.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import argparse
 import contextlib
 import datetime
 import importlib
+import multiprocessing
+import os
 import platform
 import sys
 import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -261,6 +265,8 @@ def shapes(bench: Bench, cases: tuple[tuple[int, int], ...]) -> Table:
             systems = losses(bench, rows, classes, dtype, None)
             shown = [name for name in SHOWN if name != OURS_CAPTURED or rows * classes < HOST_BOUND]
             systems = bench.runnable({name: systems[name] for name in (COPY, PLAIN, *shown)})
+            if bench.device.type == "cuda":
+                torch.cuda.empty_cache()  # others need room, too
             timings = bench.times(systems)
             ratios = {name: timing.ratio_to(timings[COPY]) for name, timing in timings.items()}
             table.append(
@@ -361,59 +367,104 @@ def growth(bench: Bench, tokens: tuple[int, ...], classes: int, width: int) -> T
 # The command
 
 
+@dataclass(frozen=True)
+class Job:
+    """What one process measures."""
+
+    kind: str
+    options: argparse.Namespace
+    liger: Path | None
+    shapes: tuple[tuple[int, int], ...] = ()
+
+    def tables(self, bench: Bench) -> list[Table]:
+        tiny, liger = self.options.tiny, None
+        if self.liger is not None:
+            sys.path.insert(0, str(self.liger))
+            liger = importlib.import_module("liger_kernel")
+        case = (64, 1000) if tiny else CASE
+        width, tokens = (32, (64, 128)) if tiny else (WIDTH, TOKENS)
+        if self.kind == "loss":
+            return [cross_entropies(bench, case, liger)]
+        if self.kind == "head":
+            return [head_table(bench, case, width, liger), growth(bench, tokens, case[1], width)]
+        return [shapes(bench, self.shapes)]
+
+
+def measured(job: Job) -> tuple[list[Table], list[str]]:
+    """Its tables, and what could not be run."""
+    warnings.filterwarnings("ignore", message=".*DTensor.*")
+    torch.set_num_threads(1)
+    with fake_world(RANK, NUM_RANKS):
+        mesh = init_device_mesh(job.options.device, (NUM_RANKS,), mesh_dim_names=("tp",))
+        bench = Bench(mesh, job.options.rounds)
+        return job.tables(bench), bench.failures
+
+
+def jobs_of(options: argparse.Namespace, liger: Path | None) -> list[Job]:
+    cases = ((8, 100), (16, 257)) if options.tiny else SHAPES
+    n = options.jobs
+    parts = [Job("shapes", options, None, cases[at::n]) for at in range(n) if cases[at::n]]
+    return [Job("loss", options, liger), Job("head", options, liger), *parts]
+
+
+def joined(tables: list[Table]) -> list[Table]:
+    """Tables of one title as one, with rows in the order of the shapes."""
+    found: dict[str, Table] = {}
+    for table in tables:
+        before = found.get(table.title)
+        found[table.title] = table if before is None else replace(before, rows=before.rows + table.rows)
+    order = [f"{rows} × {classes:,}" for rows, classes in SHAPES]
+    for table in found.values():
+        table.rows.sort(key=lambda row: order.index(row[0]) if row[0] in order else 0)
+    return sorted(found.values(), key=lambda table: table.title)
+
+
 @contextlib.contextmanager
-def unpacked(wheel: Path | None) -> Iterator[Any]:
-    """The library in a wheel, or in a folder: Triton reads the source of its programs from files."""
+def unpacked(wheel: Path | None) -> Iterator[Path | None]:
+    """The folder that a library is in, unpacked: Triton reads the source of its programs from files."""
     with tempfile.TemporaryDirectory() as folder:
         if wheel is not None and wheel.is_file():
             zipfile.ZipFile(wheel).extractall(folder)
-        sys.path.insert(0, folder if wheel is None or wheel.is_file() else str(wheel))
-        try:
-            yield None if wheel is None else importlib.import_module("liger_kernel")
-        finally:
-            sys.path.pop(0)
+        yield Path(folder) if wheel is not None and wheel.is_file() else wheel
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write a dated report")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="the folder of the report")
     parser.add_argument("--liger", type=Path, help="the wheel of liger-kernel, or a folder with its contents")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can run, for trying this out")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per measurement")
+    parser.add_argument("--jobs", type=int, default=5, help="processes for the table of shapes; two more do the rest")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", message=".*DTensor.*")
-    case, others = ((64, 1000), ((8, 100), (16, 257))) if options.tiny else (CASE, SHAPES)
-    width, tokens = (32, (64, 128)) if options.tiny else (WIDTH, TOKENS)
-    with fake_world(RANK, NUM_RANKS):
-        bench = Bench(init_device_mesh(options.device, (NUM_RANKS,), mesh_dim_names=("tp",)), options.rounds)
-        console, tables = Console(width=140), []
-        with unpacked(options.liger) as liger:
-            for made in (
-                partial(cross_entropies, bench, case, liger),
-                partial(shapes, bench, others),
-                partial(head_table, bench, case, width, liger),
-                partial(growth, bench, tokens, case[1], width),
-            ):
-                tables.append(made())
-                tables[-1].print(console)
-        for failure in bench.failures:
-            console.print(f"could not be run: {failure}", style="yellow", markup=False)
-        if options.write:
-            write(bench, tables)
+    console, tables, failures = Console(width=180), list[Table](), list[str]()
+    with tempfile.NamedTemporaryFile() as lock, unpacked(options.liger) as liger:
+        os.environ.setdefault("RACE_LOCK", lock.name)
+        jobs = jobs_of(options, liger)
+        with ProcessPoolExecutor(len(jobs), multiprocessing.get_context("spawn")) as pool:
+            for done in as_completed([pool.submit(measured, job) for job in jobs]):
+                found, failed = done.result()
+                tables, failures = joined([*tables, *found]), [*failures, *failed]
+                for table in found:
+                    table.print(console)
+                if options.write:  # as they come, so that a run that is cut short has what it has measured
+                    write(options, tables, failures)
+    for failure in failures:
+        console.print(f"could not be run: {failure}", style="yellow", markup=False)
 
 
-def write(bench: Bench, tables: list[Table]) -> None:
+def write(options: argparse.Namespace, tables: list[Table], failures: list[str]) -> None:
     today = datetime.date.today()
-    device = torch.cuda.get_device_name() if bench.device.type == "cuda" else "CPU"
-    triton: Any = importlib.import_module("triton") if bench.device.type == "cuda" else None
+    on_cuda = options.device == "cuda"
+    device = torch.cuda.get_device_name() if on_cuda else "CPU"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    versions += "" if triton is None else f", Triton {triton.__version__}"
+    versions += f", Triton {importlib.import_module('triton').__version__}" if on_cuda else ""
     text = f"# Losses over a sharded vocabulary, {today}\n\n{versions}, {device}; rank {RANK} of {NUM_RANKS} in a fake "
-    text += f"group; {bench.num_rounds} interleaved rounds.\n\n" + "\n".join(table.markdown() for table in tables)
-    if bench.failures:
-        text += "\n## Could not be run\n\n" + "\n".join(f"- {failure}" for failure in bench.failures) + "\n"
-    (Path(__file__).parent / "results" / f"loss-gpu-{today}.md").write_text(text)
+    text += f"group; {options.rounds} interleaved rounds.\n\n" + "\n".join(table.markdown() for table in tables)
+    if failures:
+        text += "\n## Could not be run\n\n" + "\n".join(f"- {failure}" for failure in failures) + "\n"
+    (options.out / f"loss-gpu-{today}.md").write_text(text)
 
 
 if __name__ == "__main__":
