@@ -83,6 +83,19 @@ def test_what_is_looked_up_may_be_written_to_before_the_gradient_comes(name: str
             same(program, normal(*shape), placement, mesh=(4,))
 
 
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax], ids=["softmax", "log_softmax"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_what_only_has_a_place_in_the_graph_may_be_written_to(rows: int, function: Callable[..., Tensor]) -> None:
+    def program(x: Tensor) -> Tensor:
+        out = function(x, 0)
+        with torch.no_grad():
+            x.mul_(3)
+        out.tanh().sum().backward()
+        return out.detach()
+
+    same(program, normal(rows), S(0))
+
+
 @pytest.mark.parametrize("placement", [P(), S(0), S(1), R], ids=str)
 def test_bits_are_written_as_bits(placement: sw.Placement) -> None:
     x = torch.ones(2, 3, dtype=torch.float64)

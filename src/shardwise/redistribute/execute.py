@@ -23,6 +23,7 @@ from shardwise.redistribute.backward.double_backward import anchored, left_behin
 from shardwise.redistribute.backward.ownership import bare_function, is_ours, own_node
 from shardwise.redistribute.backward.reach import PREPARED
 from shardwise.redistribute.cost import group_size
+from shardwise.redistribute.dim_order import copy_format, in_order
 from shardwise.redistribute.kernels import KERNELS, STARTS, run_move
 from shardwise.redistribute.masks import masking
 from shardwise.redistribute.move_cache import forget
@@ -58,7 +59,7 @@ def transition(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
             for x in shards:
                 if x.requires_grad:
                     return _linear(move, shards)
-        return shards if move.keeps_value else run_move(move, shards)
+        return shards if move.keeps_value else in_order(move, shards, run_move(move, shards))
     return _general(move, shards)
 
 
@@ -77,7 +78,7 @@ def _general(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
 def _unrecorded(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
     if move.kind == "all_reduce" and move.wire_op == "sum" and hasattr(move.source.layout.mesh.port, "reducer"):
         return (differentiable(move)(*shards),)  # with everything looked up beforehand
-    return run_move(move, shards)
+    return in_order(move, shards, run_move(move, shards))
 
 
 def _linear(move: Move, shards: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -129,10 +130,14 @@ def _settling(move: Move) -> Callable[[Tensor], Tensor]:
     """P → R."""
     mesh, dual = move.source.layout.mesh, move.dual
     reduce = mesh.port.reducer(mesh, move.axes, move.wire_op)
+    thin = move.source.layout.thinness > 0
 
     def settle(x: Tensor) -> Tensor:
-        out = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-        reduce(out)  # behind autograd's back
+        out = x.clone(memory_format=copy_format(x, thin))
+        wire = out if out.is_contiguous() else out.detach().contiguous()
+        reduce(wire)  # behind autograd's back
+        if wire is not out:
+            out.data.copy_(wire)
         if (node := out.grad_fn) is not None:
             node.metadata[SECOND_ORDER] = dual  # type: ignore[index]
         return out
@@ -217,7 +222,7 @@ class Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, move: Move, *shards: Tensor) -> Any:
         ctx.move = move
-        out = run_move(move, shards)
+        out = in_order(move, shards, run_move(move, shards))
         return out[0] if len(out) == 1 else tuple(out)
 
     @staticmethod
@@ -309,7 +314,7 @@ class _Extremum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, move: Move, *shards: Tensor) -> Any:
-        out = run_move(move, shards)
+        out = in_order(move, shards, run_move(move, shards))
         ctx.move, ctx.num_ranks = move, len(shards)
         if any(ctx.needs_input_grad):  # nothing that may be written to before the gradient comes
             scattered = move.kind == "reduce_scatter"  # then what a rank gets is not what it is to be compared with

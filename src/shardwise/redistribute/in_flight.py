@@ -16,6 +16,7 @@ from torch import Tensor
 from shardwise.comm.cause import is_moving, listeners, moved
 from shardwise.comm.port import Handle
 from shardwise.redistribute.averages import finish, prepare
+from shardwise.redistribute.dim_order import in_order
 from shardwise.redistribute.execute import NAMES, Moved, run_path, transition
 from shardwise.redistribute.kernels import start_move
 from shardwise.redistribute.transitions import Move
@@ -37,7 +38,8 @@ def start_path(x: Tensor, moves: Sequence[Move]) -> tuple[Tensor, Handle[Tensor]
             shards = transition(move, shards)
         dtype, shards = shards[0].dtype, prepare(moves[last], shards)
         with torch.no_grad():
-            handle = _landing(start_move(moves[last], [shard.detach() for shard in shards]), moves[last:], dtype)
+            given = [shard.detach() for shard in shards]
+            handle = _landing(start_move(moves[last], given), given, moves[last:], dtype)
         for move in moves[last:]:
             shards = (_placed(move, shards, dtype),)
     return shards[0], handle
@@ -51,10 +53,12 @@ def _can_wait(moves: Sequence[Move], x: Tensor) -> bool:
     return first.wire_op == "sum" and first.pending.reduce_op != "norm" and all(move.is_linear for move in rest)
 
 
-def _landing(handle: Handle[list[Tensor]], moves: Sequence[Move], dtype: torch.dtype) -> Handle[Tensor]:
+def _landing(
+    handle: Handle[list[Tensor]], given: Sequence[Tensor], moves: Sequence[Move], dtype: torch.dtype
+) -> Handle[Tensor]:
     def land() -> Tensor:
         with _disabled(), torch.no_grad():
-            shards: Sequence[Tensor] = finish(moves[0], handle.wait(), dtype)
+            shards: Sequence[Tensor] = finish(moves[0], in_order(moves[0], given, handle.wait()), dtype)
             for move in moves[1:]:
                 shards = transition(move, shards)
             return shards[0]

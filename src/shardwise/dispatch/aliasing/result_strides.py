@@ -9,7 +9,7 @@ the arguments are strided, and a result from whose shards they cannot be inferre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,11 +48,17 @@ def may_lose_strides(calls: Sequence[LoweredCall], results: Sequence[Layout]) ->
         return any(layout.thinness > 1 for layout in results)
     if calls[-1].call.name in CONTIGUOUS:
         return False
-    computed = [layout for made in calls if not made.call.is_view for layout in made.layouts.ins]
+    computed = [layout for made in calls if not made.call.is_view for layout in _met(made)]
     return any(layout.thinness for layout in results) or (
         any(layout.thinness for layout in computed)
         and any(sum(size > 1 for size in layout.shape) > 1 for layout in results)
     )
+
+
+def _met(made: LoweredCall) -> Iterator[Layout]:
+    """The layouts in which a call's arguments come, and those in which it takes them."""
+    yield from made.layouts.ins
+    yield from (move.source.layout for moves in made.moves for move in moves)
 
 
 def _is_view_of_thin(made: LoweredCall) -> bool:

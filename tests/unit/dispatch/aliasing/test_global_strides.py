@@ -217,3 +217,29 @@ def test_strides_are_those_of_kernels_not_of_meta_tensors(placement: sw.Placemen
         results.append(y)
     assert results[1].stride() == results[0].stride()
     assert torch.equal(results[1].full_tensor(), results[0])
+
+
+OF_TWO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mul": torch.mul,
+    "add": torch.add,
+    "add to": lambda x, y: torch.add(y, x),
+    "sub": lambda x, y: torch.sub(y, x),
+    "maximum": torch.maximum,
+    "repeated": lambda x, y: x + y.sum(0, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("of_two", OF_TWO.values(), ids=OF_TWO)
+@pytest.mark.parametrize("trained", [False, True], ids=["constant", "trained"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_moved_keeps_the_order_of_its_dims(ranks: int, trained: bool, of_two: Callable[..., Tensor]) -> None:
+    """One operand is turned and the other is not: the result is strided as the first is, whichever was moved."""
+    mesh, x, y = sw.simulate((ranks,)), torch.randn(6, 4), torch.randn(4, 6)
+    wanted = of_two(x.t(), y)
+    for mine, theirs in product((R, S(0), S(1), sw.Partial()), repeat=2):
+        a = sw.distribute_tensor(x, mesh, [R]).redistribute(placements=[mine]).detach().requires_grad_(trained)
+        b = sw.distribute_tensor(y, mesh, [R]).redistribute(placements=[theirs]).detach().requires_grad_(trained)
+        found = of_two(a.t(), b)
+        assert found.stride() == wanted.stride(), (mine, theirs)
+        found.contiguous().detach().mul_(-1)
+        torch.testing.assert_close(found.full_tensor(), -wanted if wanted.is_contiguous() else wanted)
