@@ -77,9 +77,13 @@ class Case:
 
 def whole_gpt(case: Case) -> GPT:
     torch.manual_seed(0)
-    with case.device:
-        variant = Variant(norm=nn.RMSNorm, bias=False)
-        return GPT(case.size, variant, num_blocks=case.size.layers).to(case.dtype).requires_grad_(False)
+    torch.set_default_dtype(case.dtype)  # there is no room for eight of them in float32
+    try:
+        with case.device:
+            variant = Variant(norm=nn.RMSNorm, bias=False)
+            return GPT(case.size, variant, num_blocks=case.size.layers).requires_grad_(False)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def tensor_dim(name: str) -> int | None:
@@ -344,6 +348,8 @@ def made(system: str, way: str, device: str, tiny: bool) -> Made:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=BATCHES * TENSOR)
     mesh = init_device_mesh(device, (BATCHES, TENSOR), mesh_dim_names=("batch", "tp"))
     call = SYSTEMS[system](Case(TINY if tiny else SIZE, mesh, WAYS[way]))
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the whole model was there
     for _ in range(6):
         call()
     return call, clock_of(torch.device(device)), About(collectives_of(system, call), remarks)
