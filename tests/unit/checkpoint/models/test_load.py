@@ -316,6 +316,8 @@ def test_wildcards() -> None:
         resolved(names, {"head.*": "a.*.*"})
     with pytest.raises(TypeError, match="a parameter is read from a key, or From"):
         resolved(names, lambda name: 3)
+    with pytest.raises(TypeError, match="keys is a mapping from names, or a function of them: not a list"):
+        resolved(names, ["a"])
     with pytest.raises(TypeError, match=r"From\('a', 'b'\): say what is made of several tensors, with make="):
         From("a", "b")
     with pytest.raises(TypeError, match="From takes the keys"):
@@ -344,6 +346,14 @@ def refused(path: Path, words: str, *, keys: Any = None, strict: bool = True, ne
     with pytest.raises(CheckpointError, match=words):
         load(net, path, keys=keys, strict=strict)
     check_equal(net, before)
+
+
+@pytest.mark.parametrize("call", [save, load])
+def test_state_dicts_are_no_modules(call: Any, saved: Any, tmp_path: Path) -> None:
+    path = tmp_path / "new" if call is save else saved[0]
+    with pytest.raises(TypeError, match=r"a OrderedDict is no module: state dicts are saved and loaded by torch\.dist"):
+        call(Net().state_dict(), path)
+    assert [*tmp_path.iterdir()] == [saved[0]]
 
 
 def test_names_that_do_not_fit(saved: Any, tmp_path: Path) -> None:
@@ -482,7 +492,9 @@ def test_sets_that_are_not_whole(saved: Any, tmp_path: Path) -> None:
 def test_folders_that_say_nothing(saved: Any, tmp_path: Path) -> None:
     _, state = saved
     (folder := tmp_path / "none").mkdir()
-    refused(folder, r"no \.safetensors file, and no \.safetensors\.index\.json file, is in ")
+    refused(
+        folder, r"no \.safetensors file, and no \.safetensors\.index\.json file, is in .*; of other formats, `shardwise"
+    )
     save_file(state, folder / "a.safetensors")
     load(place(Net(), S(0), R), folder)
     save_file(state, folder / "b.safetensors")
