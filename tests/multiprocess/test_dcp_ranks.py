@@ -175,6 +175,35 @@ def each_element_is_written_once_and_ranks_write_as_much(rank: int, size: int) -
         assert len(sizes) == size and max(sizes) < 1.25 * min(sizes)
 
 
+def plans_are_those_of_torchs_own(rank: int, size: int) -> None:
+    """Item by item, to save and to load; what is written is the shards themselves, and no copy of them."""
+    grid, line = meshes()
+    lie = {
+        "blocks": (grid, "0 1"),
+        "nested": (grid, "0 0"),
+        "rows": (line, "1"),
+        "few": (grid, "R 0"),
+        "all": (grid, "R R"),
+    }
+    values = {name: torch.randn(3 if name == "few" else 8, 12) for name in lie}
+
+    def plans(kind: Any) -> tuple[Any, Any]:
+        state = {}
+        for name, (mesh, placements) in lie.items():
+            where = [kind.Replicate() if word == "R" else kind.Shard(int(word)) for word in placements.split()]
+            state[name] = kind.distribute_tensor(values[name], mesh, where)
+        saving, loading = dcp.DefaultSavePlanner(), dcp.DefaultLoadPlanner()
+        saving.set_up_planner(state, None, rank == 0)
+        local = saving.create_local_plan()
+        for item in local.items:
+            assert saving.resolve_data(item).data_ptr() == state[item.index.fqn].to_local().data_ptr()
+        _, metadata = saving.create_global_plan([local])
+        loading.set_up_planner(state, metadata, rank == 0)
+        return local.items, loading.create_local_plan().items
+
+    assert plans(sw) == plans(theirs)
+
+
 def other_planners_and_writers(rank: int, size: int) -> None:
     grid, line = meshes()
     right = torch.arange(60.0).view(10, 6)
@@ -439,6 +468,7 @@ CASES = [
         for function in chain(
             (what_torch_saved_loads_and_the_other_way_round, fully_sharded_models_of_both_kinds),
             (each_element_is_written_once_and_ranks_write_as_much, a_tensor_of_some_ranks),
+            (plans_are_those_of_torchs_own,),
             (what_is_pending_is_reduced_on_all_ranks, what_does_not_fit_one_rank_raises_on_all),
             (training_goes_on_while_it_is_saved, state_dicts_whole_and_back, strictness, optimizers_whole_and_back),
             (other_planners_and_writers, state_of_torchs_own_dtensors, state_dicts_with_every_option),

@@ -45,7 +45,7 @@ def test_a_program_checks_and_wrong_arguments_do_not() -> None:
     assert errors_in("user_program.py", "wrong_types.py") == expected
 
 
-def test_the_program_that_checks_runs() -> None:
+def test_the_program_that_checks_runs(tmp_path: Path) -> None:
     with registry.restored():
         program = runpy.run_path(str(HERE / "user_program.py"))
         losses = program["train"]()
@@ -53,6 +53,7 @@ def test_the_program_that_checks_runs() -> None:
         assert program["move"]() == ("split by dim 0", "waiting for a sum")
         assert program["loss_over_classes"]() == {"all_reduce": 2}
         assert program["by_a_plan"]().shape == (4, 8)
+        assert program["kept"](tmp_path) == (3, 3)
         assert program["looked_at"]() == ["all_reduce", "[] P(sum)@tp"]
 
 

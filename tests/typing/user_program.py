@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise import checkpoint
 from shardwise.comm.functional import traceable
 from shardwise.debug import Comm, CommDebugMode, watch_reads
 from shardwise.experimental import implicit_replication, local_map, register_kernel, register_sharding
@@ -131,6 +133,27 @@ def looked_at() -> list[str]:
     first: Comm = comm.comms[0]
     assert first.line > 0
     return [first.kind, str(first.source)]
+
+
+def under(prefix: str) -> checkpoint.KeyMap:
+    return lambda name: prefix + name
+
+
+def kept(folder: Path) -> tuple[int | None, int]:
+    net = sw.fully_shard(Net(8), mesh=sw.simulate((2,), ("dp",)))
+    optimizer = torch.optim.AdamW(net.parameters())
+    saving: checkpoint.Saving = checkpoint.save_step(folder / "run", step=3, keep=2, model=net, optimizer=optimizer)
+    done: Path = saving.wait()
+    latest: int | None = checkpoint.load_latest(folder / "run", model=net, optimizer=optimizer)
+    checkpoint.save(net, folder / "model", max_shard_size="1GB", keys=under("net."))
+    fused: dict[str, str | checkpoint.From | None] = {
+        "up.weight": checkpoint.From("net.up.weight", make=lambda w: w.T.T),
+        "**": "net.**",
+    }
+    for keys in (under("net."), fused):
+        loaded: checkpoint.Loaded = checkpoint.load(net, folder / "model", keys=keys)
+        assert not loaded.missing_keys
+    return latest, checkpoint.load_step(done, model=net)
 
 
 @register_kernel(F.silu, "cuda")

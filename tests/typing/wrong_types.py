@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 import shardwise as sw
+from shardwise import checkpoint
 from shardwise.comm.functional import traceable
 from shardwise.experimental import register_kernel
 from shardwise.parallel import no_sync
 from shardwise.rules import AxisPlacement
 
 mesh = sw.simulate((2,), ("tp",))
+net = torch.nn.Linear(2, 2)
 x = sw.distribute_tensor(torch.ones(4), mesh, [sw.Shard(0)])
 
 sw.Shard("0")  # expect: arg-type
@@ -33,4 +35,12 @@ sw.strict(moves=[1])  # expect: arg-type
 register_kernel("silu", "cpu")  # expect: arg-type
 register_kernel(torch.relu, torch.device("cpu"))  # expect: arg-type
 traceable("tp")  # expect: arg-type
+checkpoint.save({"x": x}, "folder")  # expect: arg-type
+checkpoint.save(net, "folder", max_shard_size=1e9)  # expect: arg-type
+checkpoint.load(net, "folder", keys=["x"])  # expect: arg-type
+checkpoint.load(net, "folder", keys={"weight": ["q", "k"]})  # expect: dict-item
+checkpoint.From("x", make=len)  # expect: arg-type
+checkpoint.From("q", ["k"])  # expect: arg-type
+checkpoint.save_step("run", step="3", model=net)  # expect: arg-type
+going_on: int = checkpoint.load_latest("run", model=net)  # expect: assignment
 along: AxisPlacement = "S(0)"  # expect: assignment

@@ -5,12 +5,13 @@ from shardwise.checkpoint.background import Saving, wait
 from shardwise.checkpoint.models.load import Loaded, load
 from shardwise.checkpoint.models.pretrained import load_pretrained, save_pretrained
 from shardwise.checkpoint.models.save import save
-from shardwise.checkpoint.models.sources import From
+from shardwise.checkpoint.models.sources import From, KeyMap
 from shardwise.checkpoint.steps.resume import load_latest, load_step
 from shardwise.checkpoint.steps.save import save_step
 
 __all__ = [
     "From",
+    "KeyMap",
     "Loaded",
     "Saving",
     "load",

@@ -34,6 +34,10 @@ class Entry:
 def state_of(module: nn.Module) -> tuple[list[Entry], dict[str, Any]]:
     """The tensors of a module's state dict, and what else is in it. Names are those of the module itself, without what
     wrappers put in front of them."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"a {type(module).__name__} is no module: state dicts are saved and loaded by torch.distributed.checkpoint"
+        )
     if isinstance(module, DistributedDataParallel):
         module = module.module
     names: dict[int, list[str]] = {}

@@ -14,6 +14,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import IO, Any
@@ -97,6 +98,8 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            obj = Later(obj.dtype, tuple(obj.shape), partial(iter, [obj]))
         if not isinstance(obj, Later):
             return NotImplemented
         count = prod(obj.shape)

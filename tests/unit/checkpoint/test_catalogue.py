@@ -90,7 +90,7 @@ def test_what_is_said_of_each(saved: Any) -> None:
     with open_checkpoint(folder / "step" / "step-00000007" / "index.json") as found:
         assert found.items["model.0.weight"].layout == "S(0)@tp,dp" and found.items["model.0.bias"].layout == "R"
         assert {key_of(keys): read() for keys, read in found.others.items()}["progress.rate"] == 0.5
-        assert found.items["optimizer.model.0.weight.exp_avg"].keys == (
+        assert found.items["optimizer.state.model.0.weight.exp_avg"].keys == (
             *("optimizer", "state", "model.0.weight", "exp_avg"),
         )
     with open_checkpoint(folder / "dcp" / ".metadata") as found:
@@ -115,9 +115,8 @@ def test_every_format_is_converted_to_every_other(
             assert found.kind == to
             for check in found.checks:
                 check.run()
-            renamed = {key_of(item.keys) if to != "safetensors" else item.key: item for item in source.items.values()}
-            assert found.items.keys() == renamed.keys()
-            for key, item in renamed.items():
+            assert found.items.keys() == source.items.keys()
+            for key, item in source.items.items():
                 assert found.items[key].dtype == item.dtype
                 assert torch.equal(part_of(found.items[key], whole(item.shape)), part_of(item, whole(item.shape)))
             if to != "safetensors":
@@ -174,6 +173,34 @@ def test_every_dtype_and_shape(tmp_path: Path) -> None:
         assert found[key].dtype == x.dtype and found[key].shape == x.shape
         shown = x.resolve_conj().reshape(-1)
         assert torch.equal(found[key].reshape(-1).view(torch.uint8), shown.view(torch.uint8)), key
+
+
+def test_tensors_among_the_other_values_of_a_step(tmp_path: Path) -> None:
+    """Small ones are part of its JSON. The file that is made of it is read without running code, like any other."""
+    data = {"x": torch.randn(2, 3), "flags": torch.tensor([True, False]), 1: torch.ones(()), "1": "text"}
+    folder = sw.checkpoint.save_step(tmp_path, step=1, background=False, data=data).wait()
+    with open_checkpoint(folder) as source:
+        convert(source, tmp_path / "x.pt", "torch.save")
+    found = torch.load(tmp_path / "x.pt", weights_only=True)["data"]
+    assert found.keys() == data.keys() and found["1"] == "text"
+    assert all(torch.equal(found[key], x) for key, x in data.items() if isinstance(x, Tensor))
+    with open_checkpoint(tmp_path / "x.pt") as read:
+        assert {"data.x", "data.flags", "data.1"} == {*read.items}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.ones(2, 2).to_sparse(), "'a.x' is a sparse_coo tensor, and only dense ones"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "'a.x' is a quantized tensor"),
+        (lambda: torch.ones(2, device="meta"), "'a.x' is a tensor of the meta device: it was saved without data"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about quantized tensors
+def test_tensors_that_no_checkpoint_holds(make: Any, words: str, tmp_path: Path) -> None:
+    torch.save({"a": {"x": make()}}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=words):
+        open_checkpoint(tmp_path / "x.pt")
 
 
 def test_what_cannot_be_converted(saved: Any, tmp_path: Path) -> None:

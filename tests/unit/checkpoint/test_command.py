@@ -105,6 +105,13 @@ def test_verify(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     )
 
 
+def test_what_cannot_be_verified_keeps_nothing_else_from_it(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("verify", saved / "gone", saved / "dcp", saved / "lost") == 2
+    told = capsys.readouterr()
+    assert told.out.endswith("whole\n") and told.out.count("\n") == 1
+    assert "gone: No such file or directory; cannot read" in told.err and "lost: No such" in told.err
+
+
 def test_verify_names_all_that_is_wrong(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "model.safetensors"
     data = bytearray((saved / "safetensors" / "model.safetensors").read_bytes())

@@ -26,7 +26,7 @@ def open_step(path: Path) -> Catalogue:
     others: dict[Keys, Callable[[], Any]] = {}
     for keys, value in leaves(_state(index), tensor=_Named):
         if isinstance(value, _Named):
-            key = value.key if value.key not in items else key_of(keys)  # a tied tensor has several names
+            key = key_of(keys) if key_of(keys) not in items else value.key  # keys may be 1 and "1"
             items[key] = _item(key, keys, index.tensors[value.key], index, files)
         else:
             others[keys] = at_hand(value)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.checkpoint.catalogue.items import Catalogue, Check, Item, at_hand, outer
+from shardwise.checkpoint.entries import check_dense
 from shardwise.checkpoint.files.file_sets import SUFFIX
 from shardwise.checkpoint.files.memory import held_shards, layout_of
 from shardwise.checkpoint.files.reader import Opened
@@ -38,6 +39,7 @@ def open_torch_file(path: Path) -> Catalogue:
     others: dict[Keys, Callable[[], Any]] = {}
     for keys, value in leaves(saved.load()):
         if isinstance(value, Tensor):
+            _check_readable(key_of(keys), value)
             if key_of(keys) in items:
                 raise CheckpointError(f"{path} has two tensors that are called {key_of(keys)!r}")
             items[key_of(keys)] = _item(keys, value)
@@ -47,6 +49,12 @@ def open_torch_file(path: Path) -> Catalogue:
     names = _keys_of([record for record in records if "/data/" in record.name and record.num_bytes], items)
     checks = [Check(one.num_bytes, partial(saved.check, one, key=names.get(one.name))) for one in records]
     return Catalogue(path, "torch.save", items, others, checks, files, "1 file")
+
+
+def _check_readable(key: str, x: Tensor) -> None:
+    check_dense(x, key)
+    if x.is_meta:
+        raise CheckpointError(f"{key!r} is a tensor of the meta device: it was saved without data")
 
 
 def _keys_of(records: Sequence[Record], items: Mapping[str, _TorchItem]) -> dict[str, str]:

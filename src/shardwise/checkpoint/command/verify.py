@@ -28,7 +28,15 @@ def run(options: argparse.Namespace) -> int:
         for path in options.paths
         for inner in ([step.path for step in steps_in(path)] if path.is_dir() else []) or [path]
     ]
-    return max(map(_verified, paths))
+    found, unread = [0], []
+    for path in paths:
+        try:
+            found.append(_verified(path))
+        except CheckpointError as error:
+            unread.append(error)
+    if unread:
+        raise CheckpointError("; ".join(getattr(error, "strerror", None) or str(error) for error in unread))
+    return max(found)
 
 
 def _verified(path: Path) -> int:

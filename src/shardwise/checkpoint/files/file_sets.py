@@ -56,7 +56,11 @@ def _in_folder(folder: Path) -> Path:
     if any(name.startswith("step-") for name in names):
         raise CheckpointError(f"{folder} has steps of training: go on from the latest with load_latest")
     if not files:
-        raise CheckpointFileError(errno.ENOENT, f"no {SUFFIX} file, and no {INDEX_SUFFIX} file, is in {folder}")
+        raise CheckpointFileError(
+            errno.ENOENT,
+            f"no {SUFFIX} file, and no {INDEX_SUFFIX} file, is in {folder}; of other formats, `shardwise checkpoint "
+            f"convert` makes some",
+        )
     if len(files) > 1:
         raise CheckpointError(
             f"{folder} has {len(files)} safetensors files and no index that says which belong together: "

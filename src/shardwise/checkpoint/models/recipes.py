@@ -99,17 +99,20 @@ class Noted(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == _DATA:  # what is written to that would not be noticed
+            return args[0].detach()
         result = func(*args, **kwargs)
         if func in _JOINS and "out" not in kwargs:
             inputs = args[0] if args else kwargs["tensors"]
-            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
             if all(x.dtype == result.dtype and x.dim() == inputs[0].dim() for x in inputs):
                 self.calls[id(result)] = _Call(_JOINS[func], tuple(inputs), dim % result.dim(), result)
-        elif func in _COPIES and isinstance(result, Tensor) and not _shows(result, args[0]):
+        elif func in _COPIES and args and isinstance(result, Tensor) and not _shows(result, args[0]):
             self.calls[id(result)] = _Call("reshape", (args[0],), 0, result)
         return result
 
 
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _JOINS = {**dict.fromkeys((torch.cat, torch.concat, torch.concatenate), "cat"), torch.stack: "stack"}
 _COPIES = frozenset(
     (Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.contiguous, Tensor.clone, torch.clone)

@@ -47,6 +47,8 @@ def resolved(names: Sequence[str], keys: KeyMap | None) -> dict[str, From | None
     if keys is None:
         return {name: From(name) for name in names}
     if not isinstance(keys, Mapping):
+        if not callable(keys):
+            raise TypeError(f"keys is a mapping from names, or a function of them: not a {type(keys).__name__}")
         return {name: _as_from(keys(name)) for name in names}
     patterns = [(pattern, _regex(pattern), _as_from(source)) for pattern, source in keys.items()]
     found: dict[str, From | None] = {}

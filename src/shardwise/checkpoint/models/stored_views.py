@@ -71,7 +71,6 @@ def sources_of(source: From, found: Sequence[Stored], shape: Sequence[int], dtyp
         raise CheckpointError(f"is {dtype_name(dtype)}, and {dtype_name(made.dtype)} is not converted to that unasked")
     if parts is None:
         assert source.make is not None
-        _check_runs(source, views)
         each = tuple((size,) for size in shape)
         return [Source((0,) * len(shape), each, Computed(tuple(views), source.make, tuple(shape), made.dtype))]
     return [Source(one.starts, one.groups, _view(views[one.argument], one)) for one in parts]
@@ -99,22 +98,25 @@ def _tried_out(source: From, views: Sequence[View]) -> tuple[Tensor, list[Taken]
     try:
         with torch.no_grad(), noted:
             made = source.make(*given)
+        parts = recipe(made, given, noted)
+    except Exception:  # it looks at numbers, or has tensors of its own
+        parts = None
+    return (_made_of_ones(source, views), None) if parts is None else (made, parts)
+
+
+def _made_of_ones(source: From, views: Sequence[View]) -> Tensor:
+    """What is computed will be when some of the model was written to: better to find out now that torch cannot."""
+    assert source.make is not None
+    given = [torch.ones(view.region.sizes, dtype=view.dtype) for view in views]
+    try:
+        with torch.no_grad():
+            made = source.make(*given)
     except Exception as error:
         shapes = " and ".join(f"{dtype_name(x.dtype)} {list(x.shape)}" for x in given)
         raise CheckpointError(f"is read {source}, which fails for {shapes}: {error}") from error
     if not isinstance(made, Tensor):
         raise CheckpointError(f"is read {source}, which makes a {type(made).__name__} and not a tensor")
-    return made, recipe(made, given, noted)
-
-
-def _check_runs(source: From, views: Sequence[View]) -> None:
-    """What is computed will be when some of the model was written to: better to find out now that torch cannot."""
-    assert source.make is not None
-    try:
-        with torch.no_grad():
-            source.make(*[torch.ones(view.region.sizes, dtype=view.dtype) for view in views])
-    except Exception as error:
-        raise CheckpointError(f"is read {source}, which fails: {error}") from error
+    return made
 
 
 def is_converted(stored: torch.dtype, wanted: torch.dtype) -> bool:

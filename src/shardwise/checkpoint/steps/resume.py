@@ -86,11 +86,17 @@ def load_step(
     doing = f"loading {path}"
     ranks.agree(doing)
     ranks.all(doing, lambda: check_kinds(state))
+    ranks.first(doing, lambda: _check_is_no_run(Path(path)))
     index, damage = _first_whole([Path(path)], ranks, doing, verify=verify)
     if index is None:
         raise DamagedFileError(damage[0])
     _load(index, state, ranks, random=random)
     return index.step
+
+
+def _check_is_no_run(path: Path) -> None:
+    if steps_in(path):
+        raise CheckpointError(f"{path} has steps of training: name one of them, or go on from the latest: load_latest")
 
 
 def _folders(directory: Path) -> list[str]:

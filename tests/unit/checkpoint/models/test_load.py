@@ -276,6 +276,26 @@ def test_what_is_computed_is_computed_of_the_whole(tmp_path: Path) -> None:
     assert torch.equal(whole(net.weight), (state["w"] + 1) * 3)
 
 
+TABLE = torch.arange(6.0)
+RUN: dict[str, Callable[[Tensor], Tensor]] = {
+    "with a tensor of its own": lambda w: w + TABLE,
+    "with rows more": lambda w: torch.cat([w, torch.zeros(2, 6)]),
+    "by what it holds": lambda w: w if w.sum() > 1e9 else -w,
+    "by its largest number": lambda w: w / w.max().item(),
+    "by numpy": lambda w: torch.from_numpy(w.numpy()[::-1].copy()),
+}
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_what_cannot_run_without_data_is_computed(name: str, tmp_path: Path) -> None:
+    stored = torch.randn(4, 6)
+    save_file({"w": stored}, tmp_path / "x.safetensors")
+    right, net = RUN[name](stored), nn.Module()
+    net.w = nn.Parameter(sw.distribute_tensor(torch.zeros_like(right), MESH, [S(0), S(1)]))
+    load(net, tmp_path, keys={"w": From("w", make=RUN[name])})
+    assert torch.equal(whole(net.w), right)
+
+
 def test_wildcards() -> None:
     names = ["layers.0.attention.q.weight", "layers.10.mlp.weight", "head.weight"]
     found = resolved(names, {"layers.*.attention.*.weight": "h.*.attn.w_*", "layers.**": From("h.**", "x", make=max)})
@@ -296,6 +316,8 @@ def test_wildcards() -> None:
         resolved(names, {"head.*": "a.*.*"})
     with pytest.raises(TypeError, match="a parameter is read from a key, or From"):
         resolved(names, lambda name: 3)
+    with pytest.raises(TypeError, match="keys is a mapping from names, or a function of them: not a list"):
+        resolved(names, ["a"])
     with pytest.raises(TypeError, match=r"From\('a', 'b'\): say what is made of several tensors, with make="):
         From("a", "b")
     with pytest.raises(TypeError, match="From takes the keys"):
@@ -308,7 +330,9 @@ def test_what_torch_cannot_compute_is_found_out_before(tmp_path: Path) -> None:
     save_file(state, tmp_path / "x.safetensors")
     net = nn.Module()
     net.a, net.w = nn.Parameter(torch.zeros(4, WIDTH)), nn.Parameter(torch.zeros(4, WIDTH))
-    with pytest.raises(CheckpointError, match=r"'w' is read From\('w', make=...\), which fails: .*not implemented"):
+    with pytest.raises(
+        CheckpointError, match=r"'w' is read From\('w', make=...\), which fails for float8_e4m3fn .*not implemented"
+    ):
         load(net, tmp_path, keys={"w": From("w", make=lambda w: w.sinh())})
     assert not net.a.any()
 
@@ -322,6 +346,14 @@ def refused(path: Path, words: str, *, keys: Any = None, strict: bool = True, ne
     with pytest.raises(CheckpointError, match=words):
         load(net, path, keys=keys, strict=strict)
     check_equal(net, before)
+
+
+@pytest.mark.parametrize("call", [save, load])
+def test_state_dicts_are_no_modules(call: Any, saved: Any, tmp_path: Path) -> None:
+    path = tmp_path / "new" if call is save else saved[0]
+    with pytest.raises(TypeError, match=r"a OrderedDict is no module: state dicts are saved and loaded by torch\.dist"):
+        call(Net().state_dict(), path)
+    assert [*tmp_path.iterdir()] == [saved[0]]
 
 
 def test_names_that_do_not_fit(saved: Any, tmp_path: Path) -> None:
@@ -460,7 +492,9 @@ def test_sets_that_are_not_whole(saved: Any, tmp_path: Path) -> None:
 def test_folders_that_say_nothing(saved: Any, tmp_path: Path) -> None:
     _, state = saved
     (folder := tmp_path / "none").mkdir()
-    refused(folder, r"no \.safetensors file, and no \.safetensors\.index\.json file, is in ")
+    refused(
+        folder, r"no \.safetensors file, and no \.safetensors\.index\.json file, is in .*; of other formats, `shardwise"
+    )
     save_file(state, folder / "a.safetensors")
     load(place(Net(), S(0), R), folder)
     save_file(state, folder / "b.safetensors")

@@ -387,6 +387,8 @@ def test_a_folder_that_is_mistaken_for_another_is_no_fresh_start(tmp_path: Path)
         load(module, step)
     with pytest.raises(CheckpointError, match="run has steps of training: go on from the latest with load_latest"):
         load(module, tmp_path / "run")
+    with pytest.raises(CheckpointError, match="run has steps of training: name one of them, or go on from the latest"):
+        load_step(tmp_path / "run", model=module)
 
 
 def test_a_disk_that_fails_after_all_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
