@@ -327,7 +327,7 @@ def _squares(x: Tensor, target: Tensor, weight: Tensor | None, ignore: int, redu
     squares = torch.where(counted, squares, 0)
     if reduction != "mean":
         return squares if reduction == "none" else squares.sum()
-    weights = counted if weight is None else torch.where(counted, weight[torch.where(counted, target, 0)], 0)
+    weights = counted if weight is None else torch.where(counted, weight[torch.where(counted, target, 0).long()], 0)
     return squares.sum() / weights.sum()
 
 
