@@ -12,7 +12,6 @@ pass add, gradients included. A missed target prints MISS; the exit status stays
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from loss_gpu import HEAD, IN_PLACE, NUM_RANKS, OURS, PLAIN, RANK, Bench, Program, heads, losses
-from race import Call, Table, options_of, race, report, seconds
+from race import Call, Table, options_of, processor_time, race, report, seconds
 from ranks import fake_world
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -30,13 +29,6 @@ SHAPES = ((64, 1000), (64, 32000), (256, 8000), (512, 32000), (1024, 128256), (4
 TOKENS, CLASSES, WIDTH = (2048, 4096, 8192), 32000, 256
 MATERIALISED = "materialised logits, plain"
 LIMIT = 1.1
-
-
-def processor_time(call: Call, num_calls: int) -> float:
-    start = time.thread_time()
-    for _ in range(num_calls):
-        call()
-    return (time.thread_time() - start) / num_calls
 
 
 def peak(start: Callable[[], Program]) -> int:

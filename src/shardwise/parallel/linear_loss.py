@@ -81,7 +81,8 @@ def _check(
             f"{list(x.shape)}"
         )
     rows, probabilities = [*x.shape[:-1]], [*x.shape[:-1], layer.shape[0]]
-    if [*target.shape] != (probabilities if target.is_floating_point() else rows):
+    is_neither = target.dtype == torch.bool or target.is_complex()
+    if is_neither or [*target.shape] != (probabilities if target.is_floating_point() else rows):
         raise ValueError(
             f"{name}: a target is integers {rows}, a class for each row of the input, or probabilities of all classes, "
             f"{probabilities}; this one is {str(target.dtype).removeprefix('torch.')} {list(target.shape)}"

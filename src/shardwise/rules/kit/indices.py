@@ -37,15 +37,15 @@ class Bound:
     def is_needed(self, index: Tensor) -> bool:
         return not self.own or index.device.type in ("cpu", "meta")
 
+    def is_seen_to_hold(self, group: Collectives, index: Tensor) -> bool:
+        """Whether a look at the data says so, of which other ranks need not be told."""
+        is_shown = index.device.type == "cpu" and type(index) is Tensor and not group.is_captured
+        return is_shown and not self.split and _is_within(index, self.allowed)
+
     def check(self, group: Collectives, index: Tensor) -> None:
         if index.device.type == "cpu":
             with looking():
-                if (
-                    not self.split
-                    and type(index) is Tensor
-                    and not group.is_captured
-                    and _is_within(index, self.allowed)
-                ):
+                if self.is_seen_to_hold(group, index):
                     return
                 worst = group.map(_least_outside if group.is_captured else _first_outside, index, self.allowed)
                 group.verify(group.reduce(worst, "min") if self.split else worst, self._refuse)

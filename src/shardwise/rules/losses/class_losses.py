@@ -3,7 +3,6 @@ small reductions forward and none backward, and nothing is gathered."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from shardwise.rules.losses.class_rows import (
 from shardwise.rules.losses.losses import MEAN, NONE, TOTAL, reduction_of
 from shardwise.rules.math.reductions import PROGRAM_COST, wide
 from shardwise.rules.rows.row_numbers import are_classes, asserts_itself, mean_loss
+from shardwise.rules.rows.row_passes import places_of
 
 
 def _loss_of(call: Call, ins: Sequence[Layout]) -> Loss:
@@ -77,6 +77,8 @@ def check_targets(batch: Collectives, target: Tensor, loss: Loss, *, own: bool =
             torch._assert_async(are_classes(target, loss.ignore, loss.num_classes))
     elif bound.is_needed(target):
         with looking():
+            if bound.is_seen_to_hold(batch, target):
+                return
             named = target if target.is_meta else batch.map(_not_ignored, target, loss)
         bound.check(batch, named)
 
@@ -92,16 +94,9 @@ def _look_up(x: Tensor, dim: int, target: Tensor, start: int) -> tuple[Tensor, T
     mine, index = owned(target, start, x.shape[dim])
     if not x.shape[dim]:
         return remembered(x).sum(dim), mine
-    places = _places(x.shape, dim, index.clamp(0, x.shape[dim] - 1))
+    places = places_of(x, index.clamp(0, x.shape[dim] - 1), dim).view(-1)
     picked = x.reshape(-1).index_select(0, places).view(index.shape)  # `gather` would keep `x` for its backward pass
     return torch.where(mine, picked, 0), mine
-
-
-def _places(shape: Sequence[int], dim: int, index: Tensor) -> Tensor:
-    """Indices into the flattened tensor of the entries at an index along a dim."""
-    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
-    begin = torch.arange(outer, device=index.device).unsqueeze(1) * (shape[dim] * inner)
-    return (index.reshape(outer, inner) * inner + begin + torch.arange(inner, device=index.device)).reshape(-1)
 
 
 # Negative log likelihood: a look-up. Sharded classes leave a pending sum.
@@ -327,7 +322,7 @@ def _squares(x: Tensor, target: Tensor, weight: Tensor | None, ignore: int, redu
     squares = torch.where(counted, squares, 0)
     if reduction != "mean":
         return squares if reduction == "none" else squares.sum()
-    weights = counted if weight is None else torch.where(counted, weight[torch.where(counted, target, 0)], 0)
+    weights = counted if weight is None else torch.where(counted, weight[torch.where(counted, target, 0).long()], 0)
     return squares.sum() / weights.sum()
 
 

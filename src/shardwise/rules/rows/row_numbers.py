@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.rules.kit.kernels import one_pass
-from shardwise.rules.rows.row_passes import LOGITS, MAXIMUM, PICKED, TOTAL, WEIGHT
+from shardwise.rules.rows.row_passes import LOGITS, MAXIMUM, TOTAL, WEIGHT
 
 
 def are_classes(target: Tensor, ignore: int, num_classes: int) -> Tensor:
@@ -27,7 +27,7 @@ def row_terms(sums: Tensor, top: Tensor) -> None:
     weighted sums of logits."""
     shift = sums[MAXIMUM] - top
     if len(sums) > WEIGHT:
-        sums[LOGITS].add_(shift * sums[WEIGHT])
+        sums[LOGITS].addcmul_(shift, sums[WEIGHT])
     sums[TOTAL].mul_(shift.exp_())
 
 
@@ -57,15 +57,15 @@ def row_losses(
         top, sums = _combined(sums)
     else:
         sums = sums[0]
-    counted, total, picked = target != ignore, sums[TOTAL], sums[PICKED] - top
-    log_total, share = total.log(), smoothing / num_classes
+    _, total, picked, *spread = sums.unbind()
+    picked, log_total, share = picked - top, total.log(), smoothing / num_classes
     rows = log_total - picked if weights is None else (log_total - picked) * weights
     if smoothing:
-        spread = log_total * (num_classes if of_classes is None else of_classes) - sums[LOGITS]
-        rows = (1 - smoothing) * rows + share * spread
+        of_all = log_total * (num_classes if of_classes is None else of_classes) - spread[0]
+        rows = (1 - smoothing) * rows + share * of_all
     if z_loss:
         rows = rows + z_loss * (log_total + top).square()
-    found = torch.stack([torch.where(counted, rows, 0), counted.to(rows.dtype) if weights is None else weights])
+    found = torch.stack([rows, torch.ones_like(rows) if weights is None else weights]).masked_fill_(target == ignore, 0)
     if not for_gradient:
         return found, rows.new_empty(0)
     norm = total.reciprocal() if largest is None else (largest - top).exp_().div_(total)

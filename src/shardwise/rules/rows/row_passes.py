@@ -67,24 +67,24 @@ def _sums(
     if not x.shape[dim]:
         sums.zero_()[MAXIMUM] = least
         return sums
-    spare = _Spare(x)
+    each, spare = sums.unbind(), _Spare(x)
     for block in blocks(x, dim):
-        row, part = sums[(slice(None), *_row(block, dim))] if block else sums, _of(x, block)
+        row, part = _row(block, dim), _of(x, block)
         into = spare.like(part) if kept is None or kept.dtype != dtype else _of(kept, block)
         if part.dtype != dtype:
             part = into.copy_(part)
-        largest = torch.amax(part, dim, out=row[MAXIMUM]).clamp_(least)
+        largest = torch.amax(part, dim, out=_of(each[MAXIMUM], row)).clamp_(least)
         torch.sub(part, largest.unsqueeze(dim), out=into)
         if smoothed:
-            torch.sum(into if weight is None else into * _along(weight, x, dim), dim, out=row[LOGITS])
-        torch.sum(exponential_(into), dim, out=row[TOTAL])
+            torch.sum(into if weight is None else into * _along(weight, x, dim), dim, out=_of(each[LOGITS], row))
+        torch.sum(exponential_(into), dim, out=_of(each[TOTAL], row))
         if kept is not None and kept.dtype != dtype:
             kept[block] = into
     if smoothed:
         sums[WEIGHT] = x.shape[dim] if weight is None else weight.sum()
     if target is not None:
-        mine, index = _here(x, target, start, dim)
-        sums[PICKED] = torch.where(mine, x.gather(dim, index.unsqueeze(dim)).squeeze(dim), 0)
+        elsewhere, index = _here(x, target, start, dim)
+        each[PICKED].copy_(x.take(places_of(x, index, dim))).masked_fill_(elsewhere, 0)
     return sums
 
 
@@ -110,11 +110,11 @@ def row_gradient(
     these over `total`. What is kept are exponentials, or logits."""
     if not kept.shape[dim]:
         return
-    counted, grad = target != ignore, grad if total is None else grad / total  # NaN, that of a mean over nothing
-    scale, at_target = torch.where(counted, numbers[NORM:MASS] * grad, 0).unbind()
-    if len(numbers) > MASS:
+    ignored, grad = target == ignore, grad if total is None else grad / total  # NaN, that of a mean over nothing
+    scale, at_target = (numbers[NORM:MASS] * grad).masked_fill_(ignored, 0).unbind()
+    if numbers.shape[0] > MASS:
         scale.mul_(numbers[MASS])
-    smooth = torch.where(counted, grad * share, 0) if share else None
+    smooth = torch.where(ignored, 0, grad * share) if share else None
     spare, dtype = _Spare(kept), _wide(kept.dtype)
     for block in blocks(kept, dim):
         row, part = _row(block, dim), _of(kept, block)
@@ -129,9 +129,9 @@ def row_gradient(
             into.sub_(each) if weight is None else into.addcmul_(each, _along(weight, kept, dim), value=-1)
         if out.dtype != dtype:
             out[block] = into
-    mine, index = _here(out, target, start, dim)
-    places = _places(index, dim)  # `scatter_` would copy half precision first
-    out.index_put_(places, torch.where(mine, at_target.to(out.dtype), out[places]))
+    elsewhere, index = _here(out, target, start, dim)
+    places = places_of(out, index, dim)
+    out.put_(places, torch.where(elsewhere, out.take(places), at_target.to(out.dtype)))
 
 
 @one_pass("(Tensor x, Tensor(a!) out, Tensor less, Tensor total, int dim, bool log) -> ()")
@@ -192,17 +192,19 @@ def exponential_(x: Tensor) -> Tensor:
 
 
 def _here(x: Tensor, target: Tensor, start: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Which rows' targets are here, and where."""
+    """Which rows' targets are not here; and where they are, or somewhere."""
     local = target - start
     index = local.clamp(0, x.shape[dim] - 1)
-    return index == local, index.long()
+    return index != local, index.long()
 
 
-def _places(index: Tensor, dim: int) -> tuple[Tensor, ...]:
-    """An index along a dim for each row, as indices of all dims."""
-    rows = [torch.arange(size, device=index.device) for size in index.shape]
-    places = list(torch.meshgrid(*rows, indexing="ij")) if len(rows) > 1 else rows
-    return *places[:dim], index, *places[dim:]
+def places_of(x: Tensor, index: Tensor, dim: int) -> Tensor:
+    """An index along a dim for each row, as one into all elements."""
+    size, inner = x.shape[dim], math.prod(x.shape[dim + 1 :])
+    if inner == 1:
+        return torch.arange(0, x.numel(), size, device=index.device).view(index.shape).add_(index)
+    rows = torch.arange(index.numel(), device=index.device).view(index.shape)
+    return (rows // inner * size + index) * inner + rows % inner
 
 
 def _along(weight: Tensor, x: Tensor, dim: int) -> Tensor:
@@ -219,10 +221,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def blocks(x: Tensor, dim: int) -> Iterator[Block]:
     """Parts of a tensor that have all of `dim`, and else as few elements as are to be looked at at once."""
-    sizes, steps, most, count = list(x.shape), list(x.shape), _block_size(x), x.numel()
+    most, count = _block_size(x), x.numel()
     if count <= most:
         yield ()
         return
+    sizes, steps = list(x.shape), list(x.shape)
     for d, size in enumerate(sizes):
         if d != dim and count > most:
             count //= size

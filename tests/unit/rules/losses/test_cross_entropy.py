@@ -111,6 +111,8 @@ def test_integers_of_any_width_name_classes(width: torch.dtype) -> None:
         w = None if weight is None else sw.distribute_tensor(class_weights, mesh_of(mesh), spread)
         expected = F.cross_entropy(x, target, None if weight is None else class_weights)
         torch.testing.assert_close(cross_entropy(*given, w).full_tensor(), expected)
+        of_squares = cross_entropy(x, target, None if weight is None else class_weights, z_loss=0.1)
+        torch.testing.assert_close(cross_entropy(*given, w, z_loss=0.1).full_tensor(), of_squares)
         if width == torch.uint8:  # which torch takes as well
             torch.testing.assert_close(F.cross_entropy(*given, w).full_tensor(), expected)
 

@@ -288,6 +288,8 @@ def test_sizes_that_do_not_fit() -> None:
         linear_cross_entropy(x, layer[:, :3], target)
     with pytest.raises(ValueError, match=r"a target is integers \[3, 5\], .* or .* \[3, 5, 7\]; .* int64 \[15\]"):
         linear_cross_entropy(x, layer, target.flatten())
+    with pytest.raises(ValueError, match=r"a target is integers .*; this one is bool \[3, 5\]"):
+        linear_cross_entropy(x, layer, target.bool())
     with pytest.raises(ValueError, match=r"linear_bias has a number for each of 7 classes, not \[4\]"):
         linear_cross_entropy(x, layer, target, linear_bias=place(BIAS[:4], R))
     with pytest.raises(ValueError, match="chunk_size is a number of rows, at least 1; got 0"):
