@@ -46,3 +46,11 @@ def test_gpt(options: str, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     monkeypatch.setattr("sys.argv", ["gpt.py", *options.split(), "--steps", "8"])
     runpy.run_path(str(EXAMPLES / "gpt.py"), run_name="__main__")
     assert "step  7   loss" in capsys.readouterr().out
+
+
+def test_fully_sharded_and_tensor_parallel(capsys: pytest.CaptureFixture[str]) -> None:
+    """The program itself compares losses and norms with one device."""
+    runpy.run_path(str(EXAMPLES / "fsdp_tp.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "step 9   loss" in said
+    assert "up.weight    [128,32] S(0)@tp,shard   gradient [128,32] S(0)@tp,shard" in said
