@@ -89,7 +89,7 @@ def _losses(
     picked -= highest
     log_total = tl.log(total)
     if WEIGHTED:
-        count = tl.load(weights + row, mask=exists, other=0.0).to(tl.float32)
+        count = tl.load(weights + row, mask=exists & counted, other=0.0).to(tl.float32)
         of_all = tl.load(of_classes).to(tl.float32) if SMOOTHED else 0.0
     else:
         count = tl.where(counted, 1.0, 0.0)
