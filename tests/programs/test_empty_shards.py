@@ -178,3 +178,17 @@ def test_what_an_op_does_not_save_may_be_written_to_where_nothing_is_held(name: 
 
     for dim, ranks in product(range(len(shape)), (3, 4)):
         same(program, normal(*shape), S(dim), mesh=(ranks,))
+
+
+@pytest.mark.parametrize("function", [torch.cummax, torch.cummin], ids=["cummax", "cummin"])
+def test_gradients_of_nothing_are_no_arguments(function: Callable[..., Any]) -> None:
+    """Whoever writes to one writes to nothing that a later pass needs."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y, _ = function(x, 1)
+        (grad,) = torch.autograd.grad(y.square().sum(), [x], retain_graph=True)
+        grad.neg_()
+        y.sum().backward()
+        return grad, x.grad
+
+    same(program, normal(1, 3), S(0))

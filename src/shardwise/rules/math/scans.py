@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwise.layout import Layout, Partial
 from shardwise.rules.kit.dim_rebuild import joined
+from shardwise.rules.kit.empty import skipping_empty
 from shardwise.rules.kit.notation import factor_rule, other_dims
 from shardwise.rules.kit.registry import register
 from shardwise.rules.kit.types import Call, Collectives, Local, Rule, Strategy, is_inexact
@@ -77,4 +78,5 @@ register("cumsum", "cumprod", "logcumsumexp", rule=Rule(_scan, _scan_local))
 # Running extrema: the dim must not be sharded
 
 
-register("cummax", "cummin", rule=factor_rule(lambda call: other_dims(call, call.dims())))
+# Of nothing, torch gives the argument itself as its gradient: who writes to that would write to what is saved.
+register("cummax", "cummin", rule=skipping_empty(factor_rule(lambda call: other_dims(call, call.dims()))))
