@@ -113,6 +113,8 @@ def random_function(chance: random.Random, shape: tuple[int, ...]) -> tuple[str,
             (view, 1),
             (f"torch.cat({both}, {chance.randrange(n)})", 2),
             (f"torch.stack({both}, {chance.randrange(n + 1)})", 2),
+            (f"torch.stack({both}, {(dim := chance.randrange(n)) + 1}).flatten({dim}, {dim + 1})", 2),
+            (f"torch.cat({both}).flatten()", 2),
             (f"{view} * 2", 1),
         ]
     )

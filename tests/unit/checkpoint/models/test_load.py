@@ -244,6 +244,11 @@ FUSED: dict[str, tuple[dict[str, Tensor], Callable[[dict[str, Tensor]], Tensor],
         lambda file: file["qkv"].view(HEADS, 3, 4, WIDTH)[:, 2].reshape(WIDTH, WIDTH),
         From("qkv", make=lambda w: w.view(HEADS, 3, 4, WIDTH)[:, 2].reshape(WIDTH, WIDTH)),
     ),
+    "fused by heads as it is read": (
+        {name: torch.randn(4, WIDTH) for name in "qkv"},
+        lambda file: torch.stack([x.view(2, 2, WIDTH) for x in file.values()], 1).flatten(0, 2),
+        From("q", "k", "v", make=lambda *qkv: torch.stack([x.view(2, 2, WIDTH) for x in qkv], 1).flatten(0, 2)),
+    ),
     "several": (
         {"a": torch.randn(5, WIDTH), "b": torch.randn(7, WIDTH)},
         lambda file: torch.cat([file["a"], file["b"]]),
