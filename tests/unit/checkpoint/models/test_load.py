@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 import shardwise as sw
 from shardwise.checkpoint import From, load, load_latest, save, save_step
@@ -435,6 +436,26 @@ def test_tensors_that_are_not_dense(tmp_path: Path) -> None:
     net.register_buffer("x", torch.eye(3).to_sparse())
     with pytest.raises(CheckpointError, match=r"^'x' is a sparse_coo tensor, and only dense ones are saved and loaded"):
         save(net, tmp_path / "x.safetensors")
+
+
+def test_tensors_of_others_who_keep_their_numbers_elsewhere(tmp_path: Path) -> None:
+    """What asks for their memory gets none: torch's own DTensor, quantised weights."""
+    net = nn.Linear(3, 3)
+    save(net, tmp_path / "x.safetensors")
+    save_step(tmp_path / "run", step=1, background=False, net=net)
+    net.weight = nn.Parameter(TwoTensor(torch.zeros(3, 3), torch.ones(3, 3)))
+    for call in (
+        lambda: save(net, tmp_path / "y.safetensors"),
+        lambda: load(net, tmp_path / "x.safetensors"),
+        lambda: save_step(tmp_path / "run", step=2, net=net),
+        lambda: load_latest(tmp_path / "run", net=net),
+        lambda: save_step(tmp_path / "run", step=2, data={"weight": net.weight.detach()}),
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"weight' is a torch\..*TwoTensor, which knows alone where its numbers"
+        ):
+            call()
+    assert not net.weight.a.any() and net.weight.b.all()
 
 
 # Sets of files
