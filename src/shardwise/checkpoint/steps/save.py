@@ -85,7 +85,7 @@ def save_step(
         parts = ranks.all(doing, lambda: [part.copied() for part in parts])
     layouts = {key: SavedLayout.of(layout) for key, x in tensors.items() if (layout := layout_of(x)) is not None}
     facts |= {"layouts": {key: layout_said(layout) for key, layout in layouts.items()}, "random": random_states()}
-    content = _Content(Path(directory), step, keep, parts, facts, said)
+    content = _Content(Path(directory).absolute(), step, keep, parts, facts, said)
     return in_background.started(lambda: _save(content, ranks, doing), background=background)
 
 
