@@ -328,6 +328,22 @@ def a_rank_with_more_than_the_others(rank: int, size: int) -> None:
         assert rank != 1 or torch.equal(found["own"]["x"], own)
 
 
+def ranks_with_other_numbers_under_one_name(rank: int, size: int) -> None:
+    """Of a plain tensor one would be kept, so they are refused; under a name of its own each rank's is kept."""
+    order = torch.randperm(20_000, generator=torch.Generator().manual_seed(rank))
+    shared, own = torch.arange(20_000), {f"order of {rank}": order, "epoch": 3}
+    with shared_folder(rank) as folder:
+        with pytest.raises(
+            CheckpointError, match=r"'data\.order' is not the same on all ranks, and one of them would be"
+        ):
+            checkpoint.save_step(folder, step=1, data={"order": order, "shared": shared})
+        assert not os.listdir(folder)
+        checkpoint.save_step(folder, step=1, own=own, data={"shared": shared}).wait()
+        found: dict[str, Any] = {}
+        checkpoint.load_latest(folder, own=found, data={})
+        assert found.keys() == own.keys() and torch.equal(found[f"order of {rank}"], order)
+
+
 def _full(*args: Any) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -418,7 +434,7 @@ CASES = [
         for body in (
             *(one_rank_cannot, one_rank_finds_damage, ranks_find_different_files, wrapped_for_data_parallelism),
             *(groups_are_destroyed_while_a_step_is_saved, ranks_that_do_not_do_the_same),
-            a_rank_with_more_than_the_others,
+            *(a_rank_with_more_than_the_others, ranks_with_other_numbers_under_one_name),
         )
     ),
 ]

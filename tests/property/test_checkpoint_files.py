@@ -22,6 +22,7 @@ SHAPES = [(), (0,), (1,), (5,), (16,), (4, 6), (7, 3), (5, 0), (3, 1, 4), (2, 3,
 DTYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.complex64),
+    *(torch.uint32, torch.uint64, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 ]
 ONLY_IN_STEPS = [torch.complex128, torch.complex32]
 
@@ -113,6 +114,8 @@ def random_function(chance: random.Random, shape: tuple[int, ...]) -> tuple[str,
             (view, 1),
             (f"torch.cat({both}, {chance.randrange(n)})", 2),
             (f"torch.stack({both}, {chance.randrange(n + 1)})", 2),
+            (f"torch.stack({both}, {(dim := chance.randrange(n)) + 1}).flatten({dim}, {dim + 1})", 2),
+            (f"torch.cat({both}).flatten()", 2),
             (f"{view} * 2", 1),
         ]
     )

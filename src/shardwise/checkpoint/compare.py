@@ -93,7 +93,8 @@ class _Apart:
         differ = (a != b) & ~((a != a) & (b != b))
         if not differ.any():
             return
-        apart, sizes = _distance(a[differ], b[differ]), _wide(b[differ]).abs()
+        x, y = first[differ], second[differ]
+        apart, sizes = _distance(x, y), _wide(y).abs()
         beyond = ~(apart <= tolerance.absolute + tolerance.relative * sizes)
         self.count += int(beyond.sum())
         self.has_none |= bool((beyond & ~apart.isfinite()).any())

@@ -55,6 +55,11 @@ def state_of(module: nn.Module) -> tuple[list[Entry], dict[str, Any]]:
 
 
 def check_dense(x: Tensor, name: str) -> None:
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not isinstance(x, DTensor):
+        raise CheckpointError(
+            f"{name!r} is a {type(x).__module__}.{type(x).__qualname__}, which knows alone where its numbers are: only "
+            f"plain tensors and shardwise's DTensors are saved and loaded (torch's by torch.distributed.checkpoint)"
+        )
     if x.is_nested or x.layout is not torch.strided or x.is_quantized:
         kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
         raise CheckpointError(f"{name!r} is a {kind} tensor, and only dense ones are saved and loaded: convert it")

@@ -440,6 +440,7 @@ def test_what_differs_and_by_how_much(tmp_path: Path) -> None:
         "numbers": torch.tensor([2**60, 5]),
         "small": torch.tensor([1.0, 448.0]).to(torch.float8_e4m3fn),
         "flags": torch.tensor([True, False]),
+        "unsigned": torch.tensor([2**64 - 1, 2**63 + 5, 7], dtype=torch.uint64),
     }
     second = {
         "same": torch.tensor([1.0, nan, float("inf")]),
@@ -451,6 +452,7 @@ def test_what_differs_and_by_how_much(tmp_path: Path) -> None:
         "numbers": torch.tensor([2**60 + 1, 5]),
         "small": torch.tensor([1.0, 416.0]).to(torch.float8_e4m3fn),
         "flags": torch.tensor([True, True]),
+        "unsigned": torch.tensor([0, 2**63 + 6, 7], dtype=torch.uint64),
     }
     one, two = save_pair(tmp_path, first, second)
     told = {(d.key, d.what): (d.first, d.second) for d in differences(one, two)}
@@ -463,11 +465,12 @@ def test_what_differs_and_by_how_much(tmp_path: Path) -> None:
         ("numbers", "values"): ("1 of 2 elements, by at most 1 (relative 8.67e-19)", ""),
         ("small", "values"): ("1 of 2 elements, by at most 32 (relative 0.0769)", ""),
         ("flags", "values"): ("1 of 2 elements, by at most 1 (relative 1)", ""),
+        ("unsigned", "values"): ("2 of 3 elements, by at most 1.84e+19 (relative inf)", ""),
         ("new", "only in the second"): ("", "float32 []"),
     }
     near = differences(one, two, tolerance=Tolerance(relative=0.1, absolute=0.5))
     loose = {d.key for d in near if d.what == "values"}
-    assert loose == {"values", "lost", "flags"}
+    assert loose == {"values", "lost", "flags", "unsigned"}
     assert not [d for d in differences(one, two, values=False) if d.what == "values"]
 
 

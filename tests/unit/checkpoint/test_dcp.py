@@ -32,6 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 DTYPES = [
     *(torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int64, torch.uint16),
+    *(torch.uint32, torch.uint64, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 ]
 
 

@@ -21,7 +21,7 @@ import torch
 
 from shardwise.checkpoint.files.memory import bytes_of
 from shardwise.checkpoint.files.reader import Reader
-from shardwise.checkpoint.files.reading import Region, contiguous_region, read
+from shardwise.checkpoint.files.reading import Region, are_sizes, contiguous_region, read
 from shardwise.errors import DamagedFileError
 from shardwise.layout import Box
 
@@ -113,7 +113,9 @@ def from_text(text: str) -> dict[str, list[Summed]]:
 
 
 def _summed(starts: list[int], sizes: list[int], checksum: str) -> Summed:
-    return Summed((tuple(map(int, starts)), tuple(map(int, sizes))), int(checksum, 16))
+    if not are_sizes(starts) or not are_sizes(sizes):
+        raise ValueError(f"{starts} and {sizes} are no box")
+    return Summed((tuple(starts), tuple(sizes)), int(checksum, 16))
 
 
 def check(file: Reader, region: Region, wanted: int, *, key: str, begin: int) -> None:

@@ -6,8 +6,9 @@ The function runs once, on meta tensors. A view of an argument says by its strid
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardwise.layout import Box
+
+MOST_RUNS = 2**12
+"""What lies in more runs than these is computed: each is read by itself."""
 
 Groups = tuple[tuple[int, ...], ...]
 """For each dim of a tensor, the sizes of the dims that it is made of."""
@@ -107,15 +111,29 @@ class Noted(TorchFunctionMode):
             dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
             if all(x.dtype == result.dtype and x.dim() == inputs[0].dim() for x in inputs):
                 self.calls[id(result)] = _Call(_JOINS[func], tuple(inputs), dim % result.dim(), result)
-        elif func in _COPIES and args and isinstance(result, Tensor) and not _shows(result, args[0]):
+        elif func in _COPIES and args and self._is_another(result, args[0]):
             self.calls[id(result)] = _Call("reshape", (args[0],), 0, result)
         return result
+
+    def _is_another(self, result: Tensor, x: Tensor) -> bool:
+        """Not a view of an argument, which says by itself where its elements are."""
+        is_new = id(x) in self.calls or not _shows(result, x)
+        return is_new and result is not x and result.dtype == x.dtype
 
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _JOINS = {**dict.fromkeys((torch.cat, torch.concat, torch.concatenate), "cat"), torch.stack: "stack"}
 _COPIES = frozenset(
-    (Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.contiguous, Tensor.clone, torch.clone)
+    (
+        Tensor.reshape,
+        torch.reshape,
+        Tensor.view,
+        Tensor.flatten,
+        torch.flatten,
+        Tensor.contiguous,
+        Tensor.clone,
+        torch.clone,
+    )
 )
 
 
@@ -143,11 +161,72 @@ def _stack(result: Tensor, call: _Call, arguments: Sequence[Tensor], noted: Note
 def _reshape(result: Tensor, call: _Call, arguments: Sequence[Tensor], noted: Noted) -> list[Taken] | None:
     """Of dims put together, nothing else: what takes them apart as well is no box."""
     parts = recipe(call.inputs[0], arguments, noted)
-    if parts is None or len(parts) > 1:
+    if parts is None:
         return None
+    if len(parts) > 1:
+        return _reshaped(parts, grouped(result.shape, call.inputs[0].shape))
     (part,) = parts
     groups = grouped(result.shape, part.sizes)
     return None if groups is None else [replace(part, starts=(0,) * len(groups), groups=groups)]
+
+
+def _reshaped(parts: Sequence[Taken], groups: Groups | None) -> list[Taken] | None:
+    """Several parts, whose dims are put together by groups: heads of three weights by turns, say."""
+    if groups is None:
+        return None
+    runs = (_put_together(run, groups) for part in parts for run in _runs(part, groups))
+    found = list(itertools.islice(runs, MOST_RUNS + 1))
+    if len(found) > MOST_RUNS or (len(found) > len(parts) and not all(map(_is_dense, found))):
+        return None
+    return found
+
+
+def _is_dense(part: Taken) -> bool:
+    """Whether elements lie one beside another: of a part with gaps each would be read by itself."""
+    return min((stride for size, stride in zip(part.sizes, part.strides, strict=True) if size > 1), default=1) == 1
+
+
+def _runs(part: Taken, groups: Groups) -> Iterator[Taken]:
+    """A part in parts of which each is one stretch of every dim that a group makes up."""
+    extents, at = part.box[1], 0
+    for group in groups:
+        dims = range(at, at + len(group))
+        first = next((dim for dim in dims if extents[dim] > 1), dims[-1])
+        if any(extents[dim] < size for dim, size in zip(dims, group, strict=True) if dim > first):
+            for index in range(extents[first]):
+                yield from _runs(_at(part, first, index), groups)
+            return
+        at += len(group)
+    yield part
+
+
+def _at(part: Taken, dim: int, index: int) -> Taken:
+    """Its one index of a dim."""
+    first, group = sum(map(len, part.groups[:dim])), part.groups[dim]
+    ahead, left = 0, index
+    for number in reversed(range(len(group))):
+        left, digit = divmod(left, group[number])
+        ahead += digit * part.strides[first + number]
+    ones = (1,) * len(group)
+    return replace(
+        part,
+        starts=(*part.starts[:dim], part.starts[dim] + index, *part.starts[dim + 1 :]),
+        groups=(*part.groups[:dim], ones, *part.groups[dim + 1 :]),
+        offset=part.offset + ahead,
+        sizes=(*part.sizes[:first], *ones, *part.sizes[first + len(group) :]),
+    )
+
+
+def _put_together(part: Taken, groups: Groups) -> Taken:
+    starts, made, at = [], [], 0
+    for group in groups:
+        start = 0
+        for dim, size in enumerate(group, at):
+            start = start * size + part.starts[dim]
+        starts.append(start)
+        made.append(sum(part.groups[at : at + len(group)], ()))
+        at += len(group)
+    return replace(part, starts=tuple(starts), groups=tuple(made))
 
 
 _PUT_TOGETHER: dict[str, Callable[[Tensor, _Call, Sequence[Tensor], Noted], list[Taken] | None]] = {

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from shardwise.checkpoint import background as in_background
 from shardwise.checkpoint.background import Saving
 from shardwise.checkpoint.files.file_sets import SUFFIX
 from shardwise.checkpoint.files.folders import appear, beside, make_folder, remove, remove_unfinished
-from shardwise.checkpoint.files.memory import layout_of
+from shardwise.checkpoint.files.memory import bytes_of, in_rows, layout_of
 from shardwise.checkpoint.files.reading import contiguous_region
 from shardwise.checkpoint.files.safetensors import CODES, Written, check_key, in_file_order, make_header
 from shardwise.checkpoint.files.writing import make_file, open_to_write, write_file
@@ -40,7 +41,7 @@ from shardwise.checkpoint.steps.random_states import States, all_states, random_
 from shardwise.checkpoint.steps.training_state import check_kinds, encoded
 from shardwise.checkpoint.writers import Part, Whole, check_has_data, parts_of, put_together
 from shardwise.dispatch.interop.state_dicts import settled
-from shardwise.errors import CheckpointFileError, CheckpointWarning
+from shardwise.errors import CheckpointError, CheckpointFileError, CheckpointWarning
 from shardwise.words import dtype_named
 
 
@@ -76,14 +77,15 @@ def save_step(
     doing = f"saving step {step} in {directory}"
     ranks.agree(doing)
     ranks.all(doing, lambda: _check(step, keep, state))
-    said, found = ranks.all(doing, lambda: _encoded(state))
+    said, found, loose = ranks.all(doing, lambda: _encoded(state))
+    _check_same({key: found[key] for key in loose}, ranks)
     tensors = {key: settled(x) for key, x in found.items()}
     parts, facts = parts_of(tensors, ranks)
     if background:
         parts = ranks.all(doing, lambda: [part.copied() for part in parts])
     layouts = {key: SavedLayout.of(layout) for key, x in tensors.items() if (layout := layout_of(x)) is not None}
     facts |= {"layouts": {key: layout_said(layout) for key, layout in layouts.items()}, "random": random_states()}
-    content = _Content(Path(directory), step, keep, parts, facts, said)
+    content = _Content(Path(directory).absolute(), step, keep, parts, facts, said)
     return in_background.started(lambda: _save(content, ranks, doing), background=background)
 
 
@@ -95,12 +97,33 @@ def _check(step: int, keep: int | None, state: Mapping[str, Any]) -> None:
     check_kinds(state)
 
 
-def _encoded(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    said, tensors = encoded(state)
+def _encoded(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
+    said, tensors, loose = encoded(state)
     for key, x in tensors.items():
         check_key(key)
         check_has_data(key, x)
-    return said, tensors
+    return said, tensors, loose
+
+
+SAMPLE = 2**12
+"""As many numbers of a tensor are compared between ranks."""
+
+
+def _check_same(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """One rank's is saved: if those of others are not alike, what is theirs would be lost. A sample shows it."""
+    said = ranks.gather({key: _sampled(x) for key, x in tensors.items()})
+    for key, sample in {key: sample for one in said for key, sample in one.items()}.items():
+        if any(one.get(key, sample) != sample for one in said):
+            raise CheckpointError(
+                f"{key!r} is not the same on all ranks, and one of them would be saved for all. Give what belongs to a "
+                f"rank a name of its own, or save a DTensor"
+            )
+
+
+def _sampled(x: Tensor) -> int:
+    flat = x.detach().reshape(-1)
+    sample = in_rows(flat[:: flat.numel() // SAMPLE + 1]).cpu()
+    return zlib.crc32(bytes_of(sample))
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,16 +61,19 @@ def kind_of(value: Any) -> str:
     return next((kind for cls, kind in kinds.items() if isinstance(value, cls)), "object")
 
 
-def encoded(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """All of it as JSON, and its tensors by name."""
+def encoded(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
+    """All of it as JSON, and its tensors by name; and which of these are plain, and no module's or optimizer's."""
     names = names_of_parameters(state)
     said: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
+    loose: list[str] = []
     for name, value in state.items():
-        encoder = Encoder(inline=_is_own if kind_of(value) in ("object", "dict", "generator") else _never)
+        is_loose = kind_of(value) in ("object", "dict", "generator")
+        encoder = Encoder(inline=_is_own if is_loose else _never)
         said[name] = {"kind": kind_of(value), **_encoded(name, value, encoder, names)}
         tensors.update(encoder.tensors)
-    return said, tensors
+        loose += [key for key, x in encoder.tensors.items() if is_loose and not isinstance(x, DTensor)]
+    return said, tensors, loose
 
 
 def _never(x: Tensor) -> bool:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 import shardwise as sw
 from shardwise.checkpoint import From, load, load_latest, save, save_step
@@ -244,6 +245,11 @@ FUSED: dict[str, tuple[dict[str, Tensor], Callable[[dict[str, Tensor]], Tensor],
         lambda file: file["qkv"].view(HEADS, 3, 4, WIDTH)[:, 2].reshape(WIDTH, WIDTH),
         From("qkv", make=lambda w: w.view(HEADS, 3, 4, WIDTH)[:, 2].reshape(WIDTH, WIDTH)),
     ),
+    "fused by heads as it is read": (
+        {name: torch.randn(4, WIDTH) for name in "qkv"},
+        lambda file: torch.stack([x.view(2, 2, WIDTH) for x in file.values()], 1).flatten(0, 2),
+        From("q", "k", "v", make=lambda *qkv: torch.stack([x.view(2, 2, WIDTH) for x in qkv], 1).flatten(0, 2)),
+    ),
     "several": (
         {"a": torch.randn(5, WIDTH), "b": torch.randn(7, WIDTH)},
         lambda file: torch.cat([file["a"], file["b"]]),
@@ -430,6 +436,26 @@ def test_tensors_that_are_not_dense(tmp_path: Path) -> None:
     net.register_buffer("x", torch.eye(3).to_sparse())
     with pytest.raises(CheckpointError, match=r"^'x' is a sparse_coo tensor, and only dense ones are saved and loaded"):
         save(net, tmp_path / "x.safetensors")
+
+
+def test_tensors_of_others_who_keep_their_numbers_elsewhere(tmp_path: Path) -> None:
+    """What asks for their memory gets none: torch's own DTensor, quantised weights."""
+    net = nn.Linear(3, 3)
+    save(net, tmp_path / "x.safetensors")
+    save_step(tmp_path / "run", step=1, background=False, net=net)
+    net.weight = nn.Parameter(TwoTensor(torch.zeros(3, 3), torch.ones(3, 3)))
+    for call in (
+        lambda: save(net, tmp_path / "y.safetensors"),
+        lambda: load(net, tmp_path / "x.safetensors"),
+        lambda: save_step(tmp_path / "run", step=2, net=net),
+        lambda: load_latest(tmp_path / "run", net=net),
+        lambda: save_step(tmp_path / "run", step=2, data={"weight": net.weight.detach()}),
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"weight' is a torch\..*TwoTensor, which knows alone where its numbers"
+        ):
+            call()
+    assert not net.weight.a.any() and net.weight.b.all()
 
 
 # Sets of files

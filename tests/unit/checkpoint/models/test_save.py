@@ -296,6 +296,8 @@ def test_ranks_share_what_is_to_be_verified(tmp_path: Path) -> None:
     [
         ("{", "key '__metadata__': the checksums cannot be read"),
         ('{"w": 3}', "the checksums cannot be read"),
+        ('{"w": [[[0], [Infinity], "00000000"]]}', "the checksums cannot be read: .* are no box"),
+        ('{"w": [[[0.5], [4], "00000000"]]}', "the checksums cannot be read: .* are no box"),
         ('{"w": [[[0], [3], "00000000"]]}', "key 'w': its checksums are not of all its data"),
         ('{"w": [[[0, 0], [4], "00000000"]]}', "key 'w': its checksums are not of all its data"),
         ('{"w": [[[0], [9], "00000000"]]}', "key 'w': its checksums are not of all its data"),

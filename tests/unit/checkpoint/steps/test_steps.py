@@ -193,6 +193,20 @@ def test_if_every_step_is_damaged_that_is_an_error_and_no_fresh_start(tmp_path: 
     assert sum(not torch.equal(x, expected[name]) for name, x in values(other).items()) == 1
 
 
+def test_a_program_may_go_elsewhere_while_a_step_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    started = background.started
+
+    def later(save: Any, **options: Any) -> Any:
+        os.chdir(elsewhere)
+        return started(save, **options)
+
+    monkeypatch.setattr(background, "started", later)
+    assert checkpoint.save_step("run", step=1, note={}).wait() == tmp_path / "run" / "step-00000001"
+    assert not list(elsewhere.iterdir())
+
+
 def test_one_step_by_its_folder(tmp_path: Path) -> None:
     module, found = net(S(0), R), net()
     expected = save(tmp_path, 1, module)
