@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from captured import batch
+from saved import fake_mesh
 from torch import Tensor, fx
 
 import shardwise as sw
+from shardwise.comm.agreement import largest
 from shardwise.errors import CaptureError
 from shardwise.graph.program import Line
 from shardwise.graph.run.numbers_as_tensors import on_tensors
@@ -92,6 +94,14 @@ def test_lists_of_numbers() -> None:
 
 def listed(x: Any) -> Any:
     return (x * 2).tolist()
+
+
+def test_ranks_may_ask_each_other_meanwhile() -> None:
+    """What they say is nobody's program, so they may look at it."""
+    with fake_mesh(2, names=("tp",)) as mesh:
+        x = sw.DTensor.from_local(torch.ones(3), mesh)
+        compiled = sw.compile(lambda x: x * largest(x._layout.mesh, [3])[0], backend="fx")
+        assert compiled(x).to_local().tolist() == [3, 3, 3]
 
 
 def test_tensors_that_a_capture_leaves_behind() -> None:
