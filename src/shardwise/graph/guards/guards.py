@@ -96,6 +96,7 @@ class Guards:
         self.facts = TensorFacts([x for x in self.found if isinstance(x.value, Tensor)])
         self.lengths = [*reached.lengths, *_group_lengths(reached)]
         self._others = [*reached.others, *_groups(reached)]
+        self.functions = [x for x in reached.others if callable(x.value) and is_library(x.value)]
         in_modules = {id(kept) for module in reached.modules.values() for kept in (module._parameters, module._buffers)}
         slots = [x for x in (*self.found, *self._others, *self.plain) if id(x.slot[0]) not in in_modules]
         training = [(module.__dict__, "training") for _, module, _ in self.training]
