@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -109,7 +110,8 @@ def numbers_of_data_by_inductor(rank: int, size: int) -> None:
             loss = net(x / x.abs().max().item()).square().mean()
             loss.backward()
             optimizer.step()
-            return loss.item(), loss
+            number = loss.item()
+            return number, loss, (round(number, 3), math.floor(number), math.ceil(number), number // 0.25)
 
         return net, step
 
@@ -118,7 +120,10 @@ def numbers_of_data_by_inductor(rank: int, size: int) -> None:
     for call in range(4):
         x = batch(mesh, call)
         wanted, found = step(x), compiled(x)
-        assert found[0] == found[1].full_tensor().item() and abs(found[0] - wanted[0]) < 1e-4
+        number = found[0]
+        assert number == found[1].full_tensor().item() and abs(number - wanted[0]) < 1e-4
+        assert found[2] == (pytest.approx(round(number, 3)), math.floor(number), math.ceil(number), number // 0.25)
+        assert [*map(type, found[2])] == [float, int, int, float]
     assert len(compiled.programs) == 1
     for mine, theirs in zip(other.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(mine.detach().full_tensor(), theirs.detach().full_tensor(), rtol=1e-4, atol=1e-5)

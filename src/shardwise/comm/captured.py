@@ -56,6 +56,10 @@ class Noter(Protocol):
         """A shard is about to get the memory of another one."""
         ...
 
+    def hand_out(self, name: str) -> None:
+        """A function of torch's, of that name, is about to hand out data."""
+        ...
+
     def step(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         ...

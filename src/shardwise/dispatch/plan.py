@@ -66,7 +66,10 @@ class Mover:
         elif not x.requires_grad and not self.reduces:
             return x if self.only_gradient else self._moved(x, facts)
         kept = facts.get("_moved")
-        version = x._version
+        try:
+            version = x._version
+        except RuntimeError:  # inference tensors have none
+            return x if self.only_gradient else self._moved(x, facts)
         if kept is None:
             kept = facts["_moved"] = {}
         elif (found := kept.get(self.key)) is not None and found[1] == version:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import noters
 from shardwise.comm.agreement import compared, digest
-from shardwise.errors import CaptureError, CaptureWarning, NoDataError, ShardwiseError, UnreducedGradientError
+from shardwise.errors import CaptureError, CaptureWarning, NoDataError, ShardwiseError
 from shardwise.graph.capture.capture import capture_varying
 from shardwise.graph.captured import Captured
 from shardwise.graph.guards.call import Call
@@ -101,7 +101,7 @@ class Compiled(Captured):
             run = self._add(call, missed)
         except MakesState:
             return call()
-        except (CaptureError, UnreducedGradientError) as error:
+        except Exception as error:  # of ours, or of what in the function has no use for tensors without data
             if self.fullgraph:
                 raise
             return self._give_up(f"runs as it is: {error}", call)
@@ -195,9 +195,10 @@ class Compiled(Captured):
         return program
 
     def _give_up(self, why: str, call: Call) -> Any:
-        self.gave_up = why
         warnings.warn(f"shardwise.compile: {self.name} {why}", CaptureWarning, stacklevel=4)
-        return call()
+        found = call()  # if this raises as well, it is not for the capture
+        self.gave_up = why
+        return found
 
 
 class Recorded(Run):
@@ -263,6 +264,8 @@ def compile(
     """
     if dynamic:
         raise ValueError("dynamic=True is not available: layouts, and so programs, are made for sizes")
+    if not callable(target):
+        raise TypeError(f"a function or a module is compiled, not a {type(target).__name__}")
     make = make_of(backend, cuda_graph)
     chosen = _chosen(passes)
     if isinstance(target, nn.Module):
@@ -285,6 +288,8 @@ def make_of(backend: str, cuda_graph: bool | str) -> Make:
     """What makes parts run."""
     if backend not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
+    if cuda_graph not in (True, False, "auto"):
+        raise ValueError(f"cuda_graph is True, False or 'auto'; got {cuda_graph!r}")
     return partial(by_inductor, cuda_graph=cuda_graph) if backend == "inductor" else BACKENDS[backend]
 
 

@@ -7,12 +7,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from captured import batch
+from saved import fake_mesh
 from torch import Tensor, fx
 
 import shardwise as sw
+from shardwise.comm.agreement import largest
 from shardwise.errors import CaptureError
 from shardwise.graph.program import Line
 from shardwise.graph.run.numbers_as_tensors import on_tensors
@@ -47,6 +50,14 @@ def prints(x: Any) -> Any:
     return f"{x.max().item() / 2:.3f}"
 
 
+def truncates(x: Any) -> Any:
+    return int(x.max().item())
+
+
+def hands_out_arrays(x: Any) -> Any:
+    return np.asarray(x)
+
+
 def counts(x: Any) -> Any:
     return x[: x.argmax().item()]
 
@@ -62,6 +73,8 @@ def has_the_length(x: Any) -> Any:
         (branches_on_a_number, "a number is read out of a tensor"),
         (prints, "a number is read out of a tensor"),
         (counts, "a number is read out of a tensor"),
+        (truncates, "a number is read out of a tensor"),
+        (hands_out_arrays, "__array__ hands out what is in a tensor"),
         (has_the_length, "a number is read out of a tensor"),
         (picks, "what index gives is as long as they say"),
     ],
@@ -70,6 +83,25 @@ def has_the_length(x: Any) -> Any:
 def test_what_depends_on_data(function: Callable[[Any], Any], why: str, is_distributed: bool) -> None:
     x = batch(sw.simulate((2, 2), ("dp", "tp")), 0) if is_distributed else torch.ones(3)
     assert refusal(function, x) == f"the program depends on the data it computes (LINE): {why}. {ADVICE}"
+
+
+def test_lists_of_numbers() -> None:
+    """Of a plain tensor they are numbers that are read out of it."""
+    x = batch(sw.simulate((2, 2), ("dp", "tp")), 0)
+    assert "(LINE): tolist hands out what is in a tensor" in refusal(listed, x)
+    assert sw.compile(listed, backend="fx")(torch.ones(2)) == [2, 2]
+
+
+def listed(x: Any) -> Any:
+    return (x * 2).tolist()
+
+
+def test_ranks_may_ask_each_other_meanwhile() -> None:
+    """What they say is nobody's program, so they may look at it."""
+    with fake_mesh(2, names=("tp",)) as mesh:
+        x = sw.DTensor.from_local(torch.ones(3), mesh)
+        compiled = sw.compile(lambda x: x * largest(x._layout.mesh, [3])[0], backend="fx")
+        assert compiled(x).to_local().tolist() == [3, 3, 3]
 
 
 def test_tensors_that_a_capture_leaves_behind() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -277,7 +278,9 @@ def test_numbers_that_are_read_out_of_data(is_distributed: bool) -> None:
             loss = (x / x.abs().max().item() * weight).sum()
             loss.backward()
             largest, norm = x.max().item(), weight.grad.norm(2).item()
-            return loss, loss.item(), norm, x * ((largest - 0.5) / (norm + 1) ** 2), torch.tensor(-largest)
+            rounded = round(largest, 2), math.floor(norm), math.ceil(largest), norm // 0.3
+            scaled = x * ((largest - 0.5) / (norm + 1) ** 2)
+            return loss, loss.item(), norm, rounded, scaled, torch.tensor(-largest)
 
         return (
             (weight,),

@@ -20,10 +20,13 @@ from shardwise.comm.faked import is_faked
 from shardwise.layout import Mesh
 
 _no_functions = torch._C.DisableTorchFunction
+_num_modes = torch._C._len_torch_dispatch_stack
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 _grad_setter = Tensor.grad.__set__  # type: ignore[union-attr]
 _data_setter = Tensor.data.__set__  # type: ignore[attr-defined]
+
+_HAND_OUT_DATA = frozenset({Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__})
 
 FORGOTTEN = ("_moved", "_gathered", "_grad_set")
 """What a DTensor remembers of moves on its own mesh."""
@@ -65,6 +68,10 @@ class Borrowed(TorchFunctionMode):
             self._reset(args[0])
         if func == _data_setter and "_layout" not in args[0].__dict__:
             noters[-1].set_data(*args)
+        if (
+            func in _HAND_OUT_DATA and _num_modes()
+        ):  # none are on where ranks ask each other for what is nobody's program
+            noters[-1].hand_out(func.__name__)
         if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], torch.SymFloat):
             func = torch.scalar_tensor  # which does not ask what the number is
         return func(*args, **(kwargs or {}))

@@ -280,7 +280,8 @@ class _Arranged:
 def _returnable(x: Any) -> Any:
     """Something beside tensors that is the same in every run."""
     held = [*getattr(x, "__dict__", {}).values()] if not isinstance(x, nn.Module) else []
-    if hasattr(x, "__next__") or any(isinstance(y, Tensor) and is_faked(y) for y in tree_leaves(held)):
+    is_under_way = hasattr(x, "__next__") or hasattr(x, "__await__")
+    if is_under_way or any(isinstance(y, Tensor) and is_faked(y) for y in tree_leaves(held)):
         raise CaptureError(
             f"the program returns a {type(x).__name__}, in which there are tensors that every run makes anew: return "
             f"the tensors themselves, in lists, tuples or dicts"

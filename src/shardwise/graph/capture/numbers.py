@@ -82,6 +82,12 @@ class Number:
 
     guard_or_false = guard_or_true = _read
 
+    def trunc(self) -> Number:
+        return self._wrap(math.trunc(self._read()))
+
+    def round(self, ndigits: int | None = None) -> Number:
+        return _rounded(self, *(() if ndigits is None else (self._wrap(ndigits),)))
+
     def str(self) -> str:
         return f"{self._read() if is_of_data(self) else self.value}"
 
@@ -101,6 +107,9 @@ def _operation(function: Callable[..., Any]) -> Callable[..., Number]:
         return Number(value, node, home.needed)
 
     return apply
+
+
+_rounded = _operation(round)
 
 
 def _computed(function: Callable[..., Any], values: list[Any], *, is_guess: bool) -> Any:
@@ -132,9 +141,9 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     },
     **{"pow_by_natural": operator.pow, "floordiv": operator.floordiv, "int_floordiv": operator.floordiv},
     **{"sym_float": float, "sym_int": int, "sym_max": max, "sym_min": min, "sym_not": operator.not_},
-    **{"and_": _both, "or_": _either, "pos": operator.pos},
+    **{"and_": _both, "or_": _either, "pos": operator.pos, "floor": math.floor, "ceil": math.ceil},
 }
-FUNCTIONS: tuple[Callable[..., Any], ...] = tuple(dict.fromkeys(_OPERATIONS.values()))
+FUNCTIONS: tuple[Callable[..., Any], ...] = (*dict.fromkeys(_OPERATIONS.values()), round)
 """What numbers are computed by."""
 
 for _name, _function in _OPERATIONS.items():

@@ -273,6 +273,9 @@ class Recorder(TorchDispatchMode):
                 self.meet(x)  # in a hook of a backward pass, nobody else does
         self.groups.take(optimizer, self._given)
 
+    def hand_out(self, name: str) -> None:
+        raise _needs_data(f"{name} hands out what is in a tensor")
+
     def set_data(self, x: Tensor, data: Tensor) -> None:
         if not is_faked(x):
             raise CaptureError(

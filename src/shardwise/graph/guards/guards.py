@@ -15,7 +15,7 @@ from shardwise.graph.guards.call import Call
 from shardwise.graph.guards.kinds import changed, differs, kind_of
 from shardwise.graph.guards.names import Names
 from shardwise.graph.guards.reached import VALUES, Found, Reached, Sized, is_library, is_same, is_value
-from shardwise.graph.guards.unchanged import Hooks, Identities, States, Structure, TensorFacts, unchanged
+from shardwise.graph.guards.unchanged import Forwards, Hooks, Identities, States, Structure, TensorFacts, unchanged
 from shardwise.graph.program import FromArgument, FromGradient, FromObject, Place, Program
 from shardwise.layout import Layout
 from shardwise.redistribute import is_keeping
@@ -92,10 +92,11 @@ class Guards:
         self.grads = _grads(program)
         self.identities = Identities(leaves, reached)
         self.structure = Structure(reached)
-        self.hooks = Hooks(reached)
+        self.hooks, self.forwards = Hooks(reached), Forwards(reached)
         self.facts = TensorFacts([x for x in self.found if isinstance(x.value, Tensor)])
         self.lengths = [*reached.lengths, *_group_lengths(reached)]
         self._others = [*reached.others, *_groups(reached)]
+        self.functions = [x for x in reached.others if callable(x.value) and is_library(x.value)]
         in_modules = {id(kept) for module in reached.modules.values() for kept in (module._parameters, module._buffers)}
         slots = [x for x in (*self.found, *self._others, *self.plain) if id(x.slot[0]) not in in_modules]
         training = [(module.__dict__, "training") for _, module, _ in self.training]
@@ -130,6 +131,7 @@ class Guards:
                 or self.identities.miss(leaves, self.names)
                 or self.facts.miss()
                 or self.hooks.miss()
+                or self.forwards.miss()
                 or self._other_gradients(leaves)
             )
 

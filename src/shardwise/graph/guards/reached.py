@@ -161,9 +161,10 @@ class Reached:
             self.objects.append(Found(slot, value, name))
             self._object(value, name)
             self._hooks(value)
-        elif isinstance(value, CONTAINERS) or not is_library(value) or hasattr(value, "__wrapped__"):
+        elif isinstance(value, CONTAINERS) or callable(value) or not is_library(value):
             self.others.append(Found(slot, value, name))
-            self._function(value) if callable(value) and not isinstance(value, type) else self._object(value, name)
+            is_called = callable(value) and not isinstance(value, type) and not is_library(value)
+            self._function(value) if is_called else self._object(value, name)
         else:
             self._object(value, name)
 
@@ -271,6 +272,8 @@ class Reached:
             self._holder(inner, here or type(inner).__name__, is_sized=not is_library(inner))
             if is_library(inner):
                 self._settings(inner.__dict__, here)
+                if "forward" in inner.__dict__:
+                    self._slot((inner.__dict__, "forward"), _joined(here, "forward"))
                 continue
             self._class(type(inner), here)
             for key in [key for key in inner.__dict__ if key in self.read | ALWAYS and key not in _KEPT_BY_TORCH]:

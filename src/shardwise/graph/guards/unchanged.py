@@ -105,6 +105,26 @@ class Structure:
         return None
 
 
+class Forwards:
+    """Modules of libraries, none of which may get a `forward` of its own. As long as they have as many attributes as
+    they had, none has."""
+
+    def __init__(self, reached: Reached) -> None:
+        found = [(module.__dict__, reached.names[key]) for key, module in reached.modules.items() if is_library(module)]
+        found = [(own, name) for own, name in found if "forward" not in own]
+        self.own, self.names = [own for own, _ in found], [name for _, name in found]
+        self.count = sum(map(len, self.own))
+
+    def miss(self) -> str | None:
+        if (count := sum(map(len, self.own))) == self.count:
+            return None
+        for own, name in zip(self.own, self.names, strict=True):
+            if "forward" in own:
+                return f"{name}.forward is new".lstrip(".")
+        self.count = count
+        return None
+
+
 class States:
     """What optimizers keep for each parameter: the dicts, since tensors are read out of these when a program runs."""
 

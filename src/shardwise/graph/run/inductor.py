@@ -53,7 +53,7 @@ class _Compiled:
         self.device = _device_of(part)
         self.checks = [node for node in part.graph.nodes if isinstance(node.target, Check)]
         *_, last = part.graph.nodes
-        self.numbers = [at for at, node in enumerate(last.args[0]) if "number" in node.meta]
+        self.numbers = [(at, node.meta["number"]) for at, node in enumerate(last.args[0]) if "number" in node.meta]
         self.run: Any = None
 
     def __call__(self, inputs: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
@@ -68,7 +68,9 @@ class _Compiled:
         for node, found in zip(self.checks, outputs[len(outputs) - len(self.checks) :]):
             node.target(found)
         if self.numbers:
-            outputs = [x.item() if at in self.numbers else x for at, x in enumerate(outputs)]
+            outputs = [*outputs]
+        for at, kind in self.numbers:
+            outputs[at] = kind(outputs[at].item())
         return (outputs,)
 
     def _compile(self, given: Sequence[Tensor]) -> Any:

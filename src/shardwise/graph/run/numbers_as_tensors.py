@@ -47,6 +47,9 @@ def computed(node: fx.Node, args: tuple) -> Tensor:
 _OF_NUMBERS: dict[Any, Callable[..., Tensor]] = {
     float: lambda x: x,
     math.sqrt: torch.sqrt,
+    math.floor: torch.floor,
+    math.ceil: torch.ceil,
+    round: lambda x, digits=0: torch.round(x, decimals=digits),
     max: lambda a, b: torch.where(b > a, b, a),
     min: lambda a, b: torch.where(b < a, b, a),
 }

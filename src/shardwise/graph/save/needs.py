@@ -33,8 +33,15 @@ def needs_of(guards: Guards, objects: Mapping[str, Tensor]) -> Needs:
     found |= {name: repr(value) for name, value in zip(MODES, guards.modes, strict=True)}
     found |= {x.name: repr(x.value) for x in guards.plain}
     found |= {f"{name or 'the module'}.training": repr(training) for name, _, training in guards.training}
+    found |= {x.name: function_said(x.value) for x in guards.functions}
     found["the functions"] = code_digest(guards.codes)
     return found
+
+
+def function_said(function: Any) -> str:
+    """A function of a library's."""
+    known: Any = function if hasattr(function, "__qualname__") else type(function)
+    return f"{getattr(known, '__module__', None)}.{known.__qualname__}"
 
 
 def tensor_said(x: Tensor) -> str:

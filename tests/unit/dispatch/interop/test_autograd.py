@@ -476,6 +476,17 @@ def test_no_gradients_inside(mode: Callable) -> None:
     assert (d * 2).requires_grad
 
 
+def test_pending_sums_of_inference_mode() -> None:
+    """They are tensors without versions, inside and afterwards."""
+    x = data(6, 4)
+    with torch.inference_mode():
+        product = sw.distribute_tensor(x, MESH, [R, S1]) @ sw.distribute_tensor(x.T, MESH, [R, S0])
+        assert product._layout.has_pending
+        for _ in range(2):
+            torch.testing.assert_close(torch.relu(product).full_tensor(), torch.relu(x @ x.T))
+    torch.testing.assert_close(torch.relu(product).full_tensor(), torch.relu(x @ x.T))
+
+
 @pytest.mark.parametrize("placements", [(S0, R), (S1, R), (R, S1), (S0, S1)], ids=str)
 def test_autocast(placements: tuple) -> None:
     """What runs in which precision is torch's to say; plans do not get in its way, in either order."""

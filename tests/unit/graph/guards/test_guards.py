@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -242,6 +243,34 @@ def test_data_that_a_program_depends_on() -> None:
         sw.compile(branching, backend="fx", fullgraph=False)(batch(mesh, 0))
 
 
+def dumping(x: Any) -> Any:
+    return json.dumps({"largest": x.max().item()})
+
+
+def test_what_has_no_use_for_tensors_without_data_runs_as_it_is() -> None:
+    x = batch(mesh_2x2(), 0)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        sw.compile(dumping, backend="fx")(x)
+    compiled = sw.compile(dumping, backend="fx", fullgraph=False)
+    with pytest.warns(CaptureWarning, match="dumping runs as it is: Object of type SymFloat is not JSON serializable"):
+        assert compiled(x) == dumping(x)
+
+
+def test_an_error_of_the_users_own_gives_nothing_up() -> None:
+    def refusing(x: Any, limit: int) -> Any:
+        if limit < 0:
+            raise ValueError("below nothing")
+        return x * limit
+
+    x, compiled = batch(mesh_2x2(), 0), sw.compile(refusing, backend="fx", fullgraph=False)
+    with pytest.warns(CaptureWarning), pytest.raises(ValueError, match="below nothing"):
+        compiled(x, -1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(x, 2)
+    assert len(compiled.programs) == 1
+
+
 def test_what_was_captured_in_vain_is_as_it_was() -> None:
     mesh = mesh_2x2()
     net = net_on(mesh)
@@ -298,5 +327,9 @@ def test_options() -> None:
         sw.compile(branching, dynamic=True)
     with pytest.raises(ValueError, match="backend is one of 'fx', 'inductor'"):
         sw.compile(branching, backend="eager")
+    with pytest.raises(ValueError, match="cuda_graph is True, False or 'auto'; got 'maybe'"):
+        sw.compile(branching, cuda_graph="maybe")
+    with pytest.raises(TypeError, match="a function or a module is compiled, not a Tensor"):
+        sw.compile(torch.ones(3))
     with pytest.raises(TypeError, match="was not given this function"):
         sw.graph.programs_of(branching)

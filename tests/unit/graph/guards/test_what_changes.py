@@ -325,10 +325,35 @@ def gradients_that_no_sync_has_kept(made: Any) -> Iterator[Any]:
             net.zero_grad()
 
 
+def functions_that_are_kept(made: Any) -> Iterator[Any]:
+    """Also such that are torch's."""
+    kept = {"activation": torch.relu}
+    activated = made(lambda x: kept["activation"](x))
+    for activation in (torch.relu, torch.tanh, nn.functional.gelu, torch.relu):
+        kept["activation"] = activation
+        yield activated(torch.tensor([-1.0, 2.0]))
+
+
+def a_forward_of_its_own(made: Any) -> Iterator[Any]:
+    """A module of torch's gets one, gets another, and loses it; what else is kept on it changes nothing."""
+    net = nn.Sequential(linear(), nn.ReLU())
+    doubled, x = made(lambda x: net(x) * 2), rows(torch.ones(4, 4))
+    yield doubled(x)
+    net[0].note = "mine"
+    yield doubled(x)
+    net[0].forward = lambda x: x + 1
+    yield doubled(x)
+    net[0].forward = lambda x: x - 1
+    yield doubled(x)
+    del net[0].forward
+    yield doubled(x)
+
+
 STORIES: dict[str, Story] = {
     story.__name__.replace("_", " "): story
     for story in (
         *(arguments_that_are_one, arguments_that_become_one, an_argument_that_is_reached_too),
+        *(functions_that_are_kept, a_forward_of_its_own),
         *(items_of_lists_and_dicts, lengths_of_lists_and_dicts, attributes_of_objects, values_of_any_kind),
         *(defaults_and_helpers, settings_of_torchs_modules, buffers_that_were_none, modules_of_another_dtype),
         *(

@@ -267,10 +267,10 @@ class Scaled(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(sw.distribute_tensor(torch.ones(WIDTH, WIDTH), mesh, [sw.Shard(0)]))
         self.register_buffer("offset", torch.zeros(()))
-        self.scale = 2.0
+        self.scale, self.activation = 2.0, torch.relu
 
     def forward(self, x: Any) -> Any:
-        y = nn.functional.linear(x, self.weight) * self.scale
+        y = self.activation(nn.functional.linear(x, self.weight)) * self.scale
         return y if self.offset is None else y + self.offset
 
 
@@ -328,6 +328,10 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
         f"x was DTensor f32[4,8] R {ON} [8, 1], and is DTensor f32[5,8]",
     ),
     "value": ({"scale": 3.0}, "net.scale was 2.0, and is 3.0 now"),
+    "function": (
+        {"activation": torch.tanh},
+        "net.activation was torch._VariableFunctionsClass.relu, and is torch._VariableFunctionsClass.tanh now",
+    ),
     "training": ({"training": False}, "net.training was True, and is False now"),
     "code": (
         {"function": mean},
