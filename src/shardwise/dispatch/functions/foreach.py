@@ -452,7 +452,7 @@ def _base(name: str) -> Callable[..., Tensor]:
                 a, b, value=value if scalars is None else scalars
             )
         case "norm":
-            return lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype)
+            return lambda x, ord=2, **dtype: torch.linalg.vector_norm(x, ord, **dtype)
         case "powsum":
             return lambda x, ord=2, dtype=None: x.abs().pow(ord).sum(dtype=dtype)
         case "max" | "pow" | "mm":
