@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from bodies import P, R, S, assert_close, body, doubles, everywhere, held, leaf
 from bodies_ops import ONE_AXIS, TWO_AXES, Case, run_cases
+from shardwise.comm.cause import listeners
 from shardwise.debug import CommDebugMode
 
 DEEP = [[S(0)], [S(1)], [S(2)], [R]]
@@ -176,6 +179,34 @@ def clipping_needs_one_reduction(mesh: Any) -> None:
     assert_close(total, expected)
     for p, q in zip(params, plain, strict=True):
         assert_close(p.grad, q.grad)
+
+
+@body(2, 2)
+def clipping_on_the_shards(mesh: Any) -> None:
+    """Nobody watches, so the shards are looked at as they are: uneven, empty, replicated, of several dtypes."""
+    shapes = [(5, 3), (3, 4), (1,), (4, 4), (2, 2)]
+    wheres = ([S(0), S(1)], [R, S(0)], [S(0), S(0)], [R, R], [S(1), R])
+    for order, foreach in itertools.product((2.0, 1.0, 0.5, math.inf), (None, False)):
+        plain = [nn.Parameter(doubles(*shape)) for shape in shapes]
+        plain[3].data = plain[3].data.float()
+        params = [nn.Parameter(sw.distribute_tensor(p.detach(), mesh, w)) for p, w in zip(plain, wheres, strict=True)]
+        for group in (plain, params):
+            for p in group[1:]:
+                p.grad = p.detach() * 3
+        expected = nn.utils.clip_grad_norm_(plain, 1.0, order, foreach=foreach)
+        heard: list[Any] = []
+        listeners.append(heard)
+        try:
+            total = nn.utils.clip_grad_norm_(params, 1.0, order, foreach=foreach)
+        finally:
+            listeners.remove(heard)
+        assert [comm.kind for comm in heard] == ["all_reduce"]
+        torch.testing.assert_close(total.full_tensor(), expected)
+        for p, q in zip(params[1:], plain[1:], strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+        assert params[0].grad is None
+        assert nn.utils.clip_grad_norm_(params, 100.0).item() > 0
+        torch.testing.assert_close(params[1].grad.full_tensor(), plain[1].grad)
 
 
 @body(2, 2)

@@ -234,6 +234,22 @@ def ranks_with_different_modules(rank: int, world_size: int) -> None:
     parallelize_module(linear(4, 4), mesh, _OfAUser(rank))
 
 
+def ranks_with_different_modules_to_distribute(rank: int, world_size: int) -> None:
+    mesh, linear = line(world_size), torch.nn.Linear
+    apart = r"distribute_module: the ranks of Mesh\(tp=2\) have different modules: names, shapes, dtypes and what is tr"
+    for module in (
+        linear(4, 4 + rank),
+        linear(4, 4, bias=bool(rank)),
+        linear(4, 4, dtype=(torch.float32, torch.float64)[rank]),
+        linear(4, 4).requires_grad_(bool(rank)),
+    ):
+        with pytest.raises(ReplicaError, match=apart):
+            sw.distribute_module(module, mesh)
+        assert type(module.weight) is torch.nn.Parameter
+    with pytest.raises((ReplicaError, TypeError), match=("another rank of", "not a int")[rank]):
+        sw.distribute_module((linear(4, 4), 4)[rank], mesh)  # type: ignore[arg-type]
+
+
 class _OfAUser(ParallelStyle):
     """A style that says of itself what is different on each rank."""
 
@@ -327,7 +343,8 @@ BODIES: dict[int, list[Callable[[int, int], None]]] = {
         *(results_die_with_their_last_reference, equal_meshes_are_one, a_mesh_without_this_rank),
         *(kernels_make_a_view_on_some_ranks, a_checkpoint_returns_a_copied_view),
         *(fallback_warns_everywhere, one_rank_keeps_its_loss, ranks_with_other_seeds, ranks_with_one_seed),
-        *(ranks_with_different_modules, ranks_with_batches_of_unequal_length, one_rank_keeps_its_inputs),
+        *(ranks_with_different_modules, ranks_with_different_modules_to_distribute),
+        *(ranks_with_batches_of_unequal_length, one_rank_keeps_its_inputs),
     ],
     4: [on_one_submesh, owing_more_than_a_submesh_can_pay],
 }

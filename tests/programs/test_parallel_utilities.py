@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim import swa_utils
 
 import shardwise as sw
+from shardwise.debug import CommDebugMode
 from shardwise.errors import PlanError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, fully_shard, parallelize_module
 
@@ -190,3 +191,42 @@ def test_statistics_of_an_average_are_taken_anew() -> None:
         swa_utils.update_bn([lay(x) for x in batches], average)
         found.append([*average.buffers(), average.eval()(lay(batches[0]))])
     check(found[1], found[0])
+
+
+# Modules that a plan does not name keep plain parameters, which lists have beside DTensors
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "foreach": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, 0.1, fused=True),
+}
+
+
+def partly(net: nn.Module) -> nn.Module:
+    return parallelize_module(net, GRID["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def loop(net: nn.Module, optimizer: str) -> tuple[list[Tensor], int]:
+    """With clipping by value and norm, a scaler and an average; all that comes of it, and the reductions of a norm."""
+    params, scaler = list(net.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0)
+    stepping = OPTIMIZERS[optimizer](params)
+    average = swa_utils.AveragedModel(net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+    for _ in range(3):
+        stepping.zero_grad()
+        scaler.scale(net(normal(5, 6)).pow(3).mean()).backward()
+        scaler.unscale_(stepping)
+        nn.utils.clip_grad_value_(params, 0.1)
+        with CommDebugMode() as comms:
+            norm = nn.utils.clip_grad_norm_(params, 0.05)
+        scaler.step(stepping), scaler.update()
+        average.update_parameters(net)
+    return [norm, *map(full, params), *map(full, average.parameters())], comms.get_total_counts()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_models_of_which_a_plan_names_a_part(optimizer: str) -> None:
+    def model() -> nn.Module:
+        return plain(None).append(nn.LayerNorm(4))
+
+    (expected, _), (found, count) = loop(model(), optimizer), loop(partly(model()), optimizer)
+    assert count == 1
+    torch.testing.assert_close(found, expected)

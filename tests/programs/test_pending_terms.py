@@ -284,3 +284,23 @@ def test_a_bias_on_a_pending_sum_counts_once(bias: sw.Placement) -> None:
     compare(lambda t, w, b: torch.baddbmm(b, t[None], w.t()[None]), inputs, LINE, [[S(1)], [S(1)], [bias]])
     compare(F.conv1d, [data(2, 8, 5), data(5, 8, 3), data(5)], LINE, [[S(1)], [S(1)], [bias]])
     compare(F.bilinear, [data(3, 8), data(3, 2), data(5, 8, 2), data(5)], LINE, [[S(1)], [R], [S(1)], [bias]])
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_what_was_reduced_before_a_gradient_was_needed(op: str, recorded: bool) -> None:
+    x = sw.DTensor.from_local(torch.arange(4.0) + 1, LINE, [P(op)])
+    with torch.set_grad_enabled(recorded):
+        x.relu()
+    x.requires_grad_()
+    x.relu().sum().backward()
+    torch.testing.assert_close(full(x.grad), torch.ones(4))
+
+
+def test_what_was_reduced_before_a_tensor_was_detached() -> None:
+    x = sw.DTensor.from_local(torch.arange(4.0) + 1, LINE, [P()]).requires_grad_()
+    y, w = x * 2, sw.ones(4, device_mesh=LINE).requires_grad_()
+    y.relu()
+    y.detach_()
+    (y.relu() * w).sum().backward()
+    assert x.grad is None and w.grad is not None

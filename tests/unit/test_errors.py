@@ -73,7 +73,8 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
         "torch.nn.functional.linear(input: f32[4,4] S(0)@dp, weight: f32[2,4] S(0)@tp) mixes tensors on "
         "Mesh(dp=2, tp=2) and on Mesh(tp=2), which are parts of one mesh. Put the whole module on Mesh(dp=2, tp=2): "
         "distribute_module(model, mesh), also after parallelize_module, replicates parameters along the axes that they "
-        "are not on yet. (A single tensor gets there by full_tensor() and distribute_tensor)",
+        "are not on yet, and module styles get use_local_output=False, since a plain tensor is a part along a style's "
+        "own axis alone. (A single tensor gets there by full_tensor() and distribute_tensor)",
     ),
     (
         lambda: ones(S0, R).redistribute(LINE, [R]),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.comm import noters
 from shardwise.comm.cause import watchers, without_plan
+from shardwise.dispatch.functions.foreach import has_plain_elements
 from shardwise.dispatch.interop.mixing import mixed, takes_replicated
 from shardwise.dispatch.key import PlainTensor, Uncacheable, as_planned, key_of, long_key
 from shardwise.dispatch.modes import implicit_replication, unseen
@@ -115,7 +116,7 @@ def dispatch(
 
 def _without_key(reason: Exception, func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> Any:
     """A call with arguments that cannot be part of a key: planned each time, or with plain tensors as replicated."""
-    if isinstance(reason, Uncacheable):
+    if isinstance(reason, Uncacheable) or has_plain_elements(func, args, kwargs):
         plan = unseen(make_plan, func, args, kwargs or {})
         return watched(plan, func, args, kwargs) if watchers else plan(args, kwargs)
     if not takes_replicated(func, args, kwargs):

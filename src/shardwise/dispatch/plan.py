@@ -84,8 +84,8 @@ class Mover:
             moved = self.only(x)
         else:
             moved = self._moved(x, facts)
-        of_leaf = x.requires_grad and is_leaf(x)  # which would never be freed: copy, graph, leaf
-        brief = of_leaf or not self.is_linear  # what saves something is of no use after the next backward pass
+        # A leaf would never be freed (copy, graph, leaf); what saves something is of no use after a backward pass.
+        brief = x.requires_grad and (not self.is_linear or is_leaf(x))
         kept[self.key] = remember(moved, self.mesh) if brief else moved, version, self.moves
         if self.reduces and x.__class__ is DTensor and not brief:
             facts["_layout"] = facts["_layout"].once_reduced

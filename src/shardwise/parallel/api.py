@@ -15,7 +15,7 @@ from shardwise.errors import PlanError
 from shardwise.layout import Mesh, Placement, Replicate
 from shardwise.parallel.agreement import agreed
 from shardwise.parallel.loaded_state import take_any_state
-from shardwise.parallel.modules import tied
+from shardwise.parallel.modules import tensors_of, tied
 from shardwise.parallel.named_styles import NamedStyle, replicate_inside
 from shardwise.parallel.parts import compare_calls
 from shardwise.parallel.style import Distributing, ParallelStyle
@@ -96,9 +96,7 @@ def _checked(mesh: Mesh, module: nn.Module, plan: Any) -> list[Entry]:
 
 
 def _facts(module: nn.Module, entries: list[Entry]) -> object:
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    each = [(name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in tensors]
-    return each, [(path, _words(style)) for path, _, style in entries]
+    return tensors_of(module), [(path, _words(style)) for path, _, style in entries]
 
 
 def _words(style: ParallelStyle) -> str:

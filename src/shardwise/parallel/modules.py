@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from shardwise.comm import AnyMesh, as_mesh
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, ReplicaError
 from shardwise.layout import Mesh, Placement, Replicate
+from shardwise.parallel.agreement import agreed
 from shardwise.parallel.fully_sharded.layouts import is_at_rest, split_outside
 from shardwise.parallel.loaded_state import take_any_state
 from shardwise.parallel.parts import compare_calls
@@ -39,13 +40,23 @@ def distribute_module(
     >>> sw.distribute_module(torch.nn.Linear(4, 2), mesh).weight.placements
     (Replicate(),)
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"distribute_module takes a torch.nn.Module, not a {type(module).__name__}")
     mesh = as_mesh(device_mesh)
     device_mesh = mesh.origin if device_mesh is None else device_mesh
-    if getattr(module, "_distribute_module_applied", False):
-        raise RuntimeError("distribute_module was already applied to this module; its hooks would run twice")
-    before, after = _of_module("input_fn", input_fn), _of_module("output_fn", output_fn)
+
+    def find() -> tuple[_OfModule, _OfModule]:
+        _check_new(module)
+        return _of_module("input_fn", input_fn), _of_module("output_fn", output_fn)
+
+    before, after = agreed(
+        mesh,
+        find,
+        lambda _: tensors_of(module),
+        ReplicaError(f"distribute_module: another rank of {mesh} was refused its module"),
+        ReplicaError(
+            f"distribute_module: the ranks of {mesh} have different modules: names, shapes, dtypes and what is trained "
+            f"must be the same on all of them"
+        ),
+    )
     with tied(module):
         for name, submodule in tuple(module.named_modules()):
             if partition_fn is not None:
@@ -68,7 +79,23 @@ def _stay_apart() -> None:
     """The weights of a recurrent layer are not moved together for cuDNN, which would ask for their addresses."""
 
 
-def _of_module(name: str, function: Callable[..., Any] | None) -> Callable[[nn.Module, Any, Any], Any] | None:
+def _check_new(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"distribute_module takes a torch.nn.Module, not a {type(module).__name__}")
+    if getattr(module, "_distribute_module_applied", False):
+        raise RuntimeError("distribute_module was already applied to this module; its hooks would run twice")
+
+
+def tensors_of(module: nn.Module) -> list[tuple]:
+    """What ranks compare of a module."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return [(name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in tensors]
+
+
+_OfModule = Callable[[nn.Module, Any, Any], Any] | None
+
+
+def _of_module(name: str, function: Callable[..., Any] | None) -> _OfModule:
     """A function of the module, its inputs or outputs, and the mesh; older programs leave the module out."""
     if function is None:
         return None

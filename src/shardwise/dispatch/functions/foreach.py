@@ -26,7 +26,7 @@ from shardwise.dispatch.steps import Whole
 from shardwise.errors import InPlaceError
 from shardwise.layout import Layout, Mesh, Partial
 from shardwise.redistribute import Group, plan_moves
-from shardwise.rules.math.foreach import FUSED, REDUCING, STATE, UNSCALE, list_name
+from shardwise.rules.math.foreach import FUSED, REDUCING, STATE, UNSCALE, is_list_op, list_name
 from shardwise.tensor import DTensor, localise
 from shardwise.tensor import settled as reduced_terms
 
@@ -35,6 +35,8 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 
 def plan_list_call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     """Bring the lists into the layouts of the first one, element by element, and run the call as it is."""
+    if places := _plain_apart(func, args, kwargs):
+        return _ByMesh(func, places)
     name, written = list_name(func), _lead(args, kwargs) if list_name(func).endswith("_") else []
     is_step = name in (*FUSED, UNSCALE)
     if any(isinstance(x, CopiedView) for x in flat_tensors((args, kwargs))):
@@ -60,7 +62,7 @@ def _plan_together(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Plan:
     wanted = [layout.without_pending for layout in _layouts(lead, name)]
     meshes = list(dict.fromkeys(layout.mesh for layout in wanted))
     if len(meshes) > 1:
-        return _ByMesh(func, {mesh: [at for at, lay in enumerate(wanted) if lay.mesh is mesh] for mesh in meshes})
+        return _ByMesh(func, {mesh: _on(mesh, lead) for mesh in meshes})
     if in_place and (pending := [x._layout for x in lead if x._layout.has_pending]):
         refusal = InPlaceError(f"{name} cannot write to a tensor with the layout {pending[0]}; redistribute it first")
         if name in (*FUSED, UNSCALE):
@@ -99,6 +101,27 @@ def _refuse(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
 def _lead(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
     """The list that the others follow: the first one of tensors."""
     return next(list(arg) for arg in (*args, *kwargs.values()) if _is_tensors(arg))
+
+
+def has_plain_elements(func: Callable, args: tuple, kwargs: dict[str, Any] | None) -> bool:
+    """Whether some elements of a list call are plain in all of its lists, beside others that are DTensors."""
+    return is_list_op(func) and bool(_plain_apart(func, args, kwargs or {}))
+
+
+def _plain_apart(func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[Mesh | None, list[int]]:
+    """Where such elements are, and where the others are, by their meshes. Plain ones come first: what they add to a
+    number that all elements share (whether any gradient is infinite) the others tell the other ranks."""
+    lead = _lead(args, kwargs)
+    plain = [at for at, x in enumerate(lead) if not isinstance(x, DTensor)]
+    lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple)) and len(x) == len(lead)]
+    if not plain or len(plain) == len(lead) or any(isinstance(x[at], DTensor) for x in lists for at in plain):
+        return {}
+    meshes = dict.fromkeys(x._layout.mesh for x in lead if isinstance(x, DTensor))
+    return {None: plain, **{mesh: _on(mesh, lead) for mesh in meshes}}
+
+
+def _on(mesh: Mesh, lead: Sequence[Any]) -> list[int]:
+    return [at for at, x in enumerate(lead) if isinstance(x, DTensor) and x._layout.mesh is mesh]
 
 
 def _is_tensors(argument: Any) -> bool:
@@ -241,11 +264,11 @@ def _refuse_unwritable(written: Sequence[Tensor]) -> None:
 
 
 class _ByMesh:
-    """A call whose elements live on several meshes: one call for each."""
+    """A call whose elements live on several meshes, or on none: one call for each."""
 
     __slots__ = ("func", "places")
 
-    def __init__(self, func: Callable, places: dict[Mesh, list[int]]) -> None:
+    def __init__(self, func: Callable, places: dict[Any, list[int]]) -> None:
         self.func, self.places = func, places
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
@@ -260,12 +283,13 @@ class _ByMesh:
         return _returned(self.func, args, kwargs, results)
 
 
-def _part(argument: Any, group: Sequence[int], length: int, mesh: Mesh) -> Any:
+def _part(argument: Any, group: Sequence[int], length: int, mesh: Mesh | None) -> Any:
     """The elements of a list that are on one mesh; a number that is on another mesh comes over to this one."""
     if isinstance(argument, (list, tuple)) and len(argument) == length:
         return [argument[at] for at in group]
     if isinstance(argument, DTensor) and argument._layout.mesh is not mesh:
-        return DTensor.from_local(argument.full_tensor(), mesh)
+        number = argument.full_tensor()
+        return number if mesh is None else DTensor.from_local(number, mesh)
     return argument
 
 
@@ -428,7 +452,7 @@ def _base(name: str) -> Callable[..., Tensor]:
                 a, b, value=value if scalars is None else scalars
             )
         case "norm":
-            return lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype)
+            return lambda x, ord=2, **dtype: torch.linalg.vector_norm(x, ord, **dtype)
         case "powsum":
             return lambda x, ord=2, dtype=None: x.abs().pow(ord).sum(dtype=dtype)
         case "max" | "pow" | "mm":

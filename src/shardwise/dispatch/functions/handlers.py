@@ -285,7 +285,11 @@ def _on_every_shard(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     with _disabled():
         for shard in shards_of(args[0]):
             func(shard, *args[1:], **kwargs)
-    refits.count += args[0].requires_grad != needed_gradient
+    if args[0].requires_grad != needed_gradient:
+        refits.count += 1
+        facts = args[0].__dict__  # what was moved before has another graph, or none
+        facts.pop("_moved", None)
+        facts["_layout"] = facts["_layout"].unreduced
     return args[0] if func in (Tensor.requires_grad_, Tensor.detach_, Tensor.share_memory_) else None
 
 

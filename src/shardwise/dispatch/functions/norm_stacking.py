@@ -44,7 +44,10 @@ def _largest(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @handles(torch.stack)
 def _stack(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     numbers = args[0] if len(args) == 1 and not kwargs else ()
-    if len(numbers) < 2 or {x.__class__ for x in numbers} != {DTensor}:
+    kinds = {x.__class__ for x in numbers} if len(numbers) > 1 else ()
+    if kinds == {DTensor, Tensor} and not torch.is_grad_enabled() and not any(x.ndim for x in numbers):
+        return _reduced_numbers(func, numbers)
+    if kinds != {DTensor}:
         return NotImplemented
     layouts = {x._layout for x in numbers}
     if any(layout.shape for layout in layouts):
@@ -65,10 +68,10 @@ def _stack(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _reduced_numbers(func: Callable, numbers: Sequence[DTensor]) -> Any:
-    """Those of each mesh with one reduction, where they are norms."""
-    found: dict[int, Any] = {}
-    for mesh in dict.fromkeys(x._layout.mesh for x in numbers):
-        mine = [at for at, x in enumerate(numbers) if x._layout.mesh is mesh]
+    """Those of each mesh with one reduction, where they are norms; plain ones are the same on all."""
+    found: dict[int, Any] = dict(enumerate(numbers))
+    for mesh in dict.fromkeys(x._layout.mesh for x in numbers if isinstance(x, DTensor)):
+        mine = [at for at, x in enumerate(numbers) if isinstance(x, DTensor) and x._layout.mesh is mesh]
         together = func([numbers[at] for at in mine]).full_tensor()
         found.update(zip(mine, together.unbind(), strict=True))
     return func([found[at] for at in range(len(numbers))])

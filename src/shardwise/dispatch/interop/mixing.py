@@ -58,7 +58,8 @@ def apart(func: Callable, args: tuple, kwargs: dict[str, Any] | None, one: Mesh,
         return MeshError(f"{call}; bring them to one mesh first (full_tensor() and distribute_tensor)")
     return MeshError(
         f"{call}, which are parts of one mesh. Put the whole module on {one.root}: distribute_module(model, mesh), "
-        f"also after parallelize_module, replicates parameters along the axes that they are not on yet. (A single "
+        f"also after parallelize_module, replicates parameters along the axes that they are not on yet, and module "
+        f"styles get use_local_output=False, since a plain tensor is a part along a style's own axis alone. (A single "
         f"tensor gets there by full_tensor() and distribute_tensor)"
     )
 

@@ -195,8 +195,21 @@ def test_meshes_mix() -> None:
         torch.testing.assert_close(y.full_tensor(), x * b[0].sum())
 
 
-def test_a_plain_tensor_in_a_list_is_refused() -> None:
+def test_elements_that_are_plain_in_all_lists_are_computed_as_they_are() -> None:
+    (a, *_), (b, *_) = lists()
+    d, e = (sw.distribute_tensor(x, MESH, [S0] * MESH.ndim) for x in (a, b))
+    out = torch._foreach_mul([d, a, d], [e, b, e])
+    assert type(out[1]) is torch.Tensor and torch.equal(out[1], a * b)
+    assert torch.equal(out[2].full_tensor(), a * b)
+    written = a.clone()
+    torch._foreach_add_([written, d], d.sum())
+    torch.testing.assert_close(written, a + a.sum())
+    torch.testing.assert_close(d.full_tensor(), written)
+
+
+def test_a_plain_tensor_that_meets_a_dtensor_is_refused() -> None:
     d = sw.ones(4, device_mesh=MESH, placements=[S0, R])
-    with pytest.raises(sw.errors.MixedTensorError):
-        torch._foreach_add([d, torch.ones(4)], 1.0)
+    for others in ([torch.ones(4), torch.ones(4)], [d, d], [torch.ones(4), d]):
+        with pytest.raises(sw.errors.MixedTensorError):
+            torch._foreach_add_([d, torch.ones(4)], others)
     assert torch.equal(d.full_tensor(), torch.ones(4))
