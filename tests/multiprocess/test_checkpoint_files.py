@@ -328,6 +328,19 @@ def a_rank_with_more_than_the_others(rank: int, size: int) -> None:
         assert rank != 1 or torch.equal(found["own"]["x"], own)
 
 
+def whatever_device_tensors_are_made_on(rank: int, size: int) -> None:
+    net = place(plain(seed=1), sw.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), S(0))
+    with shared_folder(rank) as folder:
+        with torch.device("meta"):
+            checkpoint.save_step(folder / "run", step=1, model=net).wait()
+            checkpoint.save(net, folder / "model")
+        other = place(plain(), net.up.weight.device_mesh, S(1))
+        with torch.device("meta"):
+            assert checkpoint.load_latest(folder / "run", model=other) == 1
+            checkpoint.load(other, folder / "model", verify=True)
+        check_equal(other, plain(seed=1))
+
+
 def ranks_with_other_numbers_under_one_name(rank: int, size: int) -> None:
     """Of a plain tensor one would be kept, so they are refused; under a name of its own each rank's is kept."""
     order = torch.randperm(20_000, generator=torch.Generator().manual_seed(rank))
@@ -435,6 +448,7 @@ CASES = [
             *(one_rank_cannot, one_rank_finds_damage, ranks_find_different_files, wrapped_for_data_parallelism),
             *(groups_are_destroyed_while_a_step_is_saved, ranks_that_do_not_do_the_same),
             *(a_rank_with_more_than_the_others, ranks_with_other_numbers_under_one_name),
+            whatever_device_tensors_are_made_on,
         )
     ),
 ]

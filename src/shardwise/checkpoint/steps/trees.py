@@ -128,7 +128,7 @@ def decode(said: Any, tensor: Callable[[str], Any]) -> Any:
 def _numbers(dtype: torch.dtype, shape: list[int], content: bytes) -> Tensor:
     if not is_possible(shape) or math.prod(shape) * dtype.itemsize != len(content):
         raise ValueError(f"{len(content)} bytes are no {dtype} of shape {shape}")
-    found = torch.empty(shape, dtype=dtype)
+    found = torch.empty(shape, dtype=dtype, device="cpu")
     bytes_of(found)[:] = content
     return found
 
