@@ -225,6 +225,22 @@ def test_on_whatever_device_a_program_makes_tensors(tmp_path: Path) -> None:
     assert torch.equal(values(other)["first.weight"], values(module)["first.weight"] * 2)
 
 
+def test_names_that_meet(tmp_path: Path) -> None:
+    """A tensor may be called as a part of another is, and two alike when the names that lead to them are joined."""
+    module, line = nn.Module(), sw.simulate((2,), ("x",))
+    module.register_parameter("w", nn.Parameter(sw.distribute_tensor(torch.arange(6.0), line, [S(0)])))
+    module.register_buffer("w[0:3]", torch.full((3,), 7.0))
+    many = torch.arange(20_000.0)
+    save_step(tmp_path, step=1, background=False, module=module, **{"a": {"b.c": many}, "a.b": {"c": -many}})
+    found: dict[str, Any] = {"a": {}, "a.b": {}}
+    other = nn.Module()
+    other.w = nn.Parameter(torch.zeros(6))
+    other.register_buffer("w[0:3]", torch.zeros(3))
+    load_latest(tmp_path, module=other, **found)
+    assert other.w.tolist() == [*range(6)] and other.get_buffer("w[0:3]").tolist() == [7.0] * 3
+    assert torch.equal(found["a"]["b.c"], many) and torch.equal(found["a.b"]["c"], -many)
+
+
 def test_one_step_by_its_folder(tmp_path: Path) -> None:
     module, found = net(S(0), R), net()
     expected = save(tmp_path, 1, module)
