@@ -76,14 +76,13 @@ def save_step(
     in_background.wait()
     ranks = Ranks(process_group)
     doing = f"saving step {step} in {directory}"
-    ranks.agree(doing)
+    ranks.agree(f"{doing}, with keep={keep}")
     ranks.all(doing, lambda: _check(step, keep, state))
     said, found, loose = ranks.all(doing, lambda: _encoded(state))
     _check_same({key: found[key] for key in loose}, ranks)
     tensors = {key: settled(x) for key, x in found.items()}
     parts, facts = parts_of(tensors, ranks)
-    if background:
-        parts = ranks.all(doing, lambda: [part.copied() for part in parts])
+    parts = ranks.all(doing, lambda: [part.copied() for part in parts] if background else parts)
     layouts = {key: SavedLayout.of(layout) for key, x in tensors.items() if (layout := layout_of(x)) is not None}
     facts |= {"layouts": {key: layout_said(layout) for key, layout in layouts.items()}, "random": random_states()}
     content = _Content(Path(directory).absolute(), step, keep, parts, facts, said)
