@@ -328,6 +328,36 @@ def a_rank_with_more_than_the_others(rank: int, size: int) -> None:
         assert rank != 1 or torch.equal(found["own"]["x"], own)
 
 
+def ranks_with_other_options(rank: int, size: int) -> None:
+    """None waits for another."""
+    net = place(plain(seed=1), sw.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), S(0))
+    other = place(plain(), net.up.weight.device_mesh, S(0))
+    with shared_folder(rank) as folder:
+        checkpoint.save_step(folder / "run", step=1, model=net, background=rank == 0).wait()
+        with pytest.raises(
+            CheckpointError, match=r"do not do the same: rank 0 is .* with keep=1, and rank 1 is .*keep=2"
+        ):
+            checkpoint.save_step(folder / "run", step=2, model=net, keep=1 + rank)
+        checkpoint.save(net, folder / "model", max_shard_size=20_000 + rank)
+        for strict, verify in ((True, rank == 0), (rank == 0, True), (rank == 1, False)):
+            checkpoint.load(other, folder / "model", strict=strict, verify=verify)
+        assert checkpoint.load_latest(folder / "run", model=other, verify=rank == 0, random=rank == 1) == 1
+        check_equal(other, plain(seed=1))
+
+
+def whatever_device_tensors_are_made_on(rank: int, size: int) -> None:
+    net = place(plain(seed=1), sw.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), S(0))
+    with shared_folder(rank) as folder:
+        with torch.device("meta"):
+            checkpoint.save_step(folder / "run", step=1, model=net).wait()
+            checkpoint.save(net, folder / "model")
+        other = place(plain(), net.up.weight.device_mesh, S(1))
+        with torch.device("meta"):
+            assert checkpoint.load_latest(folder / "run", model=other) == 1
+            checkpoint.load(other, folder / "model", verify=True)
+        check_equal(other, plain(seed=1))
+
+
 def ranks_with_other_numbers_under_one_name(rank: int, size: int) -> None:
     """Of a plain tensor one would be kept, so they are refused; under a name of its own each rank's is kept."""
     order = torch.randperm(20_000, generator=torch.Generator().manual_seed(rank))
@@ -435,6 +465,7 @@ CASES = [
             *(one_rank_cannot, one_rank_finds_damage, ranks_find_different_files, wrapped_for_data_parallelism),
             *(groups_are_destroyed_while_a_step_is_saved, ranks_that_do_not_do_the_same),
             *(a_rank_with_more_than_the_others, ranks_with_other_numbers_under_one_name),
+            *(whatever_device_tensors_are_made_on, ranks_with_other_options),
         )
     ),
 ]

@@ -76,7 +76,7 @@ def part_of(item: Item, box: Box) -> Tensor:
     found = fills(box, item.boxes)
     if len(found) == 1 and found[0].box == box:
         return item.read(box)
-    made = torch.empty(box[1], dtype=item.torch_dtype)
+    made = torch.empty(box[1], dtype=item.torch_dtype, device="cpu")
     for _, common in found:
         made[within(common, box)] = item.read(common)
     return made

@@ -64,7 +64,7 @@ class Ranks:
         return [json.loads(_text(row, size)) for row, size in zip(rows, sizes, strict=True)]
 
     def _rows(self, text: bytes, room: int) -> list[Tensor]:
-        rows = [torch.empty(room, dtype=torch.uint8) for _ in self.members]
+        rows = [_empty(room) for _ in self.members]
         dist.all_gather(rows, _padded(text, room), group=self._group)
         return rows
 
@@ -76,7 +76,7 @@ class Ranks:
         sizes = self.gather(len(mine))
         with _together():
             room = HEAD + max(sizes)
-            rows = [torch.empty(room, dtype=torch.uint8) for _ in self.members] if self.is_first else None
+            rows = [_empty(room) for _ in self.members] if self.is_first else None
             dist.gather(_padded(bytes(HEAD) + mine, room), rows, dst=self.members[0], group=self._group)
         if rows is None:
             return None
@@ -134,6 +134,10 @@ def _failed_there(what: str, errno: int | None) -> CheckpointError:
     return CheckpointError(what) if errno is None else CheckpointFileError(errno, what)
 
 
+def _empty(room: int) -> Tensor:
+    return torch.empty(room, dtype=torch.uint8, device="cpu")
+
+
 def _headed(text: bytes) -> bytes:
     """A text behind its length."""
     return len(text).to_bytes(HEAD, "little") + text
@@ -141,7 +145,7 @@ def _headed(text: bytes) -> bytes:
 
 def _padded(text: bytes, room: int) -> Tensor:
     """As much of a text as there is room for."""
-    row = torch.zeros(room, dtype=torch.uint8)
+    row = _empty(room).zero_()
     bytes_of(row)[: len(text)] = text[:room]
     return row
 

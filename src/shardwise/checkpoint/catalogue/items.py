@@ -98,7 +98,7 @@ class RegionItem(Item):
     files: Opened
 
     def read(self, box: Box) -> Tensor:
-        found = torch.empty(box[1], dtype=self.torch_dtype)
+        found = torch.empty(box[1], dtype=self.torch_dtype, device="cpu")
         whole = outer(box, self.regions)
         path, region = self.regions[whole]
         read(self.files[path], region.box([part.start for part in within(box, whole)], box[1]), found, key=self.key)

@@ -52,7 +52,7 @@ class Checksum:
 
     def __init__(self, begin: int = 0) -> None:
         self._crc, self._count = begin, 0
-        self._sums = torch.zeros(WORDS, dtype=torch.int64)
+        self._sums = torch.zeros(WORDS, dtype=torch.int64, device="cpu")
         self._block = bytearray()
 
     def add(self, memory: memoryview) -> None:
@@ -121,7 +121,7 @@ def _summed(starts: list[int], sizes: list[int], checksum: str) -> Summed:
 def check(file: Reader, region: Region, wanted: int, *, key: str, begin: int) -> None:
     """Read a region, and raise if its checksum, which begins with a number, is another."""
     found = Checksum(begin)
-    block = torch.empty(min(BLOCK, region.num_bytes), dtype=torch.uint8)
+    block = torch.empty(min(BLOCK, region.num_bytes), dtype=torch.uint8, device="cpu")
     for part in _in_order(_as_bytes(region)):
         memory = block[: part.num_bytes].view(part.sizes)
         read(file, part, memory, key=key)

@@ -23,7 +23,7 @@ BUFFER = 4 * 2**20
 def bytes_of(x: Tensor) -> memoryview:
     """The memory that a CPU tensor spans, from its first element to its last: whoever uses it keeps the tensor. The
     tensor shows its memory as it is (`shows_memory`)."""
-    assert shows_memory(x)
+    assert x.device.type == "cpu" and shows_memory(x)
     count = span(x.shape, x.stride()) * x.element_size()
     if not count:
         return memoryview(bytearray())

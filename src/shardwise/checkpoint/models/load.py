@@ -108,9 +108,8 @@ def load_with(
     doing = f"loading {path}"
     plan = ranks.all(doing, lambda: _Plan.of(model, path, keys))
     unexpected = ranks.all(doing, lambda: _unexpected(plan, ranks))
-    if strict is not None:
-        ranks.all(doing, lambda: strict.check(model, plan.missing, unexpected, path))
-    num_bytes = ranks.all(f"verifying {path}", lambda: plan.verify(ranks)) if verify else 0
+    ranks.all(doing, lambda: strict.check(model, plan.missing, unexpected, path) if strict is not None else None)
+    num_bytes = ranks.all(f"verifying {path}", lambda: plan.verify(ranks) if verify else 0)
     with says_what_was_changed(model):
         num_bytes += ranks.all(doing, plan.read)
     plan.show()

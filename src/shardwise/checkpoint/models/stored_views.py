@@ -107,9 +107,9 @@ def _tried_out(source: From, views: Sequence[View]) -> tuple[Tensor, list[Taken]
 def _made_of_ones(source: From, views: Sequence[View]) -> Tensor:
     """What is computed will be when some of the model was written to: better to find out now that torch cannot."""
     assert source.make is not None
-    given = [torch.ones(view.region.sizes, dtype=view.dtype) for view in views]
+    given = [torch.ones(view.region.sizes, dtype=view.dtype, device="cpu") for view in views]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("cpu"):
             made = source.make(*given)
     except Exception as error:
         shapes = " and ".join(f"{dtype_name(x.dtype)} {list(x.shape)}" for x in given)
@@ -197,9 +197,9 @@ def _in_one(
 def _compute(made: Computed, files: Opened) -> Tensor:
     given = []
     for view in made.whole:
-        given.append(torch.empty(view.region.sizes, dtype=view.dtype))
+        given.append(torch.empty(view.region.sizes, dtype=view.dtype, device="cpu"))
         read(files[view.stored.path], view.region, given[-1], key=view.stored.key)
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cpu"):
         found = made.function(*given)
     if tuple(found.shape) != made.shape:
         raise CheckpointError(

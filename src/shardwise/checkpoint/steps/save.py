@@ -9,7 +9,7 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from shardwise.checkpoint.steps.index import (
 )
 from shardwise.checkpoint.steps.random_states import States, all_states, random_states
 from shardwise.checkpoint.steps.training_state import check_kinds, encoded
+from shardwise.checkpoint.steps.trees import numbered
 from shardwise.checkpoint.writers import Part, Whole, check_has_data, parts_of, put_together
 from shardwise.dispatch.interop.state_dicts import settled
 from shardwise.errors import CheckpointError, CheckpointFileError, CheckpointWarning
@@ -75,14 +76,13 @@ def save_step(
     in_background.wait()
     ranks = Ranks(process_group)
     doing = f"saving step {step} in {directory}"
-    ranks.agree(doing)
+    ranks.agree(f"{doing}, with keep={keep}")
     ranks.all(doing, lambda: _check(step, keep, state))
     said, found, loose = ranks.all(doing, lambda: _encoded(state))
     _check_same({key: found[key] for key in loose}, ranks)
     tensors = {key: settled(x) for key, x in found.items()}
     parts, facts = parts_of(tensors, ranks)
-    if background:
-        parts = ranks.all(doing, lambda: [part.copied() for part in parts])
+    parts = ranks.all(doing, lambda: [part.copied() for part in parts] if background else parts)
     layouts = {key: SavedLayout.of(layout) for key, x in tensors.items() if (layout := layout_of(x)) is not None}
     facts |= {"layouts": {key: layout_said(layout) for key, layout in layouts.items()}, "random": random_states()}
     content = _Content(Path(directory).absolute(), step, keep, parts, facts, said)
@@ -166,7 +166,7 @@ def _write_parts(parts: Sequence[Part], unfinished: Path, name: str) -> dict[str
     """This rank's file. What is returned says where in it the parts lie, in their order, and their checksums."""
     if not parts:
         return {"file": name, "size": None, "offsets": [], "sums": []}
-    entries = [_entry(part) for part in parts]
+    entries = _entries(parts)
     order = in_file_order(entries)
     header = make_header(order, {"format": "pt"})
     offsets, size = {}, len(header)
@@ -182,6 +182,16 @@ def _write_parts(parts: Sequence[Part], unfinished: Path, name: str) -> dict[str
             for at, part in zip(places, parts, strict=True)
         ]
     return {"file": name, "size": size, "offsets": places, "sums": sums}
+
+
+def _entries(parts: Sequence[Part]) -> list[Written]:
+    """One for each part. A tensor may be called as a part of another is."""
+    found: dict[str, Written] = {}
+    for part in parts:
+        entry = _entry(part)
+        name = next(name for name in numbered(entry.key) if name not in found)
+        found[name] = replace(entry, key=name)
+    return list(found.values())
 
 
 def _entry(part: Part) -> Written:

@@ -69,10 +69,9 @@ def encoded(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]
     loose: list[str] = []
     for name, value in state.items():
         is_loose = kind_of(value) in ("object", "dict", "generator")
-        encoder = Encoder(inline=_is_own if is_loose else _never)
+        encoder, before = Encoder(tensors, _is_own if is_loose else _never), len(tensors)
         said[name] = {"kind": kind_of(value), **_encoded(name, value, encoder, names)}
-        tensors.update(encoder.tensors)
-        loose += [key for key, x in encoder.tensors.items() if is_loose and not isinstance(x, DTensor)]
+        loose += [key for key in [*tensors][before:] if is_loose and not isinstance(tensors[key], DTensor)]
     return said, tensors, loose
 
 

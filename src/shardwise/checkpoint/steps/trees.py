@@ -79,7 +79,7 @@ class Encoder:
             return {TAG: "numbers", "of": facts}
         known = self._names.get(id(x))
         if known is None or self.tensors[known] is not x:
-            known = next(unused for unused in _numbered(name) if unused not in self.tensors)
+            known = next(unused for unused in numbered(name) if unused not in self.tensors)
             self.tensors[known] = x
             self._names[id(x)] = known
         return {TAG: "tensor", "of": known}
@@ -93,7 +93,8 @@ class Encoder:
             raise CheckpointError(f"{name} is an array of {value.dtype}, which a checkpoint cannot hold") from None
 
 
-def _numbered(name: str) -> Iterator[str]:
+def numbered(name: str) -> Iterator[str]:
+    """The name, and what to call it where that is taken."""
     yield name
     number = 2
     while True:
@@ -128,7 +129,7 @@ def decode(said: Any, tensor: Callable[[str], Any]) -> Any:
 def _numbers(dtype: torch.dtype, shape: list[int], content: bytes) -> Tensor:
     if not is_possible(shape) or math.prod(shape) * dtype.itemsize != len(content):
         raise ValueError(f"{len(content)} bytes are no {dtype} of shape {shape}")
-    found = torch.empty(shape, dtype=dtype)
+    found = torch.empty(shape, dtype=dtype, device="cpu")
     bytes_of(found)[:] = content
     return found
 

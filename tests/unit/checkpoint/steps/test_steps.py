@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import background, load, load_latest, load_step, save_step, wait
+from shardwise.checkpoint import From, background, load, load_latest, load_step, save_step, wait
 from shardwise.checkpoint.files.folders import UNFINISHED
 from shardwise.checkpoint.files.verifying import verify
 from shardwise.checkpoint.files.writing import Writer
@@ -205,6 +205,40 @@ def test_a_program_may_go_elsewhere_while_a_step_is_saved(tmp_path: Path, monkey
     monkeypatch.setattr(background, "started", later)
     assert checkpoint.save_step("run", step=1, note={}).wait() == tmp_path / "run" / "step-00000001"
     assert not list(elsewhere.iterdir())
+
+
+def test_on_whatever_device_a_program_makes_tensors(tmp_path: Path) -> None:
+    """Bytes on their way to and from files are in the host's memory."""
+    module, other = net(S(0), R), net(R, S(0))
+    data = {"few": torch.arange(3.0), "many": torch.arange(20_000.0)}
+    twice = {"first.weight": From("first.weight", make=lambda w: torch.cat([w, torch.zeros(0, w.shape[1])]) * 2)}
+    with torch.device("meta"):
+        for in_background in (False, True):
+            save_step(tmp_path / "run", step=1, background=in_background, model=module, data=data).wait()
+        found: dict[str, Any] = {}
+        load_latest(tmp_path / "run", model=other, data=found)
+        checkpoint.save(module, tmp_path / "model")
+        load(other, tmp_path / "model", verify=True)
+        check_equal(other, values(module))
+        load(other, tmp_path / "model", keys=twice)
+    assert all(torch.equal(found[name], x) for name, x in data.items())
+    assert torch.equal(values(other)["first.weight"], values(module)["first.weight"] * 2)
+
+
+def test_names_that_meet(tmp_path: Path) -> None:
+    """A tensor may be called as a part of another is, and two alike when the names that lead to them are joined."""
+    module, line = nn.Module(), sw.simulate((2,), ("x",))
+    module.register_parameter("w", nn.Parameter(sw.distribute_tensor(torch.arange(6.0), line, [S(0)])))
+    module.register_buffer("w[0:3]", torch.full((3,), 7.0))
+    many = torch.arange(20_000.0)
+    save_step(tmp_path, step=1, background=False, module=module, **{"a": {"b.c": many}, "a.b": {"c": -many}})
+    found: dict[str, Any] = {"a": {}, "a.b": {}}
+    other = nn.Module()
+    other.w = nn.Parameter(torch.zeros(6))
+    other.register_buffer("w[0:3]", torch.zeros(3))
+    load_latest(tmp_path, module=other, **found)
+    assert other.w.tolist() == [*range(6)] and other.get_buffer("w[0:3]").tolist() == [7.0] * 3
+    assert torch.equal(found["a"]["b.c"], many) and torch.equal(found["a.b"]["c"], -many)
 
 
 def test_one_step_by_its_folder(tmp_path: Path) -> None:
