@@ -242,7 +242,10 @@ class Reached:
             self.lengths.append(Sized(value, len(value), name))
         if len(value) > MAX_ITEMS:
             return
-        if isinstance(value, (set, frozenset)):
+        if isinstance(value, set):
+            self._slot((Members(value), 0), name)
+            return
+        if isinstance(value, frozenset):
             for item in value:
                 self._object(item, f"{name}{{…}}")
             return
@@ -337,6 +340,18 @@ class Cell:
 
     def __setitem__(self, _: Any, value: Any) -> None:
         self.cell.cell_contents = value
+
+
+class Members:
+    """What is in a set, as a dict of one: the same object as long as it is the same."""
+
+    __slots__ = ("before", "of")
+
+    def __init__(self, of: set[Any]) -> None:
+        self.of, self.before = of, frozenset(of)
+
+    def __getitem__(self, _: Any) -> frozenset[Any]:
+        return self.before if self.of == self.before else frozenset(self.of)
 
 
 class Attributes:

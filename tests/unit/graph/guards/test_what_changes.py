@@ -339,6 +339,15 @@ def functions_that_are_kept(made: Any) -> Iterator[Any]:
         yield activated(torch.tensor([-1.0, 2.0]))
 
 
+def what_is_in_a_set(made: Any) -> Iterator[Any]:
+    which = {"single"}
+    scaled, x = made(lambda x: x * 2 if "double" in which else x), torch.ones(3)
+    yield scaled(x)
+    which.remove("single")
+    which.add("double")
+    yield scaled(x)
+
+
 def a_forward_of_its_own(made: Any) -> Iterator[Any]:
     """A module of torch's gets one, gets another, and loses it; what else is kept on it changes nothing."""
     net = nn.Sequential(linear(), nn.ReLU())
@@ -382,7 +391,7 @@ STORIES: dict[str, Story] = {
     story.__name__.replace("_", " "): story
     for story in (
         *(arguments_that_are_one, arguments_that_become_one, an_argument_that_is_reached_too),
-        *(functions_that_are_kept, a_forward_of_its_own, hooks_of_all_modules, modes_of_functions),
+        *(functions_that_are_kept, what_is_in_a_set, a_forward_of_its_own, hooks_of_all_modules, modes_of_functions),
         *(items_of_lists_and_dicts, lengths_of_lists_and_dicts, attributes_of_objects, values_of_any_kind),
         *(defaults_and_helpers, settings_of_torchs_modules, buffers_that_were_none, modules_of_another_dtype),
         *(
