@@ -39,7 +39,13 @@ MODES = (
         "default dtype",
         "deterministic algorithms",
     ),
-    *("float32 matmul precision", "shardwise.strict", "limits of shardwise.strict", "implicit_replication"),
+    *(
+        "float32 matmul precision",
+        "function modes",
+        "shardwise.strict",
+        "limits of shardwise.strict",
+        "implicit_replication",
+    ),
 )
 """What `modes` tells, in its order."""
 
@@ -54,6 +60,7 @@ def modes() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
+        torch._C._len_torch_function_stack(),
         is_strict(),
         limits(),
         replicates_implicitly(),

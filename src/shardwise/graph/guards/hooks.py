@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as of_modules
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardwise.comm import shards_of
 from shardwise.comm.rendezvous import PLACES
@@ -16,6 +18,13 @@ from shardwise.comm.rendezvous import PLACES
 _OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+OF_ALL: tuple[Mapping[int, Callable], ...] = (
+    *(of_modules._global_forward_hooks, of_modules._global_forward_pre_hooks),
+    *(of_modules._global_backward_hooks, of_modules._global_backward_pre_hooks),
+    *(_global_optimizer_pre_hooks, _global_optimizer_post_hooks),
+)
+"""Hooks of all modules, and of all optimizers."""
 
 
 def hooks_of(x: Any) -> Iterator[Mapping[int, Callable]]:

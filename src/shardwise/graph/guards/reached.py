@@ -11,6 +11,8 @@ import argparse
 import enum
 import functools
 import inspect
+import io
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,6 +97,10 @@ class Reached:
     """Attributes of objects and modules, by their names."""
     names: dict[int, str] = field(default_factory=dict)
     """Of modules and optimizers."""
+    iterators: list[str] = field(default_factory=list)
+    """Names of iterators of Python's and of libraries', which cannot be asked how far they are."""
+    streams: list[tuple[Any, str]] = field(default_factory=list)
+    """Streams of random numbers that are not torch's."""
     codes: list[CodeType] = field(default_factory=list)
     """Of the functions that are the user's."""
     _seen: set[Any] = field(default_factory=set)
@@ -193,7 +199,11 @@ class Reached:
     def _object(self, value: Any, name: str) -> None:
         if isinstance(value, (Tensor, *VALUES)) or not self._is_new(value):
             return
-        if isinstance(value, nn.Module):
+        if isinstance(value, Iterator) and is_library(value) and not isinstance(value, io.IOBase):
+            self.iterators.append(name)
+        elif hasattr(type(value), "bit_generator") or isinstance(value, random.Random):
+            self.streams.append((value, name))
+        elif isinstance(value, nn.Module):
             self._module(value, name)
         elif isinstance(value, optim.Optimizer):
             self.optimizers[id(value)] = value
@@ -232,7 +242,10 @@ class Reached:
             self.lengths.append(Sized(value, len(value), name))
         if len(value) > MAX_ITEMS:
             return
-        if isinstance(value, (set, frozenset)):
+        if isinstance(value, set):
+            self._slot((Members(value), 0), name)
+            return
+        if isinstance(value, frozenset):
             for item in value:
                 self._object(item, f"{name}{{…}}")
             return
@@ -327,6 +340,18 @@ class Cell:
 
     def __setitem__(self, _: Any, value: Any) -> None:
         self.cell.cell_contents = value
+
+
+class Members:
+    """What is in a set, as a dict of one: the same object as long as it is the same."""
+
+    __slots__ = ("before", "of")
+
+    def __init__(self, of: set[Any]) -> None:
+        self.of, self.before = of, frozenset(of)
+
+    def __getitem__(self, _: Any) -> frozenset[Any]:
+        return self.before if self.of == self.before else frozenset(self.of)
 
 
 class Attributes:

@@ -4,6 +4,7 @@ undone, and said."""
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
@@ -21,6 +22,11 @@ class Before:
     """What a function reaches, as it was before it ran."""
 
     def __init__(self, reached: Reached) -> None:
+        if reached.iterators:
+            raise CaptureError(
+                f"the program may take the next item of {reached.iterators[0]}, which only Python would do in every "
+                f"run: take it outside, and hand it in"
+            )
         modules = [(module, reached.names[key]) for key, module in reached.modules.items()]
         self._holders = [(kept, dict(kept), name) for kept, name in reached.holders]
         self._holders += [
@@ -30,7 +36,7 @@ class Before:
         ]
         self._slots = [x for x in (*reached.values, *reached.others, *reached.objects) if _is_settable(x)]
         self._containers = [(x.kept, copy(x.kept), x.name) for x in reached.lengths if _is_plain(x.kept)]
-        self._random = random.getstate()
+        self._streams = [(stream, _state_of(stream), name) for stream, name in (*_global_streams(), *reached.streams)]
         self._states = [
             (optimizer.state, dict(optimizer.state), {key: dict(own) for key, own in optimizer.state.items()})
             for optimizer in reached.optimizers.values()
@@ -50,9 +56,10 @@ class Before:
             raise MakesState("the program makes state of an optimizer")
 
     def _changed(self) -> Iterator[str]:
-        if random.getstate() != self._random:
-            random.setstate(self._random)
-            yield "the state of Python's random, which it draws from"
+        for stream, state, name in self._streams:
+            if repr(_state_of(stream)) != repr(state):
+                _set_state(stream, state)
+                yield f"the state of {name}, which it draws from"
         for found in self._slots:
             (kept, key), before, name = found
             if not is_same(before, kept[key]):
@@ -66,6 +73,26 @@ class Before:
             for key in _differing(kept, attributes):
                 _set(kept, attributes, key)
                 yield f"{name}.{key}" if name else key
+
+
+def _global_streams() -> Iterator[tuple[Any, str]]:
+    yield random, "Python's random"
+    if "numpy.random" in sys.modules:
+        yield sys.modules["numpy.random"].mtrand._rand, "numpy's random"
+
+
+def _state_of(stream: Any) -> Any:
+    """Where one of Python's or of numpy's streams of random numbers is."""
+    if hasattr(stream, "bit_generator"):
+        return stream.bit_generator.state
+    return stream.getstate() if hasattr(stream, "getstate") else stream.get_state(legacy=False)
+
+
+def _set_state(stream: Any, state: Any) -> None:
+    if hasattr(stream, "bit_generator"):
+        stream.bit_generator.state = state
+    else:
+        (stream.setstate if hasattr(stream, "setstate") else stream.set_state)(state)
 
 
 def _differing(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> list[Any]:

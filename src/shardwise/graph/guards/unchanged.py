@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.dispatch.refits import refits
-from shardwise.graph.guards.hooks import hooks_of
+from shardwise.graph.guards.hooks import OF_ALL, hooks_of
 from shardwise.graph.guards.kinds import differs, kind_of
 from shardwise.graph.guards.reached import Found, Reached, is_library
 from shardwise.tensor import DTensor
@@ -151,6 +151,7 @@ class Hooks:
         owners = [(module, reached.names[id(module)] or type(module).__name__) for module in modules]
         owners += [(x, reached.names[key]) for key, x in reached.optimizers.items()]
         found = [(hooks, name) for owner, name in owners for hooks in hooks_of(owner)]
+        found += [(hooks, "every module or optimizer") for hooks in OF_ALL]
         self.now = [hooks for hooks, _ in found]
         self.before = [dict(hooks) for hooks in self.now]
         self.names = [name for _, name in found]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from captured import assert_same
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
 
 import shardwise as sw
 from shardwise.errors import CaptureError, CaptureWarning, UnreducedGradientError
@@ -334,6 +339,15 @@ def functions_that_are_kept(made: Any) -> Iterator[Any]:
         yield activated(torch.tensor([-1.0, 2.0]))
 
 
+def what_is_in_a_set(made: Any) -> Iterator[Any]:
+    which = {"single"}
+    scaled, x = made(lambda x: x * 2 if "double" in which else x), torch.ones(3)
+    yield scaled(x)
+    which.remove("single")
+    which.add("double")
+    yield scaled(x)
+
+
 def a_forward_of_its_own(made: Any) -> Iterator[Any]:
     """A module of torch's gets one, gets another, and loses it; what else is kept on it changes nothing."""
     net = nn.Sequential(linear(), nn.ReLU())
@@ -349,11 +363,35 @@ def a_forward_of_its_own(made: Any) -> Iterator[Any]:
     yield doubled(x)
 
 
+def hooks_of_all_modules(made: Any) -> Iterator[Any]:
+    net = linear()
+    applied, x = made(lambda x: net(x)), rows(torch.ones(4, 4))
+    yield applied(x)
+    hook = nn.modules.module.register_module_forward_hook(lambda module, given, out: out * 2)
+    try:
+        yield applied(x)
+    finally:
+        hook.remove()
+    yield applied(x)
+
+
+def modes_of_functions(made: Any) -> Iterator[Any]:
+    class Smooth(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return (torch.tanh if func is torch.relu else func)(*args, **(kwargs or {}))
+
+    applied, x = made(lambda x: torch.relu(x)), torch.ones(3)
+    yield applied(x)
+    with Smooth():
+        yield applied(x)
+    yield applied(x)
+
+
 STORIES: dict[str, Story] = {
     story.__name__.replace("_", " "): story
     for story in (
         *(arguments_that_are_one, arguments_that_become_one, an_argument_that_is_reached_too),
-        *(functions_that_are_kept, a_forward_of_its_own),
+        *(functions_that_are_kept, what_is_in_a_set, a_forward_of_its_own, hooks_of_all_modules, modes_of_functions),
         *(items_of_lists_and_dicts, lengths_of_lists_and_dicts, attributes_of_objects, values_of_any_kind),
         *(defaults_and_helpers, settings_of_torchs_modules, buffers_that_were_none, modules_of_another_dtype),
         *(
@@ -490,6 +528,42 @@ def test_what_only_python_would_do_in_every_run(what: str, name: str) -> None:
     with pytest.warns(CaptureWarning, match=f"Counting runs as it is: the program changes {name}"):
         sw.compile(net, backend="fx", fullgraph=False)(torch.ones(3), what)
     assert net.calls == (what == "counts") and len(net.seen) == 1 + (what == "appends")
+
+
+@pytest.mark.parametrize("stream", [random.Random(0), np.random.default_rng(0), np.random], ids=["own", "rng", "numpy"])
+def test_random_numbers_that_are_not_torch_s(stream: Any) -> None:
+    name = "numpy's random" if stream is np.random else "stream"
+    ahead = copy.deepcopy(stream) if stream is not np.random else None
+    with pytest.raises(CaptureError, match=f"the program changes the state of {name}, which it draws from"):
+        sw.compile(lambda x: x * stream.random(), backend="fx")(torch.ones(3))
+    assert ahead is None or ahead.random() == stream.random()
+
+
+def made_by(items: list[int]) -> Iterator[int]:
+    yield from items
+
+
+@pytest.mark.parametrize("kind", [iter, made_by, enumerate, lambda items: iter(DataLoader(items))])
+def test_iterators(kind: Callable[[Any], Any]) -> None:
+    """Whether they are gone through cannot be seen afterwards, nor undone."""
+    batches = kind([3, 4])
+    wanted = next(kind([3, 4]))
+
+    def takes(x: Any) -> Any:
+        return x, next(batches)
+
+    said = "the program may take the next item of batches, which only Python would do in every run: take it outside"
+    with pytest.raises(CaptureError, match=said):
+        sw.compile(takes, backend="fx")(torch.ones(3))
+    with pytest.warns(CaptureWarning, match=said):
+        _, found = sw.compile(takes, backend="fx", fullgraph=False)(torch.ones(3))
+    assert found == wanted
+
+
+def test_files_are_no_such_iterators(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w") as log:
+        sw.compile(lambda x: (log.write("captured"), x)[1], backend="fx")(torch.ones(3))
+    assert (tmp_path / "log").read_text() == "captured"
 
 
 def test_a_program_does_not_seed() -> None:
