@@ -180,7 +180,7 @@ def llama_calls(mesh: DeviceMesh) -> dict[str, dict[str, Call]]:
     plain = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4))
     ours, theirs = copy.deepcopy(plain), copy.deepcopy(plain)
     shardwise.parallel.parallelize_module(ours, mesh, ours._tp_plan)
-    apply_tensor_parallelism(theirs, mesh, theirs._tp_plan)
+    apply_tensor_parallelism(theirs, mesh, theirs._expand_parallel_plan(theirs._tp_plan))
     nets, ids = {PLAIN: plain, TORCH: theirs, SHARDWISE: ours}, torch.randint(64, (1, 16))
 
     def train(net: nn.Module) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from loss_gpu import HEAD, IN_PLACE, NUM_RANKS, OURS, PLAIN, RANK, Bench, Program, heads, losses
-from race import Call, Table, options_of, processor_time, race, report, seconds
+from race import Call, Table, options_of, race, report, seconds, work_per_call
 from ranks import fake_world
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -46,7 +46,7 @@ def cross_entropies(bench: Bench) -> Table:
             systems = {name: systems[name] for name in (PLAIN, OURS, IN_PLACE)}
             programs = {name: start() for name, start in systems.items()}
             runs: dict[str, Call] = {name: program.run for name, program in programs.items()}
-            timings = race(runs, num_rounds=bench.num_rounds, clock=processor_time)
+            timings = race(runs, num_rounds=bench.num_rounds, clock=work_per_call)
             ratios = [timings[name].ratio_to(timings[PLAIN]) for name in (OURS, IN_PLACE)]
             whole = rows * -(-classes // NUM_RANKS) * dtype.itemsize
             table.append(
@@ -72,7 +72,7 @@ def head_losses(bench: Bench) -> Table:
         systems = {name: systems[name] for name in (MATERIALISED, HEAD)}
         programs = {name: start() for name, start in systems.items()}
         runs: dict[str, Call] = {name: program.run for name, program in programs.items()}
-        timings = race(runs, num_rounds=bench.num_rounds, clock=processor_time)
+        timings = race(runs, num_rounds=bench.num_rounds, clock=work_per_call)
         gradients = 2 * WIDTH * (rows + -(-CLASSES // NUM_RANKS))
         most = [peak(systems[name]) - gradients for name in (MATERIALISED, HEAD)]
         plain, ours = (timings[name] for name in (MATERIALISED, HEAD))

@@ -58,8 +58,8 @@ def time_per_call(call: Call, num_calls: int) -> float:
     return (time.perf_counter() - start) / num_calls
 
 
-def processor_time(call: Call, num_calls: int) -> float:
-    """The same, but for what others on the machine do meanwhile."""
+def work_per_call(call: Call, num_calls: int) -> float:
+    """Of CPU time, which what else runs on the machine does not lengthen: for calls that wait for nothing."""
     start = time.thread_time()
     for _ in range(num_calls):
         call()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -33,7 +34,8 @@ def largest(mesh: Mesh, numbers: Sequence[int]) -> list[int]:
     mesh = running_mesh(mesh)
     if _is_of_one_process(mesh):
         return list(numbers)
-    with off_the_record(), _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
+    unseen = _disable_current_modes if torch._C._len_torch_dispatch_stack() else nullcontext
+    with off_the_record(), unseen(), torch._C.DisableTorchFunctionSubclass():
         own = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
         found: list[int] = mesh.port.all_reduce([own], mesh, tuple(range(mesh.ndim)), "max")[0].tolist()
     return found

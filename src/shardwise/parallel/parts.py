@@ -33,7 +33,7 @@ _EQUALLY_LONG = "Batches of a step are equally long on all of them"
 
 def compare_calls(module: nn.Module, mesh: Mesh, *, when_trained: bool = False) -> None:
     """Have the ranks of a mesh compare what they call a module with: always, or if it is a batch to train on."""
-    if _is_compared(mesh) and mesh not in (known := module.__dict__.get("_compares_calls", ())):
+    if _is_compared(mesh) and mesh not in (known := getattr(module, "_compares_calls", ())):
         module._compares_calls = (*known, mesh)  # type: ignore[assignment]
         module.register_forward_pre_hook(partial(_begin, mesh, when_trained), prepend=True, with_kwargs=True)
         module.register_forward_hook(partial(_end, mesh), always_call=True)
@@ -67,8 +67,9 @@ def _recomputes() -> bool:
 
 def _differ(who: str, mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether plain tensors have other shapes on other ranks."""
-    plain = [(tuple(x.shape), x.dtype) for x in plain_tensors((args, kwargs))]
-    placed = [(x.layout_on_mesh, x.dtype) for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    plain = [(tuple(x.shape), x.dtype) for x in tensors if not isinstance(x, DTensor)]
+    placed = [(x.layout_on_mesh, x.dtype) for x in tensors if isinstance(x, DTensor)]
     if not plain and not placed:
         return False
     which = first_difference(mesh, [placed, plain])

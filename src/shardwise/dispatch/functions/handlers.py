@@ -16,7 +16,7 @@ from shardwise.comm import local_tensor, noters, shards_of
 from shardwise.dispatch.aliasing.copied_views import CopiedView, watch_view
 from shardwise.dispatch.aliasing.global_strides import copied, inferred_strides, on_one_device, shards_contiguous
 from shardwise.dispatch.aliasing.views import OnCopiedViews
-from shardwise.dispatch.plan import reduce_terms
+from shardwise.dispatch.plan import reduce_terms, runs_in_cpp, wrap_fresh
 from shardwise.dispatch.planning.fallback import WithoutData, needs_data, on_meta
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
 from shardwise.dispatch.refits import refits
@@ -216,6 +216,8 @@ def _convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(*map_tensors(args, kind_of), **map_tensors(kwargs, kind_of))
     if isinstance(x, CopiedView):
         return OnCopiedViews(func)(args, kwargs)
+    if not x._layout.has_pending and runs_in_cpp(x._layout.mesh):
+        return wrap_fresh(_on_shard(func, (), args, kwargs), x._layout)
     to_device = len(args) == 2 and not kwargs and args[1].__class__ is torch.device
     if to_device and args[1] == _on_shard(_device, (), (x,), {}):
         return x
