@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -115,13 +116,14 @@ CUTS: list[tuple[Any, Any]] = [({0: ("a", "b")}, {0: ("b", "a")}), ({0: ("a", "b
 @pytest.mark.parametrize("cuts", CUTS, ids=["order", "one is whole", "axes"])
 @pytest.mark.parametrize("layer", [F.batch_norm, F.instance_norm])
 def test_statistics_that_are_cut_differently_are_all_written(layer: Any, cuts: tuple[Any, Any]) -> None:
-    for batch in (1, 3):
-        x, mean, var = normal(batch, 4, 4), torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    for batch, channels, trained in itertools.product((1, 3), (4, 5), (False, True)):
+        x, mean, var = (t.double() for t in (normal(batch, channels, 4), torch.zeros(channels), torch.ones(channels)))
         mesh = mesh_of((2, 2))
         means, variances = (
             sw.distribute_tensor(t.clone(), mesh, cut) for t, cut in zip((mean, var), cuts, strict=True)
         )
-        layer(sw.distribute_tensor(x, mesh, [R, R]), means, variances, None, None, True, 0.1)
+        given = sw.distribute_tensor(x, mesh, [R, R]).requires_grad_(trained)
+        layer(given, means, variances, None, None, True, 0.1)
         layer(x, mean, var, None, None, True, 0.1)
         torch.testing.assert_close(full(means), mean)
         torch.testing.assert_close(full(variances), var)

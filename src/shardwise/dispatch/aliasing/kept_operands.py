@@ -8,7 +8,7 @@ thin alike (one head on each rank), nothing is copied, and all raise, even if on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,20 +28,23 @@ treat(
 
 
 class KeepsCopies:
-    """A plan that is given copies of operands which are thin on some ranks only, if autograd may keep them."""
+    """A plan that is given copies of operands which are thin on some ranks only, if autograd may keep them; not of what
+    it writes to."""
 
-    __slots__ = ("plan",)
+    __slots__ = ("plan", "written")
 
-    def __init__(self, plan: Callable) -> None:
-        self.plan = plan
+    def __init__(self, plan: Callable, written: Sequence[int]) -> None:
+        self.plan, self.written = plan, written
 
     def __call__(self, args: tuple, kwargs: dict[str, Any] | None) -> Any:
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in flat_tensors((args, kwargs or {})))):
+        tensors = flat_tensors((args, kwargs or {}))
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
             return self.plan(args, kwargs)
-        return self.plan(map_tensors(args, _apart), map_tensors(kwargs or {}, _apart))
+        written = {id(tensors[at]) for at in self.written}
 
+        def apart(x: Tensor) -> Tensor:
+            if id(x) not in written and isinstance(x, DTensor) and x._layout.is_thin_in_places:
+                return copied(x, torch.preserve_format)
+            return x
 
-def _apart(x: Tensor) -> Tensor:
-    if isinstance(x, DTensor) and x._layout.is_thin_in_places:
-        return copied(x, torch.preserve_format)
-    return x
+        return self.plan(map_tensors(args, apart), map_tensors(kwargs or {}, apart))

@@ -256,7 +256,7 @@ def _built(lowered: Lowered, call: Asked) -> tuple[Plan, bool]:
     if treatment.reshape not in (None, "view") and call.layouts[0].thinness:
         plan = ViewOrCopy(plan, call.func, _layout_of_one_view(lowered))
     if treatment_of(call.asked).reshapes_operands and any(layout.is_thin_in_places for layout in call.layouts):
-        plan = KeepsCopies(plan)
+        plan = KeepsCopies(plan, lowered.trace.written_arguments)
     guards: list[Guard] = []
     gathering = [made for made in lowered.calls if made.gathers]
     if gathering:
