@@ -351,7 +351,7 @@ CHECK = ops_named(
 SUMS = ops_named("mean", "sum", "div", "div_", "mul", "neg", "cat", "stack")
 SUM_KERNELS = ("*reduce_kernel*", "*elementwise_kernel*", "*CatArrayBatchedCopy*", *COPY_KERNELS)
 LOOK_UP = ops_named(
-    *("add", "arange", "clamp", "index_add_", "index_select", "new_zeros", "resize_as_", "scalar_tensor"),
+    *("add", "add_", "arange", "clamp", "index_add_", "index_select", "new_zeros", "resize_as_", "scalar_tensor"),
     *("select_backward", "sub", "where", "zero_", "zeros", "zeros_like"),
     *("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward"),
 )
