@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.comm import noters
 from shardwise.comm.cause import watchers
 from shardwise.dispatch.plan import runs_in_cpp
-from shardwise.layout import Layout, Partial
+from shardwise.layout import Layout, Mesh, Partial, Replicate
 from shardwise.tensor import DTensor, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -69,14 +69,27 @@ def _layouts_of_shards(tensors: Any) -> set[Layout] | None:
 
 
 def _total(grads: Sequence[DTensor], layouts: Collection[Layout], order: float) -> DTensor:
-    """Pending along the axes that split some gradient; what is replicated along one of them counts once."""
+    """The same arithmetic as on DTensors, with one collective: for the total or, where some gradients are replicated,
+    for the norms of the others. What is replicated along an axis that splits another counts once."""
     mesh = next(iter(layouts)).mesh
     axes = {axis for layout in layouts for axis in layout.split_axes}
-    copies = {layout: math.prod(mesh.shape[axis] for axis in axes.difference(layout.split_axes)) for layout in layouts}
+    split = [x._layout for x in grads if x._layout.split_axes]
+    shares = {x: math.prod(mesh.shape[axis] for axis in axes.difference(x.split_axes)) ** (1 / order) for x in {*split}}
     with _disabled(), torch.no_grad():
-        norms = torch.stack(torch._foreach_norm(grads, order))  # type: ignore[arg-type]
-        if set(copies.values()) != {1}:
-            norms /= norms.new_tensor([copies[x._layout] for x in grads]) ** (1 / order)
-        total = torch.linalg.vector_norm(norms, order)
+        norms = torch._foreach_norm(grads, order)  # type: ignore[arg-type]
+        if not split:
+            return wrap(torch.linalg.vector_norm(torch.stack(norms), order), Layout(mesh, ()))
+        terms = torch.stack([norm for norm, x in zip(norms, grads, strict=True) if x._layout.split_axes])
+        if set(shares.values()) != {1}:
+            terms = terms / terms.new_tensor([shares[layout] for layout in split])
+        if len(split) == len(grads):
+            return _reduced(torch.linalg.vector_norm(terms, order), mesh, axes, order)
+        left = iter(_reduced(terms, mesh, axes, order).unbind())
+        whole = [next(left) if x._layout.split_axes else norm for norm, x in zip(norms, grads, strict=True)]
+        return wrap(torch.linalg.vector_norm(torch.stack(whole), order), Layout(mesh, ()))
+
+
+def _reduced(norms: Tensor, mesh: Mesh, axes: Collection[int], order: float) -> DTensor:
     pending = [Partial("norm", order) if axis in axes else None for axis in range(mesh.ndim)]
-    return wrap(total, Layout(mesh, ()).with_(pending=pending))
+    found = wrap(norms, Layout(mesh, tuple(norms.shape)).with_(pending=pending))
+    return found.redistribute(placements=[Replicate()] * mesh.ndim)

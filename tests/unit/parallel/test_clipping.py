@@ -33,15 +33,15 @@ def parameters(mesh: DeviceMesh, *placements: list[Any]) -> list[Any]:
 
 
 def test_shards_are_clipped_at_once(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has two of eight rows; the fake group adds nothing to them. What is replicated is a fourth each."""
+    """Each rank has two of eight rows; the fake group adds nothing to them. What is replicated is whole on each."""
     asked: list[Any] = []
     monkeypatch.setattr(sw.DTensor, "to", lambda *args: asked.append(args))
     params = parameters(mesh, SHARD, WHOLE)
     total = clip_grad_norm_(params, 1.0)
     assert not asked, "the device of each norm"
-    assert total.item() == pytest.approx(4.0) and total.placements == (sw.Replicate(),)
+    assert total.item() == pytest.approx(40**0.5) and total.placements == (sw.Replicate(),)
     for p in params:
-        torch.testing.assert_close(p.grad.to_local(), torch.full_like(p.grad.to_local(), 0.25))
+        torch.testing.assert_close(p.grad.to_local(), torch.full_like(p.grad.to_local(), 40**-0.5))
 
 
 @pytest.mark.parametrize("way", ["foreach=False", "with a plain one", "watched", "non-finite", "infinite"])
