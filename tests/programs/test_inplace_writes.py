@@ -350,3 +350,14 @@ def test_what_a_product_keeps_reshaped_may_be_written_to(
         return z, x.grad
 
     same(program, normal(3, 3, 3), placement, mesh=mesh)
+
+
+@pytest.mark.parametrize("placement", [R, S(0), S(1), P()], ids=str)
+def test_dropout_of_channels_of_one_sample(placement: sw.Placement) -> None:
+    """Torch makes it a batch in place, and no batch again."""
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x * 1
+        return F.dropout3d(x, 0.0, inplace=True), x
+
+    same(program, normal(3, 2, 2, 2), placement)

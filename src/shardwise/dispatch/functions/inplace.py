@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.aliasing.copied_views import CopiedView
@@ -69,6 +70,17 @@ def _squeeze_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DT
         raise InPlaceError(f"{describe('squeeze_', args, kwargs)}: a dim that is sharded cannot be removed in place")
     for dim in gone:
         _reshape_in_place(func, (x, dim), {})
+    return x
+
+
+@handles(F.dropout3d)
+def _dropout_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Of one sample torch makes a batch in place; a view of it is one as well."""
+    given = inspect.signature(F.dropout3d).bind(*args, **kwargs).arguments
+    x = given["input"]
+    if not given.get("inplace") or x.ndim != 4:
+        return NotImplemented
+    func(**{**given, "input": x.unsqueeze(0)})
     return x
 
 
