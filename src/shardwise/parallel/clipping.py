@@ -54,13 +54,13 @@ def clipping_shards(original: Callable[..., None]) -> Callable[..., None]:
     return clip
 
 
-def _layouts_of_shards(tensors: Any) -> set[Layout] | None:
+def _layouts_of_shards(tensors: Any) -> list[Layout] | None:
     """Those of a list of DTensors of one mesh, if their shards may be used as they are."""
     if not isinstance(tensors, list) or {x.__class__ for x in tensors} != {DTensor} or watchers or noters:
         return None
-    layouts = {x._layout for x in tensors}
-    mesh = next(iter(layouts)).mesh
-    if any(layout.mesh is not mesh or layout.has_pending for layout in layouts) or not runs_in_cpp(mesh):
+    layouts = [x._layout for x in tensors]
+    mesh = layouts[0].mesh
+    if any(layout.mesh is not mesh or layout.has_pending for layout in {*layouts}) or not runs_in_cpp(mesh):
         return None
     if not torch._C._is_torch_function_enabled() or torch._C._is_torch_function_mode_enabled():
         return None
@@ -68,25 +68,26 @@ def _layouts_of_shards(tensors: Any) -> set[Layout] | None:
         return layouts if mesh.device_type == "cpu" or len(set(map(_device, tensors))) == 1 else None
 
 
-def _total(grads: Sequence[DTensor], layouts: Collection[Layout], order: float) -> DTensor:
+def _total(grads: Sequence[DTensor], layouts: Sequence[Layout], order: float) -> DTensor:
     """The same arithmetic as on DTensors, with one collective: for the total or, where some gradients are replicated,
     for the norms of the others. What is replicated along an axis that splits another counts once."""
-    mesh = next(iter(layouts)).mesh
-    axes = {axis for layout in layouts for axis in layout.split_axes}
-    split = [x._layout for x in grads if x._layout.split_axes]
-    shares = {x: math.prod(mesh.shape[axis] for axis in axes.difference(x.split_axes)) ** (1 / order) for x in {*split}}
+    mesh, kinds = layouts[0].mesh, {*layouts}
+    axes = {axis for layout in kinds for axis in layout.split_axes}
+    shares = {x: math.prod(mesh.shape[axis] for axis in axes.difference(x.split_axes)) ** (1 / order) for x in kinds}
     with _disabled(), torch.no_grad():
         norms = torch._foreach_norm(grads, order)  # type: ignore[arg-type]
-        if not split:
+        if not axes:
             return wrap(torch.linalg.vector_norm(torch.stack(norms), order), Layout(mesh, ()))
-        terms = torch.stack([norm for norm, x in zip(norms, grads, strict=True) if x._layout.split_axes])
-        if set(shares.values()) != {1}:
-            terms = terms / terms.new_tensor([shares[layout] for layout in split])
-        if len(split) == len(grads):
+        mixed = not all(x.split_axes for x in kinds)
+        own = [norm for norm, x in zip(norms, layouts, strict=True) if x.split_axes] if mixed else norms
+        terms = torch.stack(own)
+        if any(shares[x] != 1 for x in kinds if x.split_axes):
+            terms = terms / terms.new_tensor([shares[x] for x in layouts if x.split_axes])
+        if not mixed:
             return _reduced(torch.linalg.vector_norm(terms, order), mesh, axes, order)
         left = iter(_reduced(terms, mesh, axes, order).unbind())
-        whole = [next(left) if x._layout.split_axes else norm for norm, x in zip(norms, grads, strict=True)]
-        return wrap(torch.linalg.vector_norm(torch.stack(whole), order), Layout(mesh, ()))
+        every = [next(left) if x.split_axes else norm for norm, x in zip(norms, layouts, strict=True)]
+        return wrap(torch.linalg.vector_norm(torch.stack(every), order), Layout(mesh, ()))
 
 
 def _reduced(norms: Tensor, mesh: Mesh, axes: Collection[int], order: float) -> DTensor:
