@@ -73,15 +73,19 @@ def _squeeze_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> DT
     return x
 
 
-@handles(F.dropout3d)
 def _dropout_in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Of one sample torch makes a batch in place; a view of it is one as well."""
-    given = inspect.signature(F.dropout3d).bind(*args, **kwargs).arguments
+    """Of one sample torch makes a batch in place, and no batch again; a view of it is one as well."""
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
     x = given["input"]
-    if not given.get("inplace") or x.ndim != 4:
+    if not given.get("inplace") or x.ndim != _DIMS_OF_SAMPLES[func]:
         return NotImplemented
     func(**{**given, "input": x.unsqueeze(0)})
     return x
+
+
+_DIMS_OF_SAMPLES = {F.dropout1d: 2, F.dropout3d: 4}
+for _function in _DIMS_OF_SAMPLES:
+    handles(_function)(_dropout_in_place)
 
 
 # The functions of `nn.init` switch gradients off inside, where a plan would not know of it
