@@ -32,7 +32,7 @@ SPARSE = "takes or returns sparse or nested tensors, which have no shards"
 VALUELESS = ("empty_like", "new_empty", "new_empty_strided")
 """Operators whose results are memory that nobody has written: there is no value to compare."""
 
-MIXING = ("masked.std", "masked.var")
+MIXING = ("masked.mean", "masked.std", "masked.var")
 """Functions in Python that count elements in plain tensors of their own: a program says that these are the same on all
 ranks."""
 
