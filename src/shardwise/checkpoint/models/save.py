@@ -70,7 +70,9 @@ def save(
     ranks.agree(f"saving {path}")
     room = ranks.all(f"saving {path}", lambda: num_bytes_of(max_shard_size))
     tensors = ranks.all(f"saving {path}", lambda: _named(model, keys))
-    save_tensors({key: settled(x) for key, x in tensors.items()}, Path(path), room, ranks)
+    ranks.all(f"saving {path}", lambda: check_storable(tensors))
+    parts, facts = parts_of({key: settled(x) for key, x in tensors.items()}, ranks)
+    save_parts(parts, facts, Path(path), room, ranks)
 
 
 def num_bytes_of(size: int | str) -> int:
@@ -105,12 +107,6 @@ def check_tensors_only(others: Mapping[str, Any], model: nn.Module) -> None:
             f"{next(iter(others))!r} of {type(model).__name__} is a {type(next(iter(others.values()))).__name__}, and "
             f"safetensors files hold tensors only; shardwise.checkpoint.save_step saves such state"
         )
-
-
-def save_tensors(tensors: Mapping[str, Tensor], path: Path, room: int, ranks: Ranks) -> None:
-    """Save tensors with nothing pending, of which ranks may have different ones."""
-    ranks.all(f"saving {path}", lambda: check_storable(tensors))
-    save_parts(*parts_of(tensors, ranks), path, room, ranks)
 
 
 def save_parts(parts: Sequence[Writable], facts: Mapping[str, Any], path: Path, room: int, ranks: Ranks) -> None:
