@@ -78,7 +78,7 @@ def save(
 def num_bytes_of(size: int | str) -> int:
     """A number of bytes, as users write it: 10**9, "5GB", "500 MB"."""
     found = bytes_said(size) if isinstance(size, str) else size
-    if not isinstance(found, int) or found <= 0:
+    if not isinstance(found, int) or isinstance(size, bool) or found <= 0:
         raise ValueError(f"max_shard_size={size!r} is no number of bytes: write 10**9, '5GB' or '500MB'")
     return found
 
@@ -170,11 +170,13 @@ def _plans(wholes: Sequence[Whole], path: Path, room: int) -> list[_FilePlan]:
     """Tensors in their order, as many in a file as there is room for."""
     is_file = path.suffix == SUFFIX
     files: list[list[Whole]] = [[]]
+    left = room
     for whole in wholes:
-        num_bytes = sum(_stored(one).num_bytes for one in (*files[-1], whole))
-        if num_bytes > room and files[-1] and not is_file:
+        if (num_bytes := _stored(whole).num_bytes) > left and files[-1] and not is_file:
             files.append([])
+            left = room
         files[-1].append(whole)
+        left -= num_bytes
     names = [path.name if is_file else f"model{SUFFIX}"] if len(files) == 1 else _names_in(path, len(files))
     return [
         _FilePlan(name, in_file_order([*map(_stored, some)]), {one.key: one.places for one in some}, len(files) == 1)
