@@ -184,8 +184,8 @@ def fsdp_class(cls: type) -> type:
 
 
 def class_before(cls: type) -> type:
-    """Which class a module had, before it was fully sharded."""
-    return next(before for before, made in _classes.items() if made is cls)
+    """Which class a module of this one had, before it was fully sharded."""
+    return next((before for before, made in _classes.items() if made is cls), cls)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
