@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from meshes import PAIR, data
+from torch import nn
 
 import shardwise as sw
+from shardwise import checkpoint
+from shardwise.checkpoint.models.sources import resolved
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
 
@@ -25,12 +29,34 @@ def test_stacking_many_is_linear() -> None:
         assert work[1] < 15 * work[0]
 
 
+def test_checkpoints_of_many_tensors_are_linear(tmp_path: Path) -> None:
+    def work(many: int) -> list[int]:
+        net, path = nn.ParameterDict(), tmp_path / str(many)
+        for i in range(many):
+            net[f"p{i}"] = nn.Parameter(sw.distribute_tensor(data(2), PAIR, [S(0)]))
+        keys = {f"p{i}": f"p{many - i - 1}" for i in range(many)}
+        ways: list[Callable[[], object]] = [
+            lambda: checkpoint.save(net, path / "one"),
+            lambda: checkpoint.save(net, path / "many", max_shard_size=16 * 20),
+            lambda: checkpoint.load(net, path / "one", keys=keys, verify=True),
+            lambda: resolved([*keys], keys),
+            lambda: checkpoint.load(net, path / "many"),
+            lambda: checkpoint.save_step(path / "steps", step=1, background=False, net=net),
+            lambda: checkpoint.load_latest(path / "steps", net=net),
+        ]
+        return [_count_calls(way) for way in ways]
+
+    work(2)  # what is done once
+    for few, many in zip(work(40), work(400), strict=True):
+        assert many < 15 * few
+
+
 def _count_calls(run: Callable[[], object]) -> int:
     count = 0
 
     def profile(frame: object, event: str, arg: object) -> None:
         nonlocal count
-        count += event == "call"
+        count += event in ("call", "c_call")
 
     sys.setprofile(profile)
     try:

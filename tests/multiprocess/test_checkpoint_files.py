@@ -405,6 +405,34 @@ def one_rank_finds_damage(rank: int, size: int) -> None:
         check_equal(other, expected)
 
 
+def experts_of_transformers(rank: int, size: int) -> None:
+    """One tensor in memory, many in files: no rank has any but its own, and nothing is communicated for them."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.MixtralConfig(**sizes, vocab_size=32, num_hidden_layers=2, num_local_experts=5)
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return transformers.MixtralForCausalLM(config)
+
+    def sharded(model: Any) -> Any:
+        mesh = grid()
+        parallelize_module(model, mesh["tp"], model._tp_plan)
+        fully_shard(model.model, mesh=mesh["dp"])
+        return fully_shard(model, mesh=mesh["dp"])
+
+    model = sharded(make(0))
+    with shared_folder(rank) as folder:
+        with sw.debug.CommDebugMode() as comms:
+            checkpoint.save_pretrained(model, folder, max_shard_size="12KB")
+        assert not comms.comms
+        dist.barrier()
+        check_equal(transformers.MixtralForCausalLM.from_pretrained(folder), make(0))
+        other = sharded(make(1))
+        checkpoint.load_pretrained(other, folder, verify=True)
+        check_equal(other, make(0))
+
+
 def ranks_find_different_files(rank: int, size: int) -> None:
     net = place(plain(), sw.init_device_mesh("cpu", (size,)), S(0))
     with tempfile.TemporaryDirectory() as folder:
@@ -458,6 +486,7 @@ CASES = [
     *(Case(f"reading, {way}", 4, reading, (way,)) for way in WAYS if way != "simulated"),
     *(Case(f"{body.__name__}, {way}", 4, body, (way,)) for body in (writing, resumed) for way in WAYS),
     Case("ranks with other tensors", 4, ranks_with_other_tensors),
+    Case("experts of transformers", 4, experts_of_transformers),
     Case("ranks in different numbers of groups", 4, ranks_in_different_numbers_of_groups),
     *(
         Case(body.__name__, 2, body)

@@ -4,7 +4,9 @@ and through steps."""
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint import From, load, load_step, save, save_step
+from shardwise.checkpoint.models import reverted
+from shardwise.checkpoint.models.save import save_parts
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.checkpoint.writers import parts_of
 from shardwise.tensor import wrap
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
@@ -134,6 +140,49 @@ def test_what_is_made_of_stored_tensors(seed: int, tmp_path: Path) -> None:
     here = module_of({"w": placed(chance, torch.zeros(expected.shape))})
     load(here, tmp_path, keys={"w": From(*(f"k{i}" for i in range(count)), make=make)})
     assert torch.equal(whole(here.w), expected), text
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
+@pytest.mark.parametrize("seed", range(60))
+def test_what_files_have_of_parameters(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some a part, of some several, of some what is computed of them: written by those who hold it."""
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    functions, tensors = {}, {"alone": torch.randn(chance.choice(SHAPES))}
+    for number in range(3):
+        shape = chance.choice([shape for shape in SHAPES if len(shape) > 1 and 0 not in shape])
+        texts = ["y", *chance.sample(random_parts(shape), 2)]
+        texts = texts if chance.random() < 0.7 else [*texts[chance.randrange(6) :], random_function(chance, shape)[0]]
+        functions[number] = [eval(f"lambda x, y: {text}", {"torch": torch}) for text in texts]
+        tensors |= {f"{name}{number}": torch.randn(shape) for name in "xy"}
+
+    def revert(model: Any, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        made = {"only": given["alone"]} if "alone" in given else {}
+        for number, some in functions.items():
+            if {f"x{number}", f"y{number}"} <= given.keys():
+                ours = given[f"x{number}"], given[f"y{number}"]
+                made |= {f"{number}.{at}": function(*ours) for at, function in enumerate(some)}
+        return made
+
+    monkeypatch.setattr(reverted, "_revert", revert)
+    ranks, mesh = Ranks(), chance.choice(MESHES)
+    laid = {name: laid_out(x, random_layout(chance, mesh, x.shape)) for name, x in tensors.items()}
+    made = reverted.reverted(None, laid, ranks, "saving")
+    save_parts(*made.parts(*parts_of(made.tensors, ranks)), tmp_path / "x.safetensors", 10**9, ranks)
+    found = load_file(tmp_path / "x.safetensors")
+    right = revert(None, tensors)
+    assert {name: bits(x) for name, x in found.items()} == {name: bits(x) for name, x in right.items()}
+    assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in right.items()}
+
+
+def random_parts(shape: tuple[int, ...]) -> list[str]:
+    """What conversions make: chunks, rows, and what is joined of them."""
+    dims = range(len(shape))
+    found = [f"x.chunk({s}, {d})[{s // 2}].squeeze({d}).contiguous()" for d, s in enumerate(shape)]
+    found += [f"x.chunk(2, {d})[0].contiguous().transpose(0, 1).contiguous()" for d in dims]
+    found += [f"x.chunk(2, {d})[0].contiguous().chunk(2, {e})[-1].unsqueeze({d})" for d in dims for e in dims]
+    found += [f"torch.cat([y.chunk(2, {d})[-1].contiguous(), x], {d})" for d in dims]
+    return [*found, "torch.stack([x, y]).transpose(0, 1)", "x.flatten()", "x.reshape(-1, x.shape[-1])"]
 
 
 SHOWN = {

@@ -7,7 +7,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from reprlib import repr  # of what holds itself many times over, the beginning
 from typing import Any
 
 import torch
@@ -125,10 +126,10 @@ _NAMES: dict[tuple[str, str], Callable[..., Any]] = {
         }.items()
     },
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
-    ("torch.serialization", "_get_layout"): str,
+    ("torch.serialization", "_get_layout"): _Record,
     ("torch", "Size"): tuple,
     **{
-        (module, name): PurePosixPath
+        (module, name): _Record
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     },
@@ -136,7 +137,9 @@ _NAMES: dict[tuple[str, str], Callable[..., Any]] = {
 """All that metadata name."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """The one in Python: that in C takes memory for as many objects as a file says that it remembers."""
+
     def find_class(self, module: str, name: str, /) -> Any:
         if (module, name) in _NAMES:
             return _NAMES[module, name]
@@ -152,7 +155,7 @@ def _unpickled(file: Reader) -> Any:
     except (DamagedFileError, CheckpointFileError):
         raise
     except Exception as error:  # of a pickle that was not written by pickle, anything
-        what = f"these are no metadata of a checkpoint: {error or type(error).__name__}"
+        what = f"these are no metadata of a checkpoint: {str(error) or type(error).__name__}"
         raise DamagedFileError(what, file.path, offset=section.tell()) from error
 
 
@@ -164,6 +167,8 @@ def _folder(folder: Path, said: Any) -> DcpFolder:
         raise TypeError(f"found a {type(said).__name__}")
     written = {(index["fqn"], index["offset"]): _place(info) for index, info in said["storage_data"].items()}
     found = said["state_dict_metadata"]
+    if not all(isinstance(key, str) for key in found):
+        raise TypeError("a key is no text")
     _check_files(folder, {key: place for (key, _), place in written.items()})
     tensors = {key: _tensor(folder, key, one, written) for key, one in found.items() if isinstance(one, _Tensor)}
     values = {key: written[key, None] for key, one in found.items() if isinstance(one, _Bytes)}
@@ -173,16 +178,16 @@ def _folder(folder: Path, said: Any) -> DcpFolder:
 
 def _keys(said: Any) -> Keys:
     if not isinstance(said, tuple) or not all(isinstance(part, (str, int)) for part in said):
-        raise TypeError(f"{said!r} are no keys")
+        raise TypeError(f"{repr(said)} are no keys")
     return said
 
 
 def _place(info: Any) -> Place:
     if info["transform_descriptors"]:
-        raise ValueError(f"written through {info['transform_descriptors']}, which are not known here")
+        raise ValueError(f"written through {repr(info['transform_descriptors'])}, which are not known here")
     name, offset, length = info["relative_path"], info["offset"], info["length"]
     if not is_plain_name(name):
-        raise ValueError(f"{name!r} is no name of a file in the folder")
+        raise ValueError(f"{repr(name)} is no name of a file in the folder")
     return Place(name, *_sizes((offset, length)))
 
 
@@ -190,7 +195,7 @@ def _tensor(folder: Path, key: str, said: Any, written: Mapping[Any, Place]) -> 
     properties, shape = said["properties"].state, _sizes(said["size"])
     dtype = properties[0]
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{key!r} has the dtype {dtype!r}")
+        raise TypeError(f"{key!r} has the dtype {repr(dtype)}")
     if not is_possible(shape):
         raise ValueError(f"no tensor has a shape like that of {key!r}")
     boxes: dict[Box, Place] = {}
@@ -206,7 +211,7 @@ def _tensor(folder: Path, key: str, said: Any, written: Mapping[Any, Place]) -> 
 
 def _sizes(said: Any) -> tuple[int, ...]:
     if not are_sizes(said, tuple):
-        raise ValueError(f"{said!r} are not sizes")
+        raise ValueError(f"{repr(said)} are not sizes")
     return said
 
 

@@ -9,7 +9,7 @@ import pickle
 import random
 import resource
 import struct
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import shardwise as sw
+from checkpoint_loading import MB, at_the_peak
 from shardwise.checkpoint import catalogue, torch_files
 from shardwise.checkpoint.catalogue import Catalogue, found_in, items, open_checkpoint
 from shardwise.checkpoint.compare import Tolerance, differences
@@ -309,6 +310,40 @@ def test_metadata_name_nothing_but_records(saved: Any, tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "x.pt")
 
 
+def pickled(*opcodes: bytes) -> bytes:
+    return b"\x80\x04" + b"".join(opcodes) + b"."
+
+
+MANY = b"]q\0" + b"".join(b"0h%ch%c\x86q%c" % (at, at, at + 1) for at in range(60))
+"""A list in a pair of two, of which a pair is made, and so on: 2**60 lists, in a few bytes."""
+
+BOMBS = {
+    "remembers a billion objects": pickled(b"Nr\0\0\0\x0f"),
+    "is text of many lists": pickled(b"ctorch.serialization\n_get_layout\n", MANY, b"\x85R"),
+    "is no keys": pickled(
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(",
+        b"X\x0c\0\0\0storage_data}X\x13\0\0\0state_dict_metadata}X\x0c\0\0\0planner_data}X\1\0\0\0k",
+        MANY,
+        b"sub",
+    ),
+    "changes a class": pickled(b"cpathlib\nPurePosixPath\nN}X\4\0\0\0nameK\1s\x86b"),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux for the peak of memory")
+@pytest.mark.parametrize("name", BOMBS)
+def test_metadata_that_would_take_all_memory_or_change_the_program(name: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(BOMBS[name])
+    before = vars(PurePosixPath).copy()
+
+    def opened() -> None:
+        with pytest.raises(DamagedFileError, match="these are no metadata of a checkpoint"):
+            open_checkpoint(tmp_path)
+
+    _, peak, _ = at_the_peak(opened)
+    assert peak < 64 * MB and vars(PurePosixPath) == before
+
+
 def copied(source: Path, target: Path) -> Path:
     target.mkdir()
     for entry in source.iterdir():
@@ -385,7 +420,7 @@ def test_files_damaged_at_random(name: str, saved: Any, tmp_path: Path) -> None:
     path = folder / "torch.save" if name == "torch.save" else copied(folder / "dcp", tmp_path / "dcp") / name
     target = tmp_path / "torch.save" if name == "torch.save" else path
     original, refused = path.read_bytes(), 0
-    for _ in range(60 if name == "__0_0.distcp" else 150):
+    for _ in range(200 if name == "__0_0.distcp" else 1000):
         data = bytearray(original)
         if chance.random() < 0.3:
             del data[chance.randrange(len(data)) :]

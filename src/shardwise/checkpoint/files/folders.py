@@ -34,14 +34,15 @@ def appear(unfinished: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, which is first no longer there for others: half of it is never seen."""
+    """Remove a folder, which is first no longer there for others: half of it is never seen. Of one that was moved
+    elsewhere and has a link in its place, the link."""
     if not path.name.startswith(UNFINISHED):
         gone = beside(path)
         with explained(f"remove {path}"):
             os.rename(path, gone)
         path = gone
     with explained(f"remove {path}"):
-        shutil.rmtree(path)
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def remove_unfinished(folder: Path, name: str = "") -> None:

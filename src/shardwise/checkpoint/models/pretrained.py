@@ -25,9 +25,11 @@ from shardwise.checkpoint.files.file_sets import FileSet, find_files
 from shardwise.checkpoint.files.folders import beside, make_folder, remove, remove_unfinished
 from shardwise.checkpoint.files.reader import explained
 from shardwise.checkpoint.models.load import Loaded, Strictness, load_with
-from shardwise.checkpoint.models.save import check_tensors_only, num_bytes_of, save_tensors
+from shardwise.checkpoint.models.reverted import as_transformers_has_it, reverted
+from shardwise.checkpoint.models.save import check_storable, check_tensors_only, num_bytes_of, save_parts
 from shardwise.checkpoint.models.sources import From
 from shardwise.checkpoint.ranks import Ranks
+from shardwise.checkpoint.writers import parts_of
 from shardwise.dispatch.interop.state_dicts import settled
 
 
@@ -48,10 +50,11 @@ def save_pretrained(
     ranks, doing, folder = Ranks(process_group), f"saving {save_directory}", Path(save_directory)
     ranks.agree(doing)
     room = ranks.all(doing, lambda: num_bytes_of(max_shard_size))
-    loading: Any = importlib.import_module("transformers.core_model_loading")
-    tensors = loading.revert_weight_conversion(model, ranks.all(doing, lambda: _tensors(model)))
+    made = reverted(model, ranks.all(doing, lambda: _tensors(model)), ranks, doing)
+    ranks.all(doing, lambda: check_storable(made.tensors))
+    parts, facts = parts_of({key: settled(x) for key, x in made.tensors.items()}, ranks)
     rest = ranks.first(doing, lambda: _saved_beside(model, folder))
-    save_tensors({key: settled(x) for key, x in tensors.items()}, folder, room, ranks)
+    save_parts(*made.parts(parts, facts), folder, room, ranks)
     ranks.first(doing, lambda: _moved(rest, folder) if rest is not None else None)
 
 
@@ -96,7 +99,8 @@ def _sources(model: Any, files: FileSet) -> dict[str, From]:
     """What each parameter is read from. The loop is that of transformers' own loading."""
     loading: Any = importlib.import_module("transformers.core_model_loading")
     mapping: Any = importlib.import_module("transformers.conversion_mapping")
-    transforms = mapping.get_model_conversion_mapping(model)
+    with as_transformers_has_it(model):
+        transforms = mapping.get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}

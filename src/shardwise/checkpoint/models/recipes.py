@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,17 +65,17 @@ def grouped(shape: Sequence[int], found: Sequence[int]) -> Groups | None:
     return None if left else tuple(groups)
 
 
-def recipe(result: Tensor, arguments: Sequence[Tensor], noted: Noted) -> list[Taken] | None:
+def recipe(result: Tensor, noted: Noted) -> list[Taken] | None:
     """The parts of a result, or None where it is not put together of views."""
     call = noted.calls.get(id(result))
     if call is not None and not result._version:  # it was not written to since
-        return _PUT_TOGETHER[call.kind](result, call, arguments, noted)
-    for number, argument in enumerate(arguments):
-        if _shows(result, argument):
-            sizes, offset = tuple(result.shape), int(result.storage_offset())
-            each = tuple((size,) for size in sizes)
-            return [Taken((0,) * len(sizes), each, number, result.dtype, offset, sizes, result.stride())]
-    return None
+        return _PUT_TOGETHER[call.kind](result, call, noted)
+    number, argument = noted.arguments.get(result.untyped_storage()._cdata, (0, None))
+    if argument is None or not _shows(result, argument):
+        return None
+    sizes, offset = tuple(result.shape), int(result.storage_offset())
+    each = tuple((size,) for size in sizes)
+    return [Taken((0,) * len(sizes), each, number, result.dtype, offset, sizes, result.stride())]
 
 
 def _shows(x: Tensor, of: Tensor) -> bool:
@@ -95,11 +95,12 @@ class _Call:
 
 
 class Noted(TorchFunctionMode):
-    """Calls that put tensors together, by the identity of their result."""
+    """Calls that put tensors together, by the identity of their result; and the arguments, by their storage's."""
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: Iterable[Tensor]) -> None:
         super().__init__()
         self.calls: dict[int, _Call] = {}
+        self.arguments = {x.untyped_storage()._cdata: (number, x) for number, x in enumerate(arguments)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -137,10 +138,10 @@ _COPIES = frozenset(
 )
 
 
-def _cat(result: Tensor, call: _Call, arguments: Sequence[Tensor], noted: Noted) -> list[Taken] | None:
+def _cat(result: Tensor, call: _Call, noted: Noted) -> list[Taken] | None:
     found, at = [], 0
     for x in call.inputs:
-        parts = recipe(x, arguments, noted)
+        parts = recipe(x, noted)
         if parts is None:
             return None
         found += [_moved(part, call.dim, at) for part in parts]
@@ -148,19 +149,19 @@ def _cat(result: Tensor, call: _Call, arguments: Sequence[Tensor], noted: Noted)
     return found
 
 
-def _stack(result: Tensor, call: _Call, arguments: Sequence[Tensor], noted: Noted) -> list[Taken] | None:
+def _stack(result: Tensor, call: _Call, noted: Noted) -> list[Taken] | None:
     found = []
     for at, x in enumerate(call.inputs):
-        parts = recipe(x, arguments, noted)
+        parts = recipe(x, noted)
         if parts is None:
             return None
         found += [_moved(_with_dim(part, call.dim), call.dim, at) for part in parts]
     return found
 
 
-def _reshape(result: Tensor, call: _Call, arguments: Sequence[Tensor], noted: Noted) -> list[Taken] | None:
+def _reshape(result: Tensor, call: _Call, noted: Noted) -> list[Taken] | None:
     """Of dims put together, nothing else: what takes them apart as well is no box."""
-    parts = recipe(call.inputs[0], arguments, noted)
+    parts = recipe(call.inputs[0], noted)
     if parts is None:
         return None
     if len(parts) > 1:
@@ -229,7 +230,7 @@ def _put_together(part: Taken, groups: Groups) -> Taken:
     return replace(part, starts=tuple(starts), groups=tuple(made))
 
 
-_PUT_TOGETHER: dict[str, Callable[[Tensor, _Call, Sequence[Tensor], Noted], list[Taken] | None]] = {
+_PUT_TOGETHER: dict[str, Callable[[Tensor, _Call, Noted], list[Taken] | None]] = {
     "cat": _cat,
     "stack": _stack,
     "reshape": _reshape,

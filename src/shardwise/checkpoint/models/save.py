@@ -70,13 +70,15 @@ def save(
     ranks.agree(f"saving {path}")
     room = ranks.all(f"saving {path}", lambda: num_bytes_of(max_shard_size))
     tensors = ranks.all(f"saving {path}", lambda: _named(model, keys))
-    save_tensors({key: settled(x) for key, x in tensors.items()}, Path(path), room, ranks)
+    ranks.all(f"saving {path}", lambda: check_storable(tensors))
+    parts, facts = parts_of({key: settled(x) for key, x in tensors.items()}, ranks)
+    save_parts(parts, facts, Path(path), room, ranks)
 
 
 def num_bytes_of(size: int | str) -> int:
     """A number of bytes, as users write it: 10**9, "5GB", "500 MB"."""
     found = bytes_said(size) if isinstance(size, str) else size
-    if not isinstance(found, int) or found <= 0:
+    if not isinstance(found, int) or isinstance(size, bool) or found <= 0:
         raise ValueError(f"max_shard_size={size!r} is no number of bytes: write 10**9, '5GB' or '500MB'")
     return found
 
@@ -105,12 +107,6 @@ def check_tensors_only(others: Mapping[str, Any], model: nn.Module) -> None:
             f"{next(iter(others))!r} of {type(model).__name__} is a {type(next(iter(others.values()))).__name__}, and "
             f"safetensors files hold tensors only; shardwise.checkpoint.save_step saves such state"
         )
-
-
-def save_tensors(tensors: Mapping[str, Tensor], path: Path, room: int, ranks: Ranks) -> None:
-    """Save tensors with nothing pending, of which ranks may have different ones."""
-    ranks.all(f"saving {path}", lambda: check_storable(tensors))
-    save_parts(*parts_of(tensors, ranks), path, room, ranks)
 
 
 def save_parts(parts: Sequence[Writable], facts: Mapping[str, Any], path: Path, room: int, ranks: Ranks) -> None:
@@ -174,11 +170,13 @@ def _plans(wholes: Sequence[Whole], path: Path, room: int) -> list[_FilePlan]:
     """Tensors in their order, as many in a file as there is room for."""
     is_file = path.suffix == SUFFIX
     files: list[list[Whole]] = [[]]
+    left = room
     for whole in wholes:
-        num_bytes = sum(_stored(one).num_bytes for one in (*files[-1], whole))
-        if num_bytes > room and files[-1] and not is_file:
+        if (num_bytes := _stored(whole).num_bytes) > left and files[-1] and not is_file:
             files.append([])
+            left = room
         files[-1].append(whole)
+        left -= num_bytes
     names = [path.name if is_file else f"model{SUFFIX}"] if len(files) == 1 else _names_in(path, len(files))
     return [
         _FilePlan(name, in_file_order([*map(_stored, some)]), {one.key: one.places for one in some}, len(files) == 1)

@@ -50,16 +50,18 @@ def resolved(names: Sequence[str], keys: KeyMap | None) -> dict[str, From | None
         if not callable(keys):
             raise TypeError(f"keys is a mapping from names, or a function of them: not a {type(keys).__name__}")
         return {name: _as_from(keys(name)) for name in names}
-    patterns = [(pattern, _regex(pattern), _as_from(source)) for pattern, source in keys.items()]
+    sources = {pattern: _as_from(source) for pattern, source in keys.items()}
+    order = {pattern: at for at, pattern in enumerate(sources)}
+    wild = [(pattern, _regex(pattern)) for pattern in sources if "*" in pattern]
     found: dict[str, From | None] = {}
     used: set[str] = set()
     for name in names:
-        found[name] = From(name)
-        for pattern, regex, source in patterns:
-            if (match := regex.fullmatch(name)) is not None:
-                found[name] = None if source is None else _filled(source, match.groups(), pattern)
-                used.add(pattern)
-                break
+        last = order.get(name, len(order))  # the first that fits counts
+        fits = ((one, fit.groups()) for one, regex in wild if order[one] < last and (fit := regex.fullmatch(name)))
+        pattern, values = next(fits, (name, ()))
+        source = sources.get(pattern, From(name))
+        found[name] = _filled(source, values, pattern) if source is not None and pattern in sources else source
+        used.add(pattern)
     if unused := [pattern for pattern in keys if pattern not in used]:
         raise PlanError(f"keys names {unused[0]!r}, but no parameter or buffer that is left for it is called so")
     return found

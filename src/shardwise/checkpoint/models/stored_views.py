@@ -92,13 +92,13 @@ def _tried_out(source: From, views: Sequence[View]) -> tuple[Tensor, list[Taken]
     """What is made of tensors like the stored ones, without data; and the parts that it is put together of. Whether
     they were written to is told by their versions, which tensors of inference do not have."""
     given = [torch.empty(view.region.sizes, dtype=view.dtype, device="meta") for view in views]
-    noted = Noted()
+    noted = Noted(given)
     if source.make is None:
-        return given[0], recipe(given[0], given, noted)
+        return given[0], recipe(given[0], noted)
     try:
         with torch.no_grad(), noted:
             made = source.make(*given)
-        parts = recipe(made, given, noted)
+        parts = recipe(made, noted)
     except Exception:  # it looks at numbers, or has tensors of its own
         parts = None
     return (_made_of_ones(source, views), None) if parts is None else (made, parts)

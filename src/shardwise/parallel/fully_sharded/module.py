@@ -183,6 +183,11 @@ def fsdp_class(cls: type) -> type:
     return _classes[cls]
 
 
+def class_before(cls: type) -> type:
+    """Which class a module of this one had, before it was fully sharded."""
+    return next((before for before, made in _classes.items() if made is cls), cls)
+
+
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Have a method of a fully sharded module find its parameters gathered, as `forward` does."""
     hooks = hooks_of(module)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -17,6 +18,7 @@ from shardwise.errors import CheckpointError, CheckpointFileError, ShardMemoryEr
 from shardwise.parallel import parallelize_module
 
 transformers = pytest.importorskip("transformers")
+loading = pytest.importorskip("transformers.core_model_loading")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 MESH = sw.simulate((2, 2), ("dp", "tp"))
@@ -102,6 +104,98 @@ def test_what_transformers_writes_is_loaded(name: str, way: Callable, tmp_path: 
         x = torch.arange(8).view(1, 8)
         with torch.no_grad():
             torch.testing.assert_close(model(x).logits, expected(x).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_parts_that_are_fully_sharded_by_themselves(tmp_path: Path) -> None:
+    """transformers finds conversions by the names of classes, which `fully_shard` changes."""
+    expected = MODELS["experts"]()
+
+    def sharded(model: Any) -> Any:
+        sw.fully_shard(model.model, mesh=MESH["dp"])
+        return sw.fully_shard(model, mesh=MESH["dp"])
+
+    model = sharded(MODELS["experts"]())
+    save_pretrained(model, tmp_path / "ours")
+    assert type(model).__name__ == "FSDPMixtralForCausalLM"
+    expected.save_pretrained(tmp_path / "theirs")
+    assert stored(tmp_path / "ours").keys() == stored(tmp_path / "theirs").keys()
+    other = sharded(emptied(MODELS["experts"]()))
+    load_pretrained(other, tmp_path / "theirs")
+    check_equal(other, expected)
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def converter(source: str | list[str], target: str | list[str], *operations: Any) -> Any:
+    return loading.WeightConverter(source, target, operations=[getattr(loading, name)(**by) for name, by in operations])
+
+
+CONVERSIONS: dict[str, tuple[bool, Callable[[], Any]]] = {
+    "put together": (
+        False,
+        lambda: converter("qkv.weight", [f"{x}_proj.weight" for x in "qkv"], ("Chunk", {"dim": 0})),
+    ),
+    "taken apart": (
+        False,
+        lambda: converter([r"mlp.up_proj.0", r"mlp.up_proj.1"], "mlp.up_proj.weight", ("Concatenate", {"dim": 1})),
+    ),
+    "transposed": (False, lambda: converter("out", "mlp.down_proj.weight", ("Transpose", {}))),
+    "by turns": (True, lambda: converter("out", "mlp.down_proj.weight", ("Interleave", {"dim": 0}))),
+    "joined by turns": (
+        True,
+        lambda: converter(
+            "g", ["gate_proj.weight", "up_proj.weight"], ("Interleave", {"dim": 0}), ("Chunk", {"dim": 0})
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize("way", [by_plan, fully_sharded])
+def test_what_is_taken_apart_and_put_together_is_written_where_it_is(name: str, way: Callable, tmp_path: Path) -> None:
+    """Ranks have no more than their shards then; what else becomes of them is computed of DTensors."""
+    moves, convert = CONVERSIONS[name]
+    expected, model = MODELS["llama"](), way(MODELS["llama"]())
+    expected._weight_conversions, model._weight_conversions = [convert()], [convert()]
+    expected.save_pretrained(tmp_path / "theirs")
+    with sw.debug.CommDebugMode() as comms:
+        save_pretrained(model, tmp_path / "ours")
+    assert moves or not comms.comms
+    found, right = stored(tmp_path / "ours"), stored(tmp_path / "theirs")
+    assert found.keys() == right.keys() != MODELS["llama"]().state_dict().keys()
+    assert all(torch.equal(found[key], x) for key, x in right.items())
+
+
+def test_experts_are_written_where_they_are(tmp_path: Path) -> None:
+    for way in (by_plan, fully_sharded):
+        model = way(MODELS["experts"]())
+        with sw.debug.CommDebugMode() as comms:
+            save_pretrained(model, tmp_path / way.__name__)
+        assert not comms.comms
+
+
+class Numbers:
+    """A conversion that looks at numbers, of which there are none on the meta device."""
+
+    def convert(self, given: dict[str, Any], source_patterns: Any, target_patterns: Any, **_: Any) -> dict[str, Tensor]:
+        (x,) = (x[0] if isinstance(x, list) else x for x in given.values())
+        return {target_patterns[0]: x * 2 if x.abs().sum().item() else x}
+
+    @property
+    def reverse_op(self) -> Any:
+        return self
+
+
+def test_what_looks_at_numbers_is_computed_of_them(tmp_path: Path) -> None:
+    expected, model = MODELS["llama"](), fully_sharded(MODELS["llama"]())
+    for one in (expected, model):
+        one._weight_conversions = [loading.WeightConverter("out", "mlp.down_proj.weight", operations=[Numbers()])]
+    expected.save_pretrained(tmp_path / "theirs")
+    save_pretrained(model, tmp_path / "ours")
+    found, right = stored(tmp_path / "ours"), stored(tmp_path / "theirs")
+    assert found.keys() == right.keys() and all(torch.equal(found[key], x) for key, x in right.items())
 
 
 def test_there_and_back_with_checksums(tmp_path: Path) -> None:

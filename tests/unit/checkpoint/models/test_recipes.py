@@ -80,10 +80,10 @@ COMPUTED: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 
 
 def parts_of(function: Callable[..., Tensor], arguments: tuple[Tensor, ...]) -> list[Taken] | None:
-    given, noted = [torch.empty_like(x, device="meta") for x in arguments], Noted()
-    with noted:
+    given = [torch.empty_like(x, device="meta") for x in arguments]
+    with (noted := Noted(given)):
         made = function(*given)
-    return recipe(made, given, noted)
+    return recipe(made, noted)
 
 
 @pytest.mark.parametrize("name", KNOWN)

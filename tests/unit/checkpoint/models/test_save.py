@@ -147,7 +147,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=words):
             save(module, tmp_path / "x", **options)
-    for size in ("5 boxes", 0, -1, None, 2.5):
+    for size in ("5 boxes", 0, -1, None, 2.5, True):
         with pytest.raises(ValueError, match="is no number of bytes: write"):
             save(net, tmp_path / "x", max_shard_size=size)
     assert not os.listdir(tmp_path)

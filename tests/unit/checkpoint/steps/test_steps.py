@@ -615,6 +615,19 @@ def test_what_was_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["notes.txt", "step-00000001"]
 
 
+def test_an_old_step_that_was_moved_to_another_disk(tmp_path: Path) -> None:
+    """The link in its place goes, and what it leads to stays."""
+    module, run = net(), tmp_path / "run"
+    folder = save_step(run, step=1, model=module, background=False).wait()
+    (tmp_path / "archive").mkdir()
+    os.symlink(folder.rename(tmp_path / "archive" / "first"), folder)
+    assert load_latest(run, model=module) == 1
+    for step in (2, 3):
+        save_step(run, step=step, keep=1, model=module, background=False)
+        assert os.listdir(run) == [f"step-{step:08}"]
+    assert load_step(tmp_path / "archive" / "first", model=module) == 1
+
+
 def test_an_old_step_that_cannot_be_removed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = net()
     save(tmp_path, 1, module)
