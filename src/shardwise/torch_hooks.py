@@ -33,7 +33,6 @@ from torch.utils import _foreach_utils, checkpoint
 
 from shardwise.dispatch.interop.autograd_function import apply, keeping_shards, listening_to_shards
 from shardwise.dispatch.interop.mixing import refusing_collectives, refusing_parameters
-from shardwise.dispatch.interop.nodes import node_of_shard
 from shardwise.dispatch.interop.state_dicts import knowing_dtensors, staging_shards
 from shardwise.dispatch.interop.transforms import refusing
 from shardwise.layout.mesh import before_first
@@ -142,12 +141,6 @@ HOOKS: tuple[Replaced | ReplacedLater | Registered, ...] = (
         "_CheckpointFrame",
         keeping_shards,
         "a checkpoint keeps its arguments as autograd keeps tensors, which would lose their layouts",
-    ),
-    Replaced(
-        graph,
-        "_get_grad_fn_or_grad_acc",
-        node_of_shard,
-        "register_multi_grad_hook counts arrivals at nodes; in the simulator a DTensor has one for each rank",
     ),
     Replaced(
         eager_transforms,
