@@ -70,12 +70,26 @@ def test_all_else_goes_torchs_way(way: str, mesh: DeviceMesh) -> None:
 
 
 def test_gradients_of_two_dtypes(mesh: DeviceMesh) -> None:
-    params, others = ([*parameters(mesh, SHARD), nn.Parameter(parameters(mesh, SHARD)[0].double())] for _ in range(2))
-    for p in (params[1], others[1]):
-        p.square().sum().backward()
-    found, wanted = clip_grad_norm_(params, 1.0), utils.clip_grad_norm_(others, 1.0)
+    """torch makes two lists of them."""
+
+    def mixed() -> list[Any]:
+        params = parameters(mesh, SHARD, SHARD, SHARD)
+        params[1] = nn.Parameter(params[1].detach().double() / 3)
+        params[1].square().sum().backward()
+        return params
+
+    mine, theirs = mixed(), mixed()
+    found, wanted = clip_grad_norm_(mine, 1.0, 3.0), utils.clip_grad_norm_(theirs, 1.0, 3.0)
     assert torch.equal(found.full_tensor(), wanted.full_tensor())  # type: ignore[attr-defined]
-    assert torch.equal(params[1].grad.to_local(), others[1].grad.to_local())
+    assert all(torch.equal(p.grad.to_local(), q.grad.to_local()) for p, q in zip(mine, theirs, strict=True))
+
+
+def test_a_norm_that_is_not_finite_is_refused_on_request(mesh: DeviceMesh) -> None:
+    params = parameters(mesh, SHARD, SHARD)
+    params[1].grad.fill_(float("inf"))
+    with pytest.raises(RuntimeError, match="non-finite, so it cannot be clipped"):
+        clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+    assert clip_grad_norm_(params, 1.0).isinf().item()
 
 
 def test_a_view_of_a_gradient_that_is_a_copy_shows_the_clipped_one(mesh: DeviceMesh) -> None:
