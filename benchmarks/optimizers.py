@@ -25,7 +25,11 @@ from race import Row, Table, options_of, race, report, seconds, work_per_call
 from ranks import fake_world
 
 NUM_PARAMETERS, NUM_RANKS, WIDTHS = 100, 4, (64, 256, 1024)
-TARGETS = {"AdamW, foreach": 1.1, "AdamW, fused": 1.15, "clip_grad_norm_": 1.2}
+CLIPPING = {
+    "parallel.clip_grad_norm_": sw.parallel.clip_grad_norm_,
+    "torch's clip_grad_norm_": nn.utils.clip_grad_norm_,
+}
+TARGETS = {"AdamW, foreach": 1.1, "AdamW, fused": 1.15, **dict.fromkeys(CLIPPING, 1.2)}
 
 
 def parameters(width: int, lay: Callable[[Tensor], Tensor]) -> list[nn.Parameter]:
@@ -41,8 +45,8 @@ def give_gradients(params: list[nn.Parameter]) -> None:
 
 def call(name: str, params: list[nn.Parameter]) -> Callable[[], Any]:
     give_gradients(params)
-    if name == "clip_grad_norm_":
-        return partial(nn.utils.clip_grad_norm_, params, 1.0)
+    if name in CLIPPING:
+        return partial(CLIPPING[name], params, 1.0)
     optimizer = torch.optim.AdamW(params, foreach="foreach" in name, fused="fused" in name)
     optimizer.step()  # makes the state, on DTensors: who looks at a gradient has a DTensor
     give_gradients(params)

@@ -35,13 +35,17 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200
 hypothesis.settings.load_profile("ci")
 
 
+# For each device without one torch keeps every seed, with the stack of its caller: that takes longer than most tests.
+seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+
 class TorchRandom:
     """torch's default generator with the interface of `random.Random`.
 
     Hypothesis resets the generators it knows before each example, so that an example that fails also fails alone.
     """
 
-    seed = staticmethod(torch.manual_seed)
+    seed = staticmethod(seed_torch)
     getstate = staticmethod(torch.get_rng_state)
     setstate = staticmethod(torch.set_rng_state)
 
@@ -54,7 +58,7 @@ hypothesis.register_random(TORCH_RANDOM)
 def fixed_seeds() -> None:
     random.seed(SEED)
     numpy.random.seed(SEED)
-    torch.manual_seed(SEED)
+    seed_torch(SEED)
 
 
 def listening() -> tuple[int, ...]:

@@ -1,13 +1,13 @@
 """Every hook into torch, with its reason. `import shardwise` installs none of them: the first mesh does.
 
 A hook is a public extension point, or stands where C++ would silently take a DTensor's shard for the whole and nothing
-else asks, or where Python asks by torch's own class, or asks each of many tensors what is known of all (clipping). None
-is on the way of an op of a plain tensor. What is not caught
+else asks, or where Python asks by torch's own class. None is on the way of an op of a plain tensor. What is not caught
 so is listed in README's Limits. Those in modules that are not imported yet wait for that in `sys.meta_path`.
 
 At import shardwise registers nothing with torch but names of its own: the ops `shardwise::…`, which exist for traces on
 meta tensors, and the functions that rebuild a DTensor, for `torch.load(weights_only=True)` in programs that load before
-they make a mesh. The first mesh registers DTensor among the types of which `clip_grad_norm_` gives lists to one call.
+they make a mesh. The first mesh registers DTensor among the types of which torch gives lists to one call, as torch's
+own DTensor is: in clipping, and where an optimizer is told nothing else.
 Only `destroy_process_group` is replaced elsewhere (`comm.process_group`): from the first collective, or save, that is
 left under way it waits for those that are.
 """
@@ -27,19 +27,14 @@ import torch.distributed
 from torch._functorch import eager_transforms, vmap
 from torch.autograd import function, graph
 from torch.distributed import distributed_c10d
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.utils import clip_grad
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, checkpoint
 
 from shardwise.dispatch.interop.autograd_function import apply, keeping_shards, listening_to_shards
 from shardwise.dispatch.interop.mixing import refusing_collectives, refusing_parameters
-from shardwise.dispatch.interop.nodes import node_of_shard
 from shardwise.dispatch.interop.state_dicts import knowing_dtensors, staging_shards
 from shardwise.dispatch.interop.transforms import refusing
 from shardwise.layout.mesh import before_first
-from shardwise.parallel.clipping import clipping_shards, total_of_shards
-from shardwise.parallel.loaded_state import take_any_state_of
 from shardwise.parallel.optimizers import step_on_shards
 from shardwise.tensor import DTensor
 
@@ -122,18 +117,6 @@ HOOKS: tuple[Replaced | ReplacedLater | Registered, ...] = (
         "as the parameters; gradients kept by no_sync are not forgotten",
     ),
     Replaced(
-        clip_grad,
-        "_get_total_norm",
-        total_of_shards,
-        "clip_grad_norm_ takes the norms of a list of shards by one call, and need not ask of each where it is",
-    ),
-    Replaced(clip_grad, "_clip_grads_with_norm_", clipping_shards, "it would look at every gradient once more"),
-    Registered(
-        register_module_parameter_registration_hook,
-        take_any_state_of,
-        "load_state_dict copies plain tensors into parameters, and nothing else tells a module to keep its rank's part",
-    ),
-    Replaced(
         function._SingleLevelFunction,
         "apply",
         lambda original: classmethod(apply),
@@ -151,12 +134,6 @@ HOOKS: tuple[Replaced | ReplacedLater | Registered, ...] = (
         "_CheckpointFrame",
         keeping_shards,
         "a checkpoint keeps its arguments as autograd keeps tensors, which would lose their layouts",
-    ),
-    Replaced(
-        graph,
-        "_get_grad_fn_or_grad_acc",
-        node_of_shard,
-        "register_multi_grad_hook counts arrivals at nodes; in the simulator a DTensor has one for each rank",
     ),
     Replaced(
         eager_transforms,
@@ -203,7 +180,7 @@ HOOKS: tuple[Replaced | ReplacedLater | Registered, ...] = (
 def install() -> None:
     for hook in HOOKS:
         hook.install()
-    _foreach_utils._foreach_supported_types.append(DTensor)  # where torch asks which types its lists of tensors take
+    _foreach_utils._foreach_supported_types.append(DTensor)
 
 
 before_first.append(install)

@@ -90,8 +90,9 @@ def assert_close(actual: Tensor, expected: Tensor, what: object = "") -> None:
 
 
 def leaf(x: Tensor, mesh: Any, placements: Any) -> sw.DTensor:
-    """A distributed copy that wants a gradient."""
-    return sw.distribute_tensor(x.detach(), mesh, placements).requires_grad_(x.is_floating_point())
+    """A distributed copy that wants a gradient. All ranks have made the same tensor, so none sends it to others."""
+    made = sw.distribute_tensor(x.detach(), mesh, placements, src_data_rank=None)
+    return made.requires_grad_(x.is_floating_point())
 
 
 def doubles(*shape: int) -> Tensor:
@@ -105,7 +106,7 @@ def check_move(x: sw.DTensor, whole: Tensor, placements: Any) -> None:
     assert_close(moved, whole, what)
     weight = doubles(*whole.shape)
     x.grad = None
-    (moved * sw.distribute_tensor(weight, x.device_mesh)).sum().backward()
+    (moved * sw.distribute_tensor(weight, x.device_mesh, src_data_rank=None)).sum().backward()
     assert_close(x.grad, weight, f"gradient of {what}")
 
 

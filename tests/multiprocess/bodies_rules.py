@@ -183,12 +183,14 @@ def clipping_needs_one_reduction(mesh: Any) -> None:
 
 @body(2, 2)
 def clipping_on_the_shards(mesh: Any) -> None:
-    """Nobody watches, so the shards are looked at as they are: uneven, empty, replicated, of several dtypes."""
+    """Nobody watches, so the shards are looked at as they are: uneven, empty, replicated; torch's way those of several
+    dtypes."""
     shapes = [(5, 3), (3, 4), (1,), (4, 4), (2, 2)]
     wheres = ([S(0), S(1)], [R, S(0)], [S(0), S(0)], [R, R], [S(1), R])
-    for order, foreach in itertools.product((2.0, 1.0, 0.5, math.inf), (None, False)):
+    ways = itertools.product((2.0, 1.0, 0.5, math.inf), (None, False), (torch.float64, torch.float32))
+    for order, foreach, dtype in ways:
         plain = [nn.Parameter(doubles(*shape)) for shape in shapes]
-        plain[3].data = plain[3].data.float()
+        plain[3].data = plain[3].data.to(dtype)
         params = [nn.Parameter(sw.distribute_tensor(p.detach(), mesh, w)) for p, w in zip(plain, wheres, strict=True)]
         for group in (plain, params):
             for p in group[1:]:
@@ -197,7 +199,7 @@ def clipping_on_the_shards(mesh: Any) -> None:
         heard: list[Any] = []
         listeners.append(heard)
         try:
-            total = nn.utils.clip_grad_norm_(params, 1.0, order, foreach=foreach)
+            total = sw.parallel.clip_grad_norm_(params, 1.0, order, foreach=foreach)
         finally:
             listeners.remove(heard)
         assert [comm.kind for comm in heard] == ["all_reduce"]
@@ -205,7 +207,7 @@ def clipping_on_the_shards(mesh: Any) -> None:
         for p, q in zip(params[1:], plain[1:], strict=True):
             torch.testing.assert_close(p.grad.full_tensor(), q.grad)
         assert params[0].grad is None
-        assert nn.utils.clip_grad_norm_(params, 100.0).item() > 0
+        assert sw.parallel.clip_grad_norm_(params, 100.0).item() > 0
         torch.testing.assert_close(params[1].grad.full_tensor(), plain[1].grad)
 
 

@@ -4,6 +4,7 @@ on all, so that they go on together."""
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import random
@@ -49,7 +50,9 @@ def plain(width: int = 64, seed: int = 0) -> Net:
     return Net(width)
 
 
+@functools.cache
 def grid() -> DeviceMesh:
+    """Made once: threads of each of Gloo's groups never rest."""
     return sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -42,7 +43,9 @@ def shared_folder() -> Any:
         dist.barrier()
 
 
+@functools.cache
 def meshes() -> tuple[Any, Any]:
+    """Made once: Gloo has threads for each group that never rest, so that hundreds of groups slow all ranks down."""
     grid = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     return grid, sw.init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
 

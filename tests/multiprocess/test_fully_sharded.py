@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -47,7 +47,9 @@ def options_for(library: Any, offload: bool = False, precision: Any = (), **opti
     return {**options, "mp_policy": library.MixedPrecisionPolicy(*precision)}
 
 
+@cache
 def mesh_of(shape: tuple[int, ...]) -> Any:
+    """Made once: threads of each of Gloo's groups never rest."""
     return dist.init_device_mesh("cpu", shape, mesh_dim_names=NAMES[len(shape)])
 
 

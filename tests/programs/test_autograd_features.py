@@ -13,7 +13,7 @@ from compare import as_tensors
 from sweep import mesh_of, normal
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import checkpoint as checkpoints
 
@@ -137,16 +137,6 @@ def once_but_twice(to: To) -> Any:
 # Hooks
 
 
-def hooks_of_several(to: To) -> Any:
-    x, y, z, seen = to(X), to(W), to(X), []
-    handle = register_multi_grad_hook((x, y, z), lambda grads: seen.append([g for g in grads if g is not None]))
-    (x * y).sum().backward()
-    (x * z * y).sum().backward()
-    handle.remove()
-    (x * y).sum().backward()
-    return seen
-
-
 def hooks_that_raise(to: To) -> Any:
     x = to(X)
 
@@ -223,7 +213,7 @@ def checked_gradients(to: To) -> Any:
 
 PROGRAMS: list[Program] = [
     *(nested, nested_thrice, nested_twice_differentiated, offloaded, selective, other_arguments),
-    *(once, once_but_twice, hooks_of_several, hooks_that_raise),
+    *(once, once_but_twice, hooks_that_raise),
     *(written_data, written_kept_data, written_out, written_list, replaced_data, written_data_within_the_graph),
     checked_gradients,
 ]

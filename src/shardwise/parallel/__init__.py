@@ -2,6 +2,7 @@
 
 from shardwise.parallel import optimizers
 from shardwise.parallel.api import parallelize_module
+from shardwise.parallel.clipping import clip_grad_norm_
 from shardwise.parallel.fully_sharded import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -43,6 +44,7 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "UnshardHandle",
+    "clip_grad_norm_",
     "cross_entropy",
     "distribute_module",
     "fully_shard",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.comm import Ranked, simulate
 from shardwise.dispatch import implicit_replication
 from shardwise.layout import Replicate
-from shardwise.parallel.style import to_local
+from shardwise.parallel.boundary import to_local
 from shardwise.rules.kit.treatments import treat
 from shardwise.rules.losses.linear_cross_entropy import linear_cross_entropy as of_dtensors
 from shardwise.rules.losses.linear_cross_entropy import with_logits

@@ -19,10 +19,11 @@ from shardwise.dispatch import implicit_replication
 from shardwise.dispatch.modes import replicates_implicitly
 from shardwise.errors import MeshError, PlanError
 from shardwise.layout import Placement, Replicate, Shard
+from shardwise.parallel.boundary import to_local
 from shardwise.parallel.fully_sharded.layouts import is_at_rest
 from shardwise.parallel.modules import check_no_parametrizations, place, place_rest
 from shardwise.parallel.parts import check_replicated
-from shardwise.parallel.style import ParallelStyle, to_local
+from shardwise.parallel.style import ParallelStyle
 from shardwise.tensor import DTensor
 
 

@@ -3,24 +3,19 @@ that it computes on, and its outputs to the one that the modules after it expect
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from shardwise.comm import AnyMesh, Ranked, as_mesh, noters
+from shardwise.comm import AnyMesh, as_mesh
 from shardwise.errors import MeshError, PlanError
 from shardwise.layout import Placement, Replicate, Shard, unknown_placement
-from shardwise.local import single
-from shardwise.parallel.fully_sharded.layouts import MANAGED, is_at_rest
+from shardwise.parallel.boundary import brought, named, normal, shared, to_local
+from shardwise.parallel.fully_sharded.layouts import is_at_rest
 from shardwise.parallel.modules import check_no_parametrizations, place_rest
-from shardwise.parallel.parts import brought_in
-from shardwise.redistribute import recall, remember, windows
 from shardwise.tensor import DTensor
 
 Layouts = Placement | tuple[Placement | None, ...] | None
@@ -61,24 +56,24 @@ class Distributing(ParallelStyle):
         name, mesh = type(self).__name__, as_mesh(device_mesh)
         if mesh.ndim != 1:
             raise MeshError(
-                f"{_named(path)}: {name} takes a mesh of one axis, such as mesh[{mesh.names[-1]!r}], not {mesh}"
+                f"{named(path)}: {name} takes a mesh of one axis, such as mesh[{mesh.names[-1]!r}], not {mesh}"
             )
         where = self._where(module)
         if where is None:
             raise PlanError(
-                f"{_named(path)}: {name} knows nn.Linear and nn.Embedding, not {type(module).__name__}; name its "
+                f"{named(path)}: {name} knows nn.Linear and nn.Embedding, not {type(module).__name__}; name its "
                 f"layers in the plan, or subclass ParallelStyle"
             )
-        check_no_parametrizations(_named(path), name, module, where)
+        check_no_parametrizations(named(path), name, module, where)
         if getattr(module, "_distribute_module_applied", False):
-            raise PlanError(f"{_named(path)} is parallelized already; {name} would run its hooks twice")
+            raise PlanError(f"{named(path)} is parallelized already; {name} would run its hooks twice")
         for parameter, tensor in module.named_parameters():
             wanted = tuple(where.get(parameter, [Replicate()]))
             if is_at_rest(module, tensor, mesh):
                 continue
             if isinstance(tensor, DTensor) and (tensor.layout_on_mesh.mesh, tensor.placements) != (mesh, wanted):
                 raise PlanError(
-                    f"{_named(path)}: its parameter {parameter!r} is a DTensor already, {tensor.layout_on_mesh}, and "
+                    f"{named(path)}: its parameter {parameter!r} is a DTensor already, {tensor.layout_on_mesh}, and "
                     f"not as {name} would place it"
                 )
 
@@ -290,20 +285,20 @@ _Way = tuple[tuple[Placement, ...], tuple[Placement, ...] | None]
 def _enter(way: _Way, mesh: Any, path: str, module: nn.Module, inputs: tuple) -> tuple:
     if not inputs or not isinstance(inputs[0], Tensor):
         given = f"a {type(inputs[0]).__name__}" if inputs else "none"
-        raise PlanError(f"{_named(path)}: its first positional input must be a tensor; it was given {given}")
+        raise PlanError(f"{named(path)}: its first positional input must be a tensor; it was given {given}")
     x, (taken, wanted) = inputs[0], way
     shape = None
-    if type(x) is Tensor and isinstance(module, nn.Linear) and _normal(taken, x.dim()) == (Shard(x.dim() - 1),):
+    if type(x) is Tensor and isinstance(module, nn.Linear) and normal(taken, x.dim()) == (Shard(x.dim() - 1),):
         shape = (*x.shape[:-1], module.in_features)  # the ranks' pieces may be uneven
-    return _shared(x, mesh, path, taken, wanted, shape), *inputs[1:]
+    return shared(x, mesh, path, taken, wanted, shape), *inputs[1:]
 
 
 def _leave(way: _Way, local: bool, mesh: Any, path: str, module: nn.Module, inputs: Any, output: Any) -> Any:
     if not isinstance(output, Tensor):
-        raise PlanError(f"{_named(path)}: its style moves one tensor; the module returned a {type(output).__name__}")
+        raise PlanError(f"{named(path)}: its style moves one tensor; the module returned a {type(output).__name__}")
     if isinstance(output, Later):
         return output.moved(partial(_leave, way, local, mesh, path, module, inputs), way[1], module if local else None)
-    found = _brought(output, mesh, path, *way)
+    found = brought(output, mesh, path, *way)
     return to_local(found, module) if local else found
 
 
@@ -343,7 +338,7 @@ def _prepare_outputs(
 def _prepared(style: Any, kind: str, mesh: Any, path: str, module: nn.Module, values: tuple) -> tuple:
     taken, wanted = getattr(style, f"{kind}_layouts"), getattr(style, f"desired_{kind}_layouts")
     if len(values) != len(taken):
-        raise PlanError(f"{_named(path)}: {kind}_layouts has {len(taken)} entries for {len(values)} {kind}s")
+        raise PlanError(f"{named(path)}: {kind}_layouts has {len(taken)} entries for {len(values)} {kind}s")
     facts = module if style.use_local_output else None, path
     return tuple(_prepare(x, mesh, a, b, *facts) for x, a, b in zip(values, taken, wanted, strict=True))
 
@@ -356,74 +351,10 @@ def _prepare(
         return x
     if not isinstance(x, Tensor):
         raise PlanError(
-            f"{_named(path)}: {taken!r} is a layout of a tensor; found a {type(x).__name__} (say None for it)"
+            f"{named(path)}: {taken!r} is a layout of a tensor; found a {type(x).__name__} (say None for it)"
         )
-    found = _brought(x, mesh, path, (taken,), None if wanted is None else (wanted,))
+    found = brought(x, mesh, path, (taken,), None if wanted is None else (wanted,))
     return found if local is None else to_local(found, local)
-
-
-_latest: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
-
-
-def _shared(x: Tensor, mesh: Any, path: str, *way: Any) -> DTensor:
-    """What was last brought in on a mesh, if that is the same tensor: queries, keys and values are computed from one,
-    which is gathered once, and whose gradient is reduced once."""
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return _brought(x, mesh, path, *way)
-    known, facts = _latest.get(mesh), (x._version, *way)
-    if known is not None:
-        if known[0]() is x and known[1] == facts and (found := recall(known[2], mesh)) is not None:
-            return cast(DTensor, found)
-        windows.get(mesh, {}).pop(known[2], None)  # it may have a whole graph
-    made = _brought(x, mesh, path, *way)
-    _latest[mesh] = weakref.ref(x), facts, remember(made, mesh)
-    return made
-
-
-def _brought(
-    x: Tensor,
-    mesh: Any,
-    path: str,
-    taken: tuple[Placement, ...],
-    wanted: tuple[Placement, ...] | None,
-    shape: Sequence[int] | None = None,
-) -> DTensor:
-    """A tensor in the layout that is wanted; a plain one is a part of a tensor in the layout `taken`."""
-    found = x if isinstance(x, DTensor) else brought_in(_named(path), x, mesh, taken, shape)
-    mesh = as_mesh(mesh)
-    if wanted is None or found.placements == _normal(wanted, found.ndim):
-        return found
-    around = found._layout.mesh
-    if around is mesh or not mesh.is_within(around):
-        return found.redistribute(mesh, wanted)
-    placements = list(found.placements)  # along other axes, those of data parallelism say, it stays as it is
-    for name, placement in zip(mesh.names, _normal(wanted, found.ndim), strict=True):
-        placements[around.axis(name)] = placement
-    if tuple(placements) == found.placements:
-        return found  # which may remember where it was gathered from
-    return found.redistribute(placements=placements)
-
-
-def to_local(x: DTensor, module: nn.Module) -> Tensor:
-    """This rank's part, plain. In the simulator, what all ranks have alike is one plain tensor, whose gradient counts
-    once, as on each real rank; anything else is a `Ranked` tensor, and all is where each rank has its own batch."""
-    local = x.to_local()
-    if type(local) is not Ranked or not x._layout.replicated or MANAGED in module.__dict__:
-        return local
-    with torch._C.DisableTorchFunctionSubclass():  # along axes that the mesh leaves out, they may differ
-        whole = len(x._layout.mesh.held) == x._layout.mesh.size()
-        alike = whole or (noters[-1].is_alike_beside(x._layout.mesh) if noters else _are_equal(local))
-    return single(local) if alike else local
-
-
-def _are_equal(local: Ranked) -> bool:
-    return all(torch.equal(local, y) for y in local._peers)
-
-
-@lru_cache(maxsize=1024)
-def _normal(placements: tuple[Placement, ...], num_dims: int) -> tuple[Placement, ...]:
-    """Placements with their dims counted from the front, as a tensor's own are."""
-    return tuple(Shard(p.dim % num_dims) if isinstance(p, Shard) and num_dims else p for p in placements)
 
 
 def _place(
@@ -449,10 +380,6 @@ def _check_lengths(name: str, taken: Any, wanted: Any) -> None:
         raise PlanError(
             f"{name} and desired_{name} have one entry each for every {name.split('_')[0]}; they have {counts}"
         )
-
-
-def _named(path: str) -> str:
-    return f"module {path!r}" if path else "the module"
 
 
 def _shown(style: ParallelStyle, *names: str) -> str:

@@ -1,7 +1,6 @@
 """Redistribution: the transition table, its prices, the planner and the executor."""
 
 from shardwise.redistribute.backward.deferred_gradients import (
-    WATCHED,
     alone,
     check_reduced,
     drop,
@@ -38,7 +37,6 @@ __all__ = [
     "LATENCY",
     "LOCAL",
     "TABLE",
-    "WATCHED",
     "CastBackward",
     "Gathered",
     "Group",

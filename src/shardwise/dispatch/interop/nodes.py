@@ -7,17 +7,16 @@ each, with that rank's shards.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.functions.handlers import handles
-from shardwise.redistribute import WATCHED, is_ours, tied
+from shardwise.redistribute import is_ours, tied
 from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -124,21 +123,3 @@ def pass_none_on(tensors: Iterable[DTensor]) -> None:
 
 def _none_of_none(gave: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> Any:
     return None if any(grad is not None for grad in got) else (None,) * len(gave)
-
-
-# Hooks on several tensors
-
-
-def node_of_shard(node_of: Callable) -> Callable:
-    """`_get_grad_fn_or_grad_acc`, where the gradient of a tensor arrives: a hook on several tensors counts the arrivals
-    of their first shards."""
-
-    @functools.wraps(node_of)
-    def node(t: Tensor | GradientEdge) -> Node:
-        if not isinstance(t, DTensor):
-            return node_of(t)
-        t.__dict__[WATCHED] = True
-        with _disabled():
-            return node_of(t)
-
-    return node

@@ -31,9 +31,6 @@ _size = torch._C.TensorBase.size
 _hooks = torch._C.TensorBase._backward_hooks.__get__  # type: ignore[union-attr]
 _post_hooks = torch._C.TensorBase._post_accumulate_grad_hooks.__get__  # type: ignore[attr-defined]
 
-WATCHED = "_watched"
-"""Under this name a leaf knows that there are hooks on its node, which torch does not show."""
-
 SECOND_ORDER = "shardwise.second_order"
 """Under this name a node of torch's that stands for a move knows what it does to gradients that are differentiated."""
 
@@ -148,8 +145,7 @@ def is_parameter(leaf: Tensor | None) -> bool:
 
 def is_watched(parameter: Tensor) -> bool:
     """Whether somebody looks at the gradient when it arrives: then it must be complete."""
-    facts = parameter.__dict__
-    return WATCHED in facts or PLACES in facts or bool(_hooks(parameter) or _post_hooks(parameter))
+    return PLACES in parameter.__dict__ or bool(_hooks(parameter) or _post_hooks(parameter))
 
 
 def _gone(key: int, found: ref[Tensor]) -> None:

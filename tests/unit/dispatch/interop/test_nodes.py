@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from saved import fake_mesh
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
 
 import shardwise as sw
@@ -62,16 +63,37 @@ def test_a_walk_through_the_graph() -> None:
     assert y.detach().grad_fn is None and leaf(whole.detach()).grad_fn is None
 
 
+@pytest.mark.parametrize("mode", ["all", "any"])
 @pytest.mark.parametrize("leaves", [True, False])
-def test_hooks_on_several_tensors(leaves: bool) -> None:
-    a, b = leaf(torch.randn(5)), leaf(torch.randn(5))
-    pair = (a, b) if leaves else (a.exp(), b.exp())
-    seen: list[Any] = []
-    register_multi_grad_hook(pair, seen.append)
-    (pair[0] * pair[1]).sum().backward()
+@pytest.mark.parametrize("placement", [sw.Shard(0), sw.Replicate()], ids=str)
+def test_hooks_on_several_tensors(placement: sw.Placement, leaves: bool, mode: Any) -> None:
+    """On a rank of a process group a tensor has one node, as on one device."""
+    with fake_mesh(3, names=("tp",), rank=1) as mesh:
+        a, b, c = (nn.Parameter(sw.distribute_tensor(torch.randn(6), mesh, [placement])) for _ in range(3))
+        pair: Any = (a, b, c) if leaves else (a.exp(), b.exp(), c.exp())
+        seen: list[Any] = []
+        register_multi_grad_hook(pair, seen.append, mode=mode)
+        batch = sw.distribute_tensor(torch.ones(6), mesh, [sw.Shard(0)])
+        (pair[0] * pair[1] * batch).sum().backward()
     (grads,) = seen
-    for grad, other in zip(grads, reversed(pair), strict=True):
-        torch.testing.assert_close(grad.full_tensor(), other.detach().full_tensor())  # type: ignore[attr-defined]
+    if mode == "all":
+        assert grads[2] is None
+        for grad, other in zip(grads[:2], (pair[1], pair[0]), strict=True):
+            assert grad._layout.placements == (placement,)
+            rows = slice(None) if placement.is_shard() else slice(2, 4)
+            torch.testing.assert_close(grad.to_local()[rows], other.detach().to_local()[rows])
+
+
+def test_hooks_on_several_tensors_of_the_simulator() -> None:
+    """There a tensor has a node for each rank, and torch counts nodes."""
+    a, b = leaf(torch.randn(5)), leaf(torch.randn(5))
+    seen: list[Any] = []
+    register_multi_grad_hook((a, b), seen.append, mode="any")
+    (a * b).sum().backward()
+    torch.testing.assert_close(seen[0].full_tensor(), a.detach().full_tensor())
+    register_multi_grad_hook((a, b), seen.append)
+    with pytest.raises(RuntimeError, match="expects an grad_fn, but got Nodes"):
+        (a * b).sum().backward()
 
 
 def test_edges_are_refused_in_words() -> None:

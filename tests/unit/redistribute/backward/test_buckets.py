@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
@@ -147,11 +146,7 @@ def _after_accumulation(p: nn.Parameter, seen: list) -> None:
     p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
 
 
-def _on_several(p: nn.Parameter, seen: list) -> None:
-    register_multi_grad_hook([p], lambda grads: seen.append(grads[0]))
-
-
-@pytest.mark.parametrize("watch", [_on_the_tensor, _after_accumulation, _on_several])
+@pytest.mark.parametrize("watch", [_on_the_tensor, _after_accumulation])
 def test_who_looks_at_a_gradient_sees_the_finished_one(watch: Callable) -> None:
     ours, x = data_parallel(sw.simulate((2,)))
     plain = model()
