@@ -27,6 +27,7 @@ import torch.distributed
 from torch._functorch import eager_transforms, vmap
 from torch.autograd import function, graph
 from torch.distributed import distributed_c10d
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, checkpoint
 
@@ -35,6 +36,7 @@ from shardwise.dispatch.interop.mixing import refusing_collectives, refusing_par
 from shardwise.dispatch.interop.state_dicts import knowing_dtensors, staging_shards
 from shardwise.dispatch.interop.transforms import refusing
 from shardwise.layout.mesh import before_first
+from shardwise.parallel.loaded_state import take_any_state_of
 from shardwise.parallel.optimizers import step_on_shards
 from shardwise.tensor import DTensor
 
@@ -115,6 +117,11 @@ HOOKS: tuple[Replaced | ReplacedLater | Registered, ...] = (
         step_on_shards,
         "element-wise optimizers step on the shards themselves, matrices by their owners, and loaded state is laid out "
         "as the parameters; gradients kept by no_sync are not forgotten",
+    ),
+    Registered(
+        register_module_parameter_registration_hook,
+        take_any_state_of,
+        "load_state_dict copies plain tensors into parameters, and nothing else tells a module to keep its rank's part",
     ),
     Replaced(
         function._SingleLevelFunction,

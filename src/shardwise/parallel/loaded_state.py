@@ -3,9 +3,9 @@
 Of a plain tensor, which every rank has as a whole, each rank keeps its part. So a state dict of one device loads into a
 module or an optimizer of DTensors, and nothing is communicated; neither is more than one tensor copied at a time.
 
-torch offers a place before a module loads its own tensors, and one before an optimizer loads. A module is given it by
-whatever distributes it, an optimizer when it first steps on DTensors. What an optimizer loads before that is laid out
-by its next step, which knows it by its new `state`: until then every rank has all of it.
+torch offers a place before a module loads its own tensors, and one before an optimizer loads. A module is given it with
+its first DTensor, an optimizer when it first steps on DTensors. What an optimizer loads before that is laid out by its
+next step, which knows it by its new `state`: until then every rank has all of it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,17 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 def take_any_state(modules: Iterable[nn.Module]) -> None:
     """Let modules that have DTensors load state of one device, or of other meshes, into them."""
     for module in modules:
-        hooks: Any = module._load_state_dict_pre_hooks.values()
-        if any(getattr(hook, "hook", None) is _lay_out_entries for hook in hooks):
-            continue
-        if any(isinstance(x, DTensor) for x in _own(module).values()):
-            module.register_load_state_dict_pre_hook(_lay_out_entries)
+        for name, x in _own(module).items():
+            take_any_state_of(module, name, x)
+
+
+def take_any_state_of(module: nn.Module, name: str, x: Any) -> None:
+    """The same of a module that is given a tensor."""
+    if not isinstance(x, DTensor):
+        return
+    hooks: Any = module._load_state_dict_pre_hooks.values()
+    if all(getattr(hook, "hook", None) is not _lay_out_entries for hook in hooks):
+        module.register_load_state_dict_pre_hook(_lay_out_entries)
 
 
 def _own(module: nn.Module) -> dict[str, Tensor | None]:

@@ -280,21 +280,16 @@ def test_tied_parameters_stay_one() -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_parameter_that_was_distributed_by_hand(assign: bool) -> None:
-    """Nobody has told its module; `distribute_module` does, and leaves what is a DTensor as it is."""
     layer = nn.Linear(4, 6, bias=False)
     layer.weight = nn.Parameter(sw.distribute_tensor(layer.weight, GRID, [S0, S1]))
     state = {"weight": torch.randn(6, 4)}
-    sw.distribute_module(layer, GRID).load_state_dict(state, assign=assign)
+    layer.load_state_dict(state, assign=assign)
     assert torch.equal(layer.weight.full_tensor(), state["weight"]) and layer.weight.placements == (S0, S1)
 
 
-@pytest.mark.parametrize("kind", ["parameter", "buffer"])
-def test_what_was_distributed_by_hand_says_what_to_do(kind: str) -> None:
-    layer, table = nn.Module(), sw.distribute_tensor(torch.zeros(6, 4), GRID, [S0, S1])
-    if kind == "parameter":
-        layer.table = nn.Parameter(table)
-    else:
-        layer.register_buffer("table", table)
+def test_a_buffer_that_was_distributed_by_hand_says_what_to_do() -> None:
+    layer = nn.Module()
+    layer.register_buffer("table", sw.distribute_tensor(torch.zeros(6, 4), GRID, [S0, S1]))
     state = {"table": torch.randn(6, 4)}
     with pytest.raises(RuntimeError, match=r"run the call inside shardwise.experimental.implicit_replication\(\)"):
         layer.load_state_dict(state)
