@@ -10,14 +10,13 @@ from functools import partial
 from typing import Any
 
 from torch import nn, optim
-from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import noters
 from shardwise.comm.agreement import compared, digest
 from shardwise.errors import CaptureError, CaptureWarning, NoDataError, ShardwiseError
 from shardwise.graph.capture.capture import capture_varying
 from shardwise.graph.captured import Captured
-from shardwise.graph.guards.call import Call
+from shardwise.graph.guards.call import Call, flattened
 from shardwise.graph.guards.guards import FIRST, Guards
 from shardwise.graph.guards.reached import Reached
 from shardwise.graph.guards.side_effects import Before, MakesState
@@ -60,7 +59,7 @@ class Compiled(Captured):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.gave_up or noters:
             return self.function(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = flattened(args, kwargs)
         for guards, run in self.runs:
             if guards.miss(leaves, spec) is None and run.holds(leaves):
                 if self._serves_all(run):
@@ -126,7 +125,7 @@ class Compiled(Captured):
         An optimizer makes its state in its first step. So there must have been one, or none of it would be captured; on
         a mesh that only records it is made here.
         """
-        call = Call.of(self.function, args, kwargs, *tree_flatten((args, kwargs)))
+        call = Call.of(self.function, args, kwargs, *flattened(args, kwargs))
         missed = self._missed(call)
         if missed is None:
             return

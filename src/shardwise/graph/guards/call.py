@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_is_leaf
 
 from shardwise.comm.recording import RecordingPort
 from shardwise.graph.guards.reached import Reached, leaf_names
 from shardwise.layout import Mesh
 from shardwise.tensor import DTensor
+
+
+def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Any]:
+    """The leaves of arguments, and how they are nested. Those that are not nested at all, as most, all have one such
+    structure, so that no more than its identity need be looked at."""
+    if kwargs or not all(map(tree_is_leaf, args)):
+        return tree_flatten((args, kwargs))
+    return args, _side_by_side(len(args))
+
+
+@functools.cache
+def _side_by_side(num_leaves: int) -> Any:
+    return tree_flatten(((None,) * num_leaves, {}))[1]
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from shardwise.comm import shards_of
 from shardwise.dispatch.modes import is_strict, limits, replicates_implicitly
 from shardwise.graph.capture.optimizers import are_floats
 from shardwise.graph.guards.call import Call
-from shardwise.graph.guards.kinds import changed, differs, kind_of
+from shardwise.graph.guards.kinds import changed
 from shardwise.graph.guards.names import Names
-from shardwise.graph.guards.reached import VALUES, Found, Reached, Sized, is_library, is_same, is_value
-from shardwise.graph.guards.unchanged import Forwards, Hooks, Identities, States, Structure, TensorFacts, unchanged
+from shardwise.graph.guards.reached import Found, Reached, Sized, is_library, is_same, is_value
+from shardwise.graph.guards.unchanged import Hooks, Identities, Kinds, States, Structure, TensorFacts, unchanged
 from shardwise.graph.program import FromArgument, FromGradient, FromObject, Place, Program
 from shardwise.layout import Layout
 from shardwise.redistribute import is_keeping
@@ -52,11 +52,11 @@ MODES = (
 
 def modes() -> tuple[Any, ...]:
     """Settings of torch's, and of ours, under which a program is captured."""
-    devices = ("cpu", "cuda")
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        *((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices),
+        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
@@ -74,9 +74,7 @@ class Guards:
         leaves, reached = call.leaves, call.reached
         self.spec, self.modes, self.why = call.spec, modes(), why
         self.names = Names(program, reached, call.names)
-        with _disabled():
-            self.kinds = [kind_of(leaf) for leaf in leaves]
-        self._held = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *VALUES))]  # so that ids stay theirs
+        self.kinds = Kinds(leaves)
         objects = {
             id(tensor)
             for part in (program.host, *program.ranks)
@@ -99,9 +97,10 @@ class Guards:
         self.grads = _grads(program)
         self.identities = Identities(leaves, reached)
         self.structure = Structure(reached)
-        self.hooks, self.forwards = Hooks(reached), Forwards(reached)
-        self.facts = TensorFacts([x for x in self.found if isinstance(x.value, Tensor)])
+        self.hooks = Hooks(reached)
         self.lengths = [*reached.lengths, *_group_lengths(reached)]
+        self.absent = _without_forward(reached)
+        self.facts = TensorFacts([x for x in self.found if isinstance(x.value, Tensor)])
         self._others = [*reached.others, *_groups(reached)]
         self.functions = [x for x in reached.others if callable(x.value) and is_library(x.value)]
         in_modules = {id(kept) for module in reached.modules.values() for kept in (module._parameters, module._buffers)}
@@ -111,34 +110,32 @@ class Guards:
             [*(x.slot for x in slots), *training],
             [*(x.value for x in slots), *(was for *_, was in self.training)],
             [(x.kept, x.length) for x in self.lengths],
+            [(own, "forward") for own, _ in self.absent],
         )
 
     def layout_at(self, place: Place) -> Layout | None:
         """The layout of a tensor that the program is given, if it is a DTensor."""
         layout: Layout | None = (
-            place.owner.__dict__.get("_layout") if isinstance(place, FromObject) else self.kinds[place.leaf][1]
+            place.owner.__dict__.get("_layout") if isinstance(place, FromObject) else self.kinds.of[place.leaf][1]
         )
         return layout
 
     def miss(self, leaves: Sequence[Any], spec: Any) -> str | None:
         """What has changed; None if nothing has."""
-        if spec != self.spec:
+        if spec is not self.spec and spec != self.spec:
             return "the arguments are nested otherwise"
         if self.makes_gradients and is_keeping():
             return "no_sync() keeps gradients"
         if (now := modes()) != self.modes:
             return next(changed(*both) for both in zip(MODES, self.modes, now, strict=True) if both[1] != both[2])
         with _disabled():
-            for number, (leaf, kind) in enumerate(zip(leaves, self.kinds)):
-                if (now_kind := kind_of(leaf)) != kind:
-                    return f"{self.names.leaf(number)}: {differs(kind, now_kind, leaf)}"
             return (
-                self._restored()
+                self.kinds.miss(leaves, self.names)
+                or self._restored()
                 or self._moved()
                 or self.identities.miss(leaves, self.names)
                 or self.facts.miss()
                 or self.hooks.miss()
-                or self.forwards.miss()
                 or self._other_gradients(leaves)
             )
 
@@ -179,6 +176,7 @@ class Guards:
             next((said for x in (*self.found, *self.plain, *self._others) if (said := _difference(x))), None)
             or self.structure.miss()
             or next((f"{x.name} is longer or shorter" for x in self.lengths if len(x.kept) != x.length), None)
+            or next((f"{name}.forward is new".lstrip(".") for own, name in self.absent if "forward" in own), None)
         )
 
 
@@ -205,6 +203,12 @@ def _groups(reached: Reached) -> Iterator[Found]:
             for own, value in group.items():
                 if own == "params" or isinstance(value, Tensor):
                     yield Found((group, own), value, f"{here}[{own!r}]")
+
+
+def _without_forward(reached: Reached) -> list[tuple[dict[str, Any], str]]:
+    """The attributes of modules of libraries, none of which may get a `forward` of its own."""
+    found = [(module.__dict__, reached.names[key]) for key, module in reached.modules.items() if is_library(module)]
+    return [(own, name) for own, name in found if "forward" not in own]
 
 
 def _group_lengths(reached: Reached) -> Iterator[Sized]:

@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.comm import shards_of
 from shardwise.dispatch.refits import refits
 from shardwise.graph.guards.hooks import OF_ALL, hooks_of
 from shardwise.graph.guards.kinds import differs, kind_of
-from shardwise.graph.guards.reached import Found, Reached, is_library
+from shardwise.graph.guards.names import Names
+from shardwise.graph.guards.reached import VALUES, Found, Reached, is_library
 from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -22,14 +24,18 @@ _push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_functi
 
 
 def unchanged(
-    slots: Sequence[tuple[Any, Any]], values: Sequence[Any], lengths: Sequence[tuple[Any, int]] = ()
+    slots: Sequence[tuple[Any, Any]],
+    values: Sequence[Any],
+    lengths: Sequence[tuple[Any, int]] = (),
+    absent: Sequence[tuple[Any, Any]] = (),
 ) -> Callable[[], bool]:
-    """A function that says whether every `container[key]` is still the very object that it was, and every list as long:
-    one generated expression, which the interpreter specialises. A place that is gone raises what it raises.
+    """A function that says whether every `container[key]` is still the very object that it was, every list as long, and
+    whether what was absent still is: one generated expression, which the interpreter specialises. A place that is gone
+    raises what it raises.
 
     >>> x, kept = [1], {"x": None}
     >>> kept["x"] = x
-    >>> look = unchanged([(kept, "x")], [x], [(x, 1)])
+    >>> look = unchanged([(kept, "x")], [x], [(x, 1)], [(kept, "y")])
     >>> look()
     True
     >>> x.append(2)
@@ -49,6 +55,7 @@ def unchanged(
         for (container, key), value in zip(slots, values, strict=True)
     ]
     terms += [f"len({name_of(kept)}) == {length}" for kept, length in lengths]
+    terms += [f"{name_of(key)} not in {name_of(container)}" for container, key in absent]
     if not terms:
         return lambda: True
     locals_ = ", ".join(f"{name}={name}" for name in namespace)
@@ -86,15 +93,18 @@ class Structure:
             for kept in (module._modules, module._parameters, module._buffers)
             if kept or not is_library(module)
         ]
-        self.now: list[dict] = [kept for kept, _ in found]
+        some = [(kept, name) for kept, name in found if kept]
+        self.now: list[dict] = [kept for kept, _ in some]
         self.before = [dict(kept) for kept in self.now]
-        self.names = [name for _, name in found]
+        self.empty = [kept for kept, _ in found if not kept]
+        self.names = [*(name for _, name in some), *(name for kept, name in found if not kept)]
 
     def is_unchanged(self) -> bool:
-        return _equal(self.now, self.before)
+        return not any(self.empty) and _equal(self.now, self.before)
 
     def miss(self) -> str | None:
-        for now, before, name in zip(self.now, self.before, self.names, strict=True):
+        before_: list[dict] = [*self.before, *({} for _ in self.empty)]
+        for now, before, name in zip([*self.now, *self.empty], before_, self.names, strict=True):
             for key in dict.fromkeys((*before, *now)):
                 if key not in now or key not in before:
                     return f"{name}{key} is {'not there any more' if key in before else 'new'}"
@@ -102,26 +112,6 @@ class Structure:
                     return (
                         f"{name}{key} is {'another' if before[key] is not None else 'now a'} {type(now[key]).__name__}"
                     )
-        return None
-
-
-class Forwards:
-    """Modules of libraries, none of which may get a `forward` of its own. As long as they have as many attributes as
-    they had, none has."""
-
-    def __init__(self, reached: Reached) -> None:
-        found = [(module.__dict__, reached.names[key]) for key, module in reached.modules.items() if is_library(module)]
-        found = [(own, name) for own, name in found if "forward" not in own]
-        self.own, self.names = [own for own, _ in found], [name for _, name in found]
-        self.count = sum(map(len, self.own))
-
-    def miss(self) -> str | None:
-        if (count := sum(map(len, self.own))) == self.count:
-            return None
-        for own, name in zip(self.own, self.names, strict=True):
-            if "forward" in own:
-                return f"{name}.forward is new".lstrip(".")
-        self.count = count
         return None
 
 
@@ -178,6 +168,38 @@ class Hooks:
         return None
 
 
+class Kinds:
+    """What arguments are like. C++ looks at tensors; where ranks are simulated, or what it says is not enough, each is
+    looked at again."""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._held = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *VALUES))]  # so that ids stay theirs
+        self.tensors = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.others = [number for number, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
+        tensors = [leaves[number] for number in self.tensors]
+        self._layouts = [x.__dict__.get("_layout") for x in tensors]
+        with _disabled():
+            self.of = [kind_of(leaf) for leaf in leaves]
+            self._guards = _tensor_guards(tensors) if all(len(shards_of(x)) == 1 for x in tensors) else None
+
+    def miss(self, leaves: Sequence[Any], names: Names) -> str | None:
+        for number in self.others if self._are_alike(leaves) else range(len(leaves)):
+            if (now := kind_of(leaf := leaves[number])) != (kind := self.of[number]):
+                return f"{names.leaf(number)}: {differs(kind, now, leaf)}"
+        return None
+
+    def _are_alike(self, leaves: Sequence[Any]) -> bool:
+        """Whether all tensors are certainly what they were."""
+        if self._guards is None:
+            return False
+        tensors = [leaves[number] for number in self.tensors]
+        return self._guards.check(*tensors) and [x.__dict__.get("_layout") for x in tensors] == self._layouts
+
+
+def _tensor_guards(tensors: Sequence[Tensor]) -> Any:
+    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
 class Identities:
     """Which arguments are one and the same tensor, and which of them the function reaches in another way, too."""
 
@@ -215,9 +237,8 @@ class TensorFacts:
             self.kinds = [kind_of(x.value) for x in found]
         self.refits = refits.count
         self.plain = [x.value for x in found if not isinstance(x.value, DTensor)]
-        guards = torch._C._dynamo.guards
         with _disabled():
-            self._guards = guards.TensorGuards(*self.plain, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            self._guards = _tensor_guards(self.plain)
 
     def miss(self) -> str | None:
         if refits.count == self.refits and (not self.plain or self._guards.check(*self.plain)):

@@ -28,7 +28,7 @@ def needs_of(guards: Guards, objects: Mapping[str, Tensor]) -> Needs:
         if others := guards.names.all_of(x)[1:]:
             found[f"other names of {name}"] = ", ".join(others)
     found["the arguments"] = str(guards.spec)
-    for number, kind in enumerate(guards.kinds):
+    for number, kind in enumerate(guards.kinds.of):
         found[guards.names.leaf(number)] = argument_said(kind)
     found |= {name: repr(value) for name, value in zip(MODES, guards.modes, strict=True)}
     found |= {x.name: repr(x.value) for x in guards.plain}

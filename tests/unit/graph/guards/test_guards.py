@@ -63,9 +63,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1)], ids=["simulated", "one rank, at which C++ looks"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_another_argument(name: str) -> None:
-    mesh = mesh_2x2()
+def test_another_argument(name: str, sizes: tuple[int, int]) -> None:
+    mesh = sw.simulate(sizes, ("dp", "tp"))
     compiled = sw.compile(lambda x: x * x, backend="fx")
     make, why = CHANGES[name]
     compiled(batch(mesh, 0))

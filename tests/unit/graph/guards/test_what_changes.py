@@ -355,6 +355,7 @@ def a_forward_of_its_own(made: Any) -> Iterator[Any]:
     yield doubled(x)
     net[0].note = "mine"
     yield doubled(x)
+    del net[0].note  # so that there are as many attributes as before
     net[0].forward = lambda x: x + 1
     yield doubled(x)
     net[0].forward = lambda x: x - 1
