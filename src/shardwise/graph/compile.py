@@ -152,7 +152,7 @@ class Compiled(Captured):
         """One more program."""
         self._varying.update(*(guards.varying() for guards, _ in self.runs))
         program = self._agreed(call)
-        guards = Guards(call, program, why)
+        guards = Guards(call.with_lookups(), program, why)
         run = self._run_of(program, call)
         self.runs.insert(0, (guards, run))
         self._digests[id(run)] = digest(collectives_of(program))
@@ -185,7 +185,8 @@ class Compiled(Captured):
     def _find(self, call: Call) -> Program:
         before = Before(call.reached)
         try:
-            program = capture_varying(self._varying, call.function, *call.args, **call.kwargs)
+            with call.lookups:
+                program = capture_varying(self._varying, call.function, *call.args, **call.kwargs)
         except BaseException:
             with suppress(CaptureError):
                 before.put_back()

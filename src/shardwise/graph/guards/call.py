@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_is_leaf
 
 from shardwise.comm.recording import RecordingPort
+from shardwise.graph.guards.lookups import Lookups
 from shardwise.graph.guards.reached import Reached, leaf_names
 from shardwise.layout import Mesh
 from shardwise.tensor import DTensor
@@ -40,13 +41,24 @@ class Call:
     spec: Any
     names: Sequence[str]
     reached: Reached
+    lookups: Lookups
+    """Entered while it is captured."""
 
     @staticmethod
     def of(
         function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any], spec: Any
     ) -> Call:
         names = leaf_names(function, args, kwargs)
-        return Call(function, args, kwargs, leaves, spec, names, Reached.by(function, leaves, names))
+        reached = Reached.by(function, leaves, names)
+        return Call(function, args, kwargs, leaves, spec, names, reached, Lookups(reached))
+
+    def with_lookups(self) -> Call:
+        """The same, once it is known what the function asks for by names."""
+        reached = self.reached
+        if not self.lookups.names <= reached.read:
+            reached = Reached.by(self.function, self.leaves, self.names, self.lookups.names)
+        reached.lacks(self.lookups.absent)
+        return replace(self, reached=reached)
 
     def __call__(self) -> Any:
         """The function itself."""

@@ -15,7 +15,17 @@ from shardwise.graph.guards.call import Call
 from shardwise.graph.guards.kinds import changed
 from shardwise.graph.guards.names import Names
 from shardwise.graph.guards.reached import Found, Reached, Sized, is_library, is_same, is_value
-from shardwise.graph.guards.unchanged import Hooks, Identities, Kinds, States, Structure, TensorFacts, unchanged
+from shardwise.graph.guards.unchanged import (
+    Contents,
+    Histories,
+    Hooks,
+    Identities,
+    Kinds,
+    States,
+    Structure,
+    TensorFacts,
+    unchanged,
+)
 from shardwise.graph.program import FromArgument, FromGradient, FromObject, Place, Program
 from shardwise.layout import Layout
 from shardwise.redistribute import is_keeping
@@ -73,8 +83,9 @@ class Guards:
     def __init__(self, call: Call, program: Program, why: str) -> None:
         leaves, reached = call.leaves, call.reached
         self.spec, self.modes, self.why = call.spec, modes(), why
+        self.asked = call.lookups.names
         self.names = Names(program, reached, call.names)
-        self.kinds = Kinds(leaves)
+        self.kinds, self.contents = Kinds(leaves, reached.marks), Contents(reached)
         objects = {
             id(tensor)
             for part in (program.host, *program.ranks)
@@ -95,11 +106,13 @@ class Guards:
         self.given = program.given
         self.makes_gradients = program.differentiable is None and bool(program.gradients)
         self.grads = _grads(program)
+        matter = self.makes_gradients or not reached.read.isdisjoint({"is_leaf", "grad_fn"})
+        self.histories = Histories(leaves if matter else ())
         self.identities = Identities(leaves, reached)
         self.structure = Structure(reached)
         self.hooks = Hooks(reached)
         self.lengths = [*reached.lengths, *_group_lengths(reached)]
-        self.absent = _without_forward(reached)
+        self.absent = [*_without_forward(reached), *reached.absent]
         self.facts = TensorFacts([x for x in self.found if isinstance(x.value, Tensor)])
         self._others = [*reached.others, *_groups(reached)]
         self.functions = [x for x in reached.others if callable(x.value) and is_library(x.value)]
@@ -110,7 +123,7 @@ class Guards:
             [*(x.slot for x in slots), *training],
             [*(x.value for x in slots), *(was for *_, was in self.training)],
             [(x.kept, x.length) for x in self.lengths],
-            [(own, "forward") for own, _ in self.absent],
+            [x.slot for x in self.absent],
         )
 
     def layout_at(self, place: Place) -> Layout | None:
@@ -133,6 +146,8 @@ class Guards:
                 self.kinds.miss(leaves, self.names)
                 or self._restored()
                 or self._moved()
+                or self.contents.miss()
+                or self.histories.miss(leaves, self.names)
                 or self.identities.miss(leaves, self.names)
                 or self.facts.miss()
                 or self.hooks.miss()
@@ -176,7 +191,7 @@ class Guards:
             next((said for x in (*self.found, *self.plain, *self._others) if (said := _difference(x))), None)
             or self.structure.miss()
             or next((f"{x.name} is longer or shorter" for x in self.lengths if len(x.kept) != x.length), None)
-            or next((f"{name}.forward is new".lstrip(".") for own, name in self.absent if "forward" in own), None)
+            or next((f"{x.name} is new" for x in self.absent if x.slot[1] in x.slot[0]), None)
         )
 
 
@@ -205,10 +220,11 @@ def _groups(reached: Reached) -> Iterator[Found]:
                     yield Found((group, own), value, f"{here}[{own!r}]")
 
 
-def _without_forward(reached: Reached) -> list[tuple[dict[str, Any], str]]:
-    """The attributes of modules of libraries, none of which may get a `forward` of its own."""
-    found = [(module.__dict__, reached.names[key]) for key, module in reached.modules.items() if is_library(module)]
-    return [(own, name) for own, name in found if "forward" not in own]
+def _without_forward(reached: Reached) -> Iterator[Found]:
+    """Where modules of libraries might get a `forward` of their own."""
+    for key, module in reached.modules.items():
+        if is_library(module) and "forward" not in module.__dict__:
+            yield Found((module.__dict__, "forward"), None, f"{reached.names[key]}.forward".lstrip("."))
 
 
 def _group_lengths(reached: Reached) -> Iterator[Sized]:

@@ -11,7 +11,8 @@ from copy import copy
 from typing import Any
 
 from shardwise.errors import CaptureError
-from shardwise.graph.guards.reached import Attributes, Cell, Found, Reached, is_same
+from shardwise.graph.guards.places import Attributes, Cell
+from shardwise.graph.guards.reached import Found, Reached, is_same
 
 
 class MakesState(CaptureError):

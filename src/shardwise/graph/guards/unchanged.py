@@ -3,11 +3,14 @@ some 700 places that may change, and they are looked at before every step."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -16,7 +19,8 @@ from shardwise.dispatch.refits import refits
 from shardwise.graph.guards.hooks import OF_ALL, hooks_of
 from shardwise.graph.guards.kinds import differs, kind_of
 from shardwise.graph.guards.names import Names
-from shardwise.graph.guards.reached import VALUES, Found, Reached, is_library
+from shardwise.graph.guards.places import Attributes
+from shardwise.graph.guards.reached import MAX_COMPARED, MAX_ITEMS, VALUES, Found, Reached, is_library, is_same
 from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -43,17 +47,19 @@ def unchanged(
     False
     """
     names: dict[int, str] = {}
-    namespace: dict[str, Any] = {"len": len}
+    namespace: dict[str, Any] = {"len": len, "type": type}
 
     def name_of(x: Any) -> str:
         name = names.setdefault(id(x), f"x{len(names)}")
         namespace[name] = x
         return name
 
-    terms = [
-        f"{name_of(container)}[{name_of(key)}] is {name_of(value)}"
-        for (container, key), value in zip(slots, values, strict=True)
-    ]
+    def now(container: Any, key: Any) -> str:
+        if isinstance(container, Attributes):
+            return f"type({name_of(container.of)})" if key == "__class__" else f"{name_of(container.of)}.{key}"
+        return f"{name_of(container)}[{name_of(key)}]"
+
+    terms = [f"{now(*slot)} is {name_of(value)}" for slot, value in zip(slots, values, strict=True)]
     terms += [f"len({name_of(kept)}) == {length}" for kept, length in lengths]
     terms += [f"{name_of(key)} not in {name_of(container)}" for container, key in absent]
     if not terms:
@@ -74,8 +80,8 @@ class _ByIdentity(TorchFunctionMode):
 _by_identity = _ByIdentity()
 
 
-def _equal(dicts: Sequence[dict], kept: Sequence[dict]) -> bool:
-    """Whether dicts hold the same modules and tensors: C compares them, by identity first."""
+def _equal(dicts: Sequence[Any], kept: Sequence[Any]) -> bool:
+    """Whether dicts and lists hold the same modules and tensors: C compares them, by identity first."""
     _push(_by_identity)
     try:
         return dicts == kept
@@ -113,6 +119,44 @@ class Structure:
                         f"{name}{key} is {'another' if before[key] is not None else 'now a'} {type(now[key]).__name__}"
                     )
         return None
+
+
+class Contents:
+    """What lists and dicts hold whose items are not looked at one by one, and the order of dicts."""
+
+    def __init__(self, reached: Reached) -> None:
+        attributes = {id(own) for own, _ in reached.holders}
+        found = [x for x in reached.lengths if type(x.kept) is not MappingProxyType and id(x.kept) not in attributes]
+        compared = [x for x in found if MAX_ITEMS < x.length <= MAX_COMPARED]
+        held = [(x.kept, x.name) for x in compared if isinstance(x.kept, (list, deque, dict))]
+        for key, optimizer in reached.optimizers.items():
+            held += [(group["params"], f"a parameter of {reached.names[key]}") for group in optimizer.param_groups]
+        modules = [(x._modules, reached.names[key]) for key, x in reached.modules.items() if isinstance(x, _IN_ORDER)]
+        dicts = [(x.kept, x.name) for x in found if isinstance(x.kept, dict) and x.length <= MAX_COMPARED]
+        self.held = [(kept, _copied(kept), name) for kept, name in held]
+        self.ordered = [(kept, [*kept], name) for kept, name in (*modules, *dicts)]
+        self._now = [kept for kept, *_ in self.held]
+        self._before = [before for _, before, _ in self.held]
+        self._dicts = [kept for kept, *_ in self.ordered]
+        self._keys = [*chain.from_iterable(self._dicts)]
+
+    def miss(self) -> str | None:
+        if _equal([self._now, [*chain.from_iterable(self._dicts)]], [self._before, self._keys]):
+            return None
+        for kept, before, name in self.held:
+            if not _equal([kept], [before]):
+                return f"{name} is another one"
+        for kept, keys, name in self.ordered:
+            if not _equal([[*kept]], [keys]):
+                return f"{name or 'the module'} has another order"
+        return None
+
+
+_IN_ORDER = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def _copied(kept: Any) -> Any:
+    return next(kind(kept) for kind in (dict, deque, list) if isinstance(kept, kind))
 
 
 class States:
@@ -168,11 +212,16 @@ class Hooks:
         return None
 
 
+ABSENT = object()
+"""In place of what is not there."""
+
+
 class Kinds:
     """What arguments are like. C++ looks at tensors; where ranks are simulated, or what it says is not enough, each is
     looked at again."""
 
-    def __init__(self, leaves: Sequence[Any]) -> None:
+    def __init__(self, leaves: Sequence[Any], marks: Sequence[Found]) -> None:
+        self.marks = marks
         self._held = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *VALUES))]  # so that ids stay theirs
         self.tensors = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.others = [number for number, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
@@ -186,6 +235,9 @@ class Kinds:
         for number in self.others if self._are_alike(leaves) else range(len(leaves)):
             if (now := kind_of(leaf := leaves[number])) != (kind := self.of[number]):
                 return f"{names.leaf(number)}: {differs(kind, now, leaf)}"
+        for (number, key), value, name in self.marks:
+            if not is_same(value, leaves[number].__dict__.get(key, ABSENT)):
+                return f"{name} is another {type(value).__name__}"
         return None
 
     def _are_alike(self, leaves: Sequence[Any]) -> bool:
@@ -194,6 +246,29 @@ class Kinds:
             return False
         tensors = [leaves[number] for number in self.tensors]
         return self._guards.check(*tensors) and [x.__dict__.get("_layout") for x in tensors] == self._layouts
+
+
+class Histories:
+    """Where arguments that get gradients come from, and who listens for these: it matters to a program that goes back
+    from what it computes by itself."""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self.of = [
+            (number, _history(x)) for number, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad
+        ]
+
+    def miss(self, leaves: Sequence[Any], names: Names) -> str | None:
+        for number, (was_leaf, hooks) in self.of:
+            is_leaf, now = _history(leaves[number])
+            if is_leaf != was_leaf:
+                return f"{names.leaf(number)} is {'a leaf' if is_leaf else 'no leaf'} of the graph now"
+            if now != hooks:
+                return f"{names.leaf(number)} has other hooks"
+        return None
+
+
+def _history(x: Tensor) -> tuple[bool, list[Any]]:
+    return x.is_leaf, [dict(hooks) for hooks in hooks_of(x)]
 
 
 def _tensor_guards(tensors: Sequence[Tensor]) -> Any:

@@ -53,7 +53,7 @@ def tensor_said(x: Tensor) -> str:
 def argument_said(kind: Any) -> str:
     if not isinstance(kind, tuple) or len(kind) < 3:
         return said(kind)
-    cls, layout, own, dtype, device, requires_grad = kind
+    cls, layout, own, dtype, device, requires_grad, _ = kind
     shape = f"[{','.join(map(str, own[0][0]))}]" if layout is None else f"{layout} on {mesh_said(layout.mesh.root)}"
     strides = " and ".join(dict.fromkeys(str(list(strides)) for _, strides in own))
     gradient = ", with a gradient" if requires_grad else ""

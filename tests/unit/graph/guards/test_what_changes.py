@@ -508,7 +508,7 @@ class Counting(nn.Module):
     ("what", "name"),
     [
         ("counts", "calls"),
-        ("keeps", "last"),
+        ("keeps", "Counting.last"),
         ("appends", "seen"),
         ("replaces", "average"),
         ("draws", "the state of Python's random, which it draws from"),
