@@ -11,6 +11,7 @@ from torch import Tensor
 from shardwise.comm import shards_of
 from shardwise.dispatch.modes import is_strict, limits, replicates_implicitly
 from shardwise.graph.capture.optimizers import are_floats
+from shardwise.graph.draft.storages import overwritten
 from shardwise.graph.guards.call import Call
 from shardwise.graph.guards.kinds import changed
 from shardwise.graph.guards.names import Names
@@ -35,6 +36,7 @@ FIRST = "the first call"
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+_stride = torch._C.TensorBase.stride
 
 
 OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
@@ -105,10 +107,10 @@ class Guards:
         self.optimizers = list(reached.optimizers.values())
         self.given = program.given
         self.makes_gradients = program.differentiable is None and bool(program.gradients)
-        self.grads = _grads(program)
+        self.grads = _grads(program, leaves)
         matter = self.makes_gradients or not reached.read.isdisjoint({"is_leaf", "grad_fn"})
         self.histories = Histories(leaves if matter else ())
-        self.identities = Identities(leaves, reached)
+        self.identities = Identities(leaves, reached, is_written=_is_argument_written(program))
         self.structure = Structure(reached)
         self.hooks = Hooks(reached)
         self.lengths = [*reached.lengths, *_group_lengths(reached)]
@@ -164,9 +166,12 @@ class Guards:
         return None
 
     def _other_gradients(self, leaves: Sequence[Any]) -> str | None:
-        for of, read, was_none in self.grads:
-            if (read(leaves) is None) != was_none:
+        for of, read, was_none, kind in self.grads:
+            now = read(leaves)
+            if (now is None) != was_none:
                 return f"{self.names.of(FromGradient(of))} {'is there already' if was_none else 'is None'}"
+            if now is not None and kind != _grad_kind(now):
+                return f"{self.names.of(FromGradient(of))} is of another dtype, or has other strides"
         return None
 
     def varying(self) -> set[str]:
@@ -245,9 +250,27 @@ def _group_values(program: Program, reached: Reached) -> Iterator[Found]:
                     yield Found((group, name), value, f"{reached.names[key]}.param_groups[{index}][{name!r}]")
 
 
-def _grads(program: Program) -> list[tuple[Place, Callable[[Sequence[Any]], Any], bool]]:
-    """Leaves whose gradient when the program begins matters to it, and whether they had none."""
-    return [(of, _grad_reader(of), was_none) for of, was_none in program.entry_gradients]
+def _grads(program: Program, leaves: Sequence[Any]) -> list[tuple[Place, Callable[[Sequence[Any]], Any], bool, Any]]:
+    """Leaves whose gradient when the program begins matters to it: whether they had none, or of which kind it was."""
+    readers = [(of, _grad_reader(of), was_none) for of, was_none in program.entry_gradients]
+    with _disabled():
+        return [(of, read, none, None if none else _grad_kind(read(leaves))) for of, read, none in readers]
+
+
+def _grad_kind(grad: Any) -> Any:
+    return None if grad is None else (grad.dtype, _stride(grad))
+
+
+def _is_argument_written(program: Program) -> bool:
+    """Whether a program may write to one of its arguments."""
+    for part in program.ranks:
+        inputs = dict(zip(part.graph.find_nodes(op="placeholder"), part.sources, strict=True))
+        for base in [written for node in part.graph.nodes for written in overwritten(node)]:
+            while base.op != "placeholder" and base.all_input_nodes:
+                base = base.all_input_nodes[0]
+            if isinstance(inputs.get(base), FromArgument):
+                return True
+    return False
 
 
 def _grad_reader(of: Place) -> Callable[[Sequence[Any]], Any]:

@@ -276,9 +276,10 @@ def _tensor_guards(tensors: Sequence[Tensor]) -> Any:
 
 
 class Identities:
-    """Which arguments are one and the same tensor, and which of them the function reaches in another way, too."""
+    """Which arguments are one and the same tensor, and which of them the function reaches in another way, too; if one
+    of them is written to, also which share memory."""
 
-    def __init__(self, leaves: Sequence[Any], reached: Reached) -> None:
+    def __init__(self, leaves: Sequence[Any], reached: Reached, *, is_written: bool) -> None:
         tensors = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         first = {id(leaves[number]): number for number in reversed(tensors)}
         self.tensors = tensors
@@ -289,6 +290,13 @@ class Identities:
         }
         self.reached = [(number, known[id(leaves[number])]) for number in tensors if id(leaves[number]) in known]
         self.count = len(first)
+        self.shared = self._shared(leaves) if is_written and self.count > 1 else None
+
+    def _shared(self, leaves: Sequence[Any]) -> list[int]:
+        """For each tensor, the first that has its memory."""
+        with _disabled():
+            storages = [leaves[number].untyped_storage()._cdata for number in self.tensors]
+        return [storages.index(one) for one in storages]
 
     def miss(self, leaves: Sequence[Any], names: Any) -> str | None:
         for number, x in self.reached:
@@ -299,6 +307,8 @@ class Identities:
                 return f"{names.leaf(number)} and {names.leaf(other)} are not the same tensor"
         if len({id(leaves[number]) for number in self.tensors}) != self.count:
             return "two arguments are now the same tensor"
+        if self.shared is not None and self._shared(leaves) != self.shared:
+            return "other arguments than before share memory"
         return None
 
 
