@@ -17,6 +17,7 @@ from shardwise.errors import CaptureError, CaptureWarning, NoDataError, Shardwis
 from shardwise.graph.capture.capture import capture_varying
 from shardwise.graph.captured import Captured
 from shardwise.graph.guards.call import Call, flattened
+from shardwise.graph.guards.groups import gathered_anew, keep_gradients
 from shardwise.graph.guards.guards import FIRST, Guards
 from shardwise.graph.guards.reached import Reached
 from shardwise.graph.guards.side_effects import Before, MakesState
@@ -86,6 +87,8 @@ class Compiled(Captured):
         missed = self._missed(call) or ELSEWHERE
         if call.is_recorded():
             raise NoDataError(_NO_DATA.format(self.name))
+        if keep_gradients(call.reached):
+            return self._as_it_is(call)
         if self._is_first_step(call.reached):
             return call()
         if self.runs and self._is_kept_from(self.runs[0][0]):
@@ -185,7 +188,7 @@ class Compiled(Captured):
     def _find(self, call: Call) -> Program:
         before = Before(call.reached)
         try:
-            with call.lookups:
+            with call.lookups, gathered_anew(call.reached):
                 program = capture_varying(self._varying, call.function, *call.args, **call.kwargs)
         except BaseException:
             with suppress(CaptureError):
@@ -219,8 +222,8 @@ _NO_DATA = (
     "it, list its comms() or price() it; called without shardwise.compile, its collectives are recorded"
 )
 _KEPT = (
-    "runs as it is while no_sync() keeps gradients: capture all passes of an accumulation as one step, or capture the "
-    "module alone"
+    "runs as it is while no_sync(), or a fully sharded module, keeps gradients: capture all passes of an accumulation "
+    "as one step, or capture the module alone"
 )
 _NO_STATE = (
     "{} steps an optimizer that has not stepped yet, and so has no state to be captured: call it once, then capture"

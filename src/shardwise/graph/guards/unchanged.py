@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.refits import refits
+from shardwise.graph.guards.groups import of_groups
 from shardwise.graph.guards.hooks import OF_ALL, hooks_of
 from shardwise.graph.guards.kinds import differs, kind_of
 from shardwise.graph.guards.names import Names
@@ -90,7 +91,8 @@ def _equal(dicts: Sequence[Any], kept: Sequence[Any]) -> bool:
 
 
 class Structure:
-    """Which parameters, buffers and inner modules modules have. Of torch's modules those that have none get none."""
+    """Which parameters, buffers and inner modules modules have, and how they are fully sharded. What torch's modules
+    have none of, they get none of."""
 
     def __init__(self, reached: Reached) -> None:
         found = [
@@ -99,6 +101,7 @@ class Structure:
             for kept in (module._modules, module._parameters, module._buffers)
             if kept or not is_library(module)
         ]
+        found += [(kept, f"{name}: ") for kept, name in of_groups(reached)]
         some = [(kept, name) for kept, name in found if kept]
         self.now: list[dict] = [kept for kept, _ in some]
         self.before = [dict(kept) for kept in self.now]
@@ -112,6 +115,8 @@ class Structure:
         before_: list[dict] = [*self.before, *({} for _ in self.empty)]
         for now, before, name in zip([*self.now, *self.empty], before_, self.names, strict=True):
             for key in dict.fromkeys((*before, *now)):
+                if not isinstance(key, str):
+                    return f"{name}gradients are kept, or were before"
                 if key not in now or key not in before:
                     return f"{name}{key} is {'not there any more' if key in before else 'new'}"
                 if now[key] is not before[key]:
