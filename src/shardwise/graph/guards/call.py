@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_is_leaf
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_is_leaf
 
 from shardwise.comm.recording import RecordingPort
 from shardwise.graph.guards.lookups import Lookups
-from shardwise.graph.guards.reached import Reached, leaf_names
+from shardwise.graph.guards.reached import Reached
 from shardwise.layout import Mesh
 from shardwise.tensor import DTensor
 
@@ -73,3 +74,33 @@ class Call:
     def is_recorded(self) -> bool:
         """Whether it is about tensors without data."""
         return any(isinstance(mesh.port, RecordingPort) for mesh in self.meshes())
+
+
+def leaf_names(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> list[str]:
+    """What a function calls the leaves of its arguments: `batch['tokens']`, or `args[0]` where it has no name for one.
+
+    >>> leaf_names(lambda model, batch: None, (None, {"tokens": 1}), {})
+    ['model', "batch['tokens']"]
+    """
+    bound: Any = getattr(function, "__self__", None)
+    function = (
+        bound.forward if isinstance(bound, nn.Module) else function
+    )  # a module is called by a function of torch's
+    named = [name for name, _ in zip(_positional(function), args)]
+    roots = [*named, *(f"args[{number}]" for number in range(len(named), len(args)))]
+    found = []
+    for number, root in enumerate(roots):
+        found += [f"{root}{keystr(path)}" for path, _ in tree_flatten_with_path(args[number])[0]]
+    for key, value in kwargs.items():
+        found += [f"{key}{keystr(path)}" for path, _ in tree_flatten_with_path(value)[0]]
+    return found
+
+
+def _positional(function: Callable[..., Any]) -> list[str]:
+    """The names of the parameters of a function that may be given by position."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C++
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]

@@ -15,7 +15,7 @@ from shardwise.graph.draft.storages import overwritten
 from shardwise.graph.guards.call import Call
 from shardwise.graph.guards.kinds import changed
 from shardwise.graph.guards.names import Names
-from shardwise.graph.guards.reached import Found, Reached, Sized, is_library, is_same, is_value
+from shardwise.graph.guards.reached import Found, Reached, Sized
 from shardwise.graph.guards.unchanged import (
     Contents,
     Histories,
@@ -27,6 +27,7 @@ from shardwise.graph.guards.unchanged import (
     TensorFacts,
     unchanged,
 )
+from shardwise.graph.guards.values import is_library, is_same, is_value
 from shardwise.graph.program import FromArgument, FromGradient, FromObject, Place, Program
 from shardwise.layout import Layout
 from shardwise.redistribute import is_keeping

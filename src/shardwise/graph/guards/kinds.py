@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import shards_of
-from shardwise.graph.guards.reached import VALUES
+from shardwise.graph.guards.values import VALUES
 from shardwise.words import short_dtype
 
 _stride = torch._C.TensorBase.stride

@@ -8,48 +8,27 @@ modules are set to.
 from __future__ import annotations
 
 import argparse
-import datetime
-import decimal
 import enum
-import fractions
 import functools
-import inspect
 import io
 import random
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
-from types import CodeType, EllipsisType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn, optim
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from shardwise.graph.guards.code import globals_of, imported_by, names_in, read_by, read_by_class
 from shardwise.graph.guards.hooks import given_to, hooks_of
 from shardwise.graph.guards.places import Asked, Attributes, Cell, contents_of, environment, is_asked, slots_of
-from shardwise.layout import Placement
+from shardwise.graph.guards.values import MAX_ITEMS, OURS, VALUES, is_library, is_value
 
 Slot = tuple[Any, Any]
 """A dict, or a list, and a key of it."""
 
-PLAIN = (bool, int, float, str, type(None))
-"""Types of values that a program is captured for."""
-
-VALUES = (
-    *(*PLAIN, complex, bytes, enum.Enum, slice, range, EllipsisType, torch.dtype, torch.device, torch.layout),
-    *(fractions.Fraction, decimal.Decimal, datetime.date, datetime.time, datetime.timedelta, PurePath, Placement),
-    *((sys.modules["numpy"].generic,) if "numpy" in sys.modules else ()),  # which torch imports, where it is there
-)
-"""Types of values that count by what they are, not by which object they are."""
-
 CONTAINERS = (list, tuple, deque, Mapping, set, frozenset)
-
-MAX_ITEMS = 256
-"""The items of longer lists and dicts are not looked into, only at."""
 
 MAX_COMPARED = 1 << 16
 """Of still longer ones only the lengths count: they hold data."""
@@ -70,9 +49,6 @@ def runs_unnamed(key: str, *, is_made: bool = False) -> bool:
 
 NAMESPACES = (SimpleNamespace, argparse.Namespace)
 """Objects of libraries that hold what users put there."""
-
-_OURS = frozenset({"torch", "shardwise", "numpy", "builtins", "_thread"})
-"""Libraries whose objects are known not to be settings."""
 
 _KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
 _KEPT_BY_OPTIMIZERS = frozenset({"defaults", "state", "param_groups", "step"})
@@ -96,15 +72,6 @@ class Sized(NamedTuple):
     kept: Any
     length: int
     name: str
-
-
-def is_value(x: Any) -> bool:
-    return isinstance(x, VALUES) or (isinstance(x, tuple) and len(x) <= MAX_ITEMS and all(map(is_value, x)))
-
-
-def is_same(before: Any, now: Any) -> bool:
-    """Whether two things do the same in a program: equal values of one type, or else the same object."""
-    return before is now or (is_value(before) and type(before) is type(now) and repr(before) == repr(now))
 
 
 @dataclass
@@ -308,7 +275,7 @@ class Reached:
             self._slot((contents, 0), name)
         elif isinstance(value, NAMESPACES) or not is_library(value):
             self._instance(value, name)
-        elif not is_library(value, _OURS):
+        elif not is_library(value, OURS):
             self._settings(getattr(value, "__dict__", {}), name)
 
     def _instance(self, value: Any, name: str) -> None:
@@ -414,36 +381,6 @@ class Reached:
                     self._slot((inner.__dict__, key), _joined(here, key))
 
 
-def leaf_names(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> list[str]:
-    """What a function calls the leaves of its arguments: `batch['tokens']`, or `args[0]` where it has no name for one.
-
-    >>> leaf_names(lambda model, batch: None, (None, {"tokens": 1}), {})
-    ['model', "batch['tokens']"]
-    """
-    bound: Any = getattr(function, "__self__", None)
-    function = (
-        bound.forward if isinstance(bound, nn.Module) else function
-    )  # a module is called by a function of torch's
-    named = [name for name, _ in zip(_positional(function), args)]
-    roots = [*named, *(f"args[{number}]" for number in range(len(named), len(args)))]
-    found = []
-    for number, root in enumerate(roots):
-        found += [f"{root}{keystr(path)}" for path, _ in tree_flatten_with_path(args[number])[0]]
-    for key, value in kwargs.items():
-        found += [f"{key}{keystr(path)}" for path, _ in tree_flatten_with_path(value)[0]]
-    return found
-
-
-def _positional(function: Callable[..., Any]) -> list[str]:
-    """The names of the parameters of a function that may be given by position."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C++
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in kinds]
-
-
 def _joined(*names: str) -> str:
     return ".".join(filter(None, names))
 
@@ -458,18 +395,3 @@ def _wrapped(x: Any) -> Any:
 
 def _is_code(x: Any) -> bool:
     return isinstance(x, (FunctionType, property, staticmethod, classmethod, functools.cached_property))
-
-
-def is_library(value: Any, known: frozenset[str] = frozenset()) -> bool:
-    """Whether this is code, or an object of a class, that is not the user's; or of a `known` one."""
-    module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    root = (module or type(value).__module__ or "").partition(".")[0]
-    return root in known if known else _is_library_name(root)
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_library_name(root: str) -> bool:
-    if root in _OURS or (root in sys.stdlib_module_names and root != "__main__"):
-        return True
-    where = getattr(sys.modules.get(root), "__file__", None) or ""
-    return "site-packages" in where or "dist-packages" in where

@@ -13,7 +13,8 @@ from typing import Any
 from shardwise.errors import CaptureError
 from shardwise.graph.guards.groups import of_groups
 from shardwise.graph.guards.places import Attributes, Cell
-from shardwise.graph.guards.reached import Found, Reached, is_same
+from shardwise.graph.guards.reached import Found, Reached
+from shardwise.graph.guards.values import is_same
 
 
 class MakesState(CaptureError):

@@ -21,7 +21,8 @@ from shardwise.graph.guards.hooks import OF_ALL, hooks_of
 from shardwise.graph.guards.kinds import differs, kind_of
 from shardwise.graph.guards.names import Names
 from shardwise.graph.guards.places import Attributes
-from shardwise.graph.guards.reached import MAX_COMPARED, MAX_ITEMS, VALUES, Found, Reached, is_library, is_same
+from shardwise.graph.guards.reached import MAX_COMPARED, Found, Reached
+from shardwise.graph.guards.values import MAX_ITEMS, VALUES, is_library, is_same
 from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
