@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any
 
 from torch import nn, optim
-from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import noters
 from shardwise.comm.agreement import compared, digest
 from shardwise.errors import CaptureError, CaptureWarning, NoDataError, ShardwiseError
 from shardwise.graph.capture.capture import capture_varying
 from shardwise.graph.captured import Captured
-from shardwise.graph.guards.call import Call
+from shardwise.graph.guards.call import Call, flattened
+from shardwise.graph.guards.groups import gathered_anew, keep_gradients
 from shardwise.graph.guards.guards import FIRST, Guards
 from shardwise.graph.guards.reached import Reached
 from shardwise.graph.guards.side_effects import Before, MakesState
@@ -60,7 +60,7 @@ class Compiled(Captured):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.gave_up or noters:
             return self.function(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = flattened(args, kwargs)
         for guards, run in self.runs:
             if guards.miss(leaves, spec) is None and run.holds(leaves):
                 if self._serves_all(run):
@@ -87,6 +87,8 @@ class Compiled(Captured):
         missed = self._missed(call) or ELSEWHERE
         if call.is_recorded():
             raise NoDataError(_NO_DATA.format(self.name))
+        if keep_gradients(call.reached):
+            return self._as_it_is(call)
         if self._is_first_step(call.reached):
             return call()
         if self.runs and self._is_kept_from(self.runs[0][0]):
@@ -126,7 +128,7 @@ class Compiled(Captured):
         An optimizer makes its state in its first step. So there must have been one, or none of it would be captured; on
         a mesh that only records it is made here.
         """
-        call = Call.of(self.function, args, kwargs, *tree_flatten((args, kwargs)))
+        call = Call.of(self.function, args, kwargs, *flattened(args, kwargs))
         missed = self._missed(call)
         if missed is None:
             return
@@ -153,7 +155,7 @@ class Compiled(Captured):
         """One more program."""
         self._varying.update(*(guards.varying() for guards, _ in self.runs))
         program = self._agreed(call)
-        guards = Guards(call, program, why)
+        guards = Guards(call.with_lookups(), program, why)
         run = self._run_of(program, call)
         self.runs.insert(0, (guards, run))
         self._digests[id(run)] = digest(collectives_of(program))
@@ -186,7 +188,8 @@ class Compiled(Captured):
     def _find(self, call: Call) -> Program:
         before = Before(call.reached)
         try:
-            program = capture_varying(self._varying, call.function, *call.args, **call.kwargs)
+            with call.lookups, gathered_anew(call.reached):
+                program = capture_varying(self._varying, call.function, *call.args, **call.kwargs)
         except BaseException:
             with suppress(CaptureError):
                 before.put_back()
@@ -219,8 +222,8 @@ _NO_DATA = (
     "it, list its comms() or price() it; called without shardwise.compile, its collectives are recorded"
 )
 _KEPT = (
-    "runs as it is while no_sync() keeps gradients: capture all passes of an accumulation as one step, or capture the "
-    "module alone"
+    "runs as it is while no_sync(), or a fully sharded module, keeps gradients: capture all passes of an accumulation "
+    "as one step, or capture the module alone"
 )
 _NO_STATE = (
     "{} steps an optimizer that has not stepped yet, and so has no state to be captured: call it once, then capture"

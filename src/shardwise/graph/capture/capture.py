@@ -65,6 +65,27 @@ def _called(function: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
     return function(*args, **kwargs)
 
 
+@contextmanager
+def _ending_at(leaves: Sequence[Any]) -> Iterator[None]:
+    """A backward pass of the program's own ends at its arguments: what these were computed from, it is no program for,
+    and would be given gradients without data."""
+
+    def refuse(_: Any) -> None:
+        raise CaptureError(
+            "a backward pass of the program would go on to what an argument was computed from, outside of it: hand in "
+            "x.detach().requires_grad_(), or return the loss and go back from that outside"
+        )
+
+    with torch._C.DisableTorchFunction():
+        nodes = [x.grad_fn for leaf in leaves if isinstance(leaf, Tensor) for x in shards_of(leaf)]
+        handles = [node.register_prehook(refuse) for node in nodes if node is not None]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     """What a tensor, or a number, that the program gives is made by: the nodes of its shards."""
@@ -95,7 +116,8 @@ class _Capture:
                 for leaf in self.leaves:
                     if isinstance(leaf, Tensor):
                         self.borrowed.meet(leaf)
-                returned = call()
+                with _ending_at(self.leaves):
+                    returned = call()
                 if not self.borrowed.gradients():
                     self.backward = differentiate(self.recorder, returned)
             self.groups.put_back()

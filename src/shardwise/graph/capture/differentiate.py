@@ -53,17 +53,18 @@ def differentiate(recorder: Recorder, returned: Any) -> Backward | None:
             return None
         recorder.is_backward = True
         tangents = [recorder.tangent(x) for x in results]
-        options = {"allow_unreachable": True, "accumulate_grad": False}
-        keep_graph = True  # runs of the program may be, so what is saved is not written over
-        try:
-            grads = _engine_run_backward(tuple(results), tuple(tangents), keep_graph, False, tuple(leaves), **options)
-        except RuntimeError as error:
-            if "second time" not in str(error):
-                raise
-            recorder.forget_backward()  # the program has made this pass itself
-            return None
-    found = [(x, None if grad is None else recorder.node_of(grad)) for x, grad in zip(leaves, grads, strict=True)]
-    return Backward([recorder.node_of(x) for x in results], ranks, found)
+    options = {"allow_unreachable": True, "accumulate_grad": False}
+    keep_graph = True  # runs of the program may be, so what is saved is not written over
+    try:  # users' hooks compute with DTensors
+        grads = _engine_run_backward(tuple(results), tuple(tangents), keep_graph, False, tuple(leaves), **options)
+    except RuntimeError as error:
+        if "second time" not in str(error):
+            raise
+        recorder.forget_backward()  # the program has made this pass itself
+        return None
+    with _disabled():
+        found = [(x, None if grad is None else recorder.node_of(grad)) for x, grad in zip(leaves, grads, strict=True)]
+        return Backward([recorder.node_of(x) for x in results], ranks, found)
 
 
 def terms_of(

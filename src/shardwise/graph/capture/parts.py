@@ -196,7 +196,12 @@ class Split:
         """Whether shards of different ranks meet in collectives only. What belongs to no rank is done by each, so it
         must do no more than to compute."""
         for node in self.graph.nodes:
-            if node.op != "call_function" or node in self.on_host or isinstance(node.target, Collective):
+            if node.op != "call_function" or node in self.on_host:
+                continue
+            if isinstance(node.target, Collective):
+                brought: Any = node.args[0]
+                if not all(self.ranks.get(one) in (rank, None) for rank, one in enumerate(brought)):
+                    return False  # a rank brings what another has, as the simulator lets it
                 continue
             if self.count == 1:
                 self.ranks[node] = 0

@@ -11,11 +11,23 @@ from torch import Tensor
 from shardwise.comm import shards_of
 from shardwise.dispatch.modes import is_strict, limits, replicates_implicitly
 from shardwise.graph.capture.optimizers import are_floats
+from shardwise.graph.draft.storages import overwritten
 from shardwise.graph.guards.call import Call
-from shardwise.graph.guards.kinds import changed, differs, kind_of
+from shardwise.graph.guards.kinds import changed
 from shardwise.graph.guards.names import Names
-from shardwise.graph.guards.reached import VALUES, Found, Reached, Sized, is_library, is_same, is_value
-from shardwise.graph.guards.unchanged import Forwards, Hooks, Identities, States, Structure, TensorFacts, unchanged
+from shardwise.graph.guards.reached import Found, Reached, Sized
+from shardwise.graph.guards.unchanged import (
+    Contents,
+    Histories,
+    Hooks,
+    Identities,
+    Kinds,
+    States,
+    Structure,
+    TensorFacts,
+    unchanged,
+)
+from shardwise.graph.guards.values import is_library, is_same, is_value
 from shardwise.graph.program import FromArgument, FromGradient, FromObject, Place, Program
 from shardwise.layout import Layout
 from shardwise.redistribute import is_keeping
@@ -25,6 +37,7 @@ FIRST = "the first call"
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+_stride = torch._C.TensorBase.stride
 
 
 OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
@@ -52,11 +65,11 @@ MODES = (
 
 def modes() -> tuple[Any, ...]:
     """Settings of torch's, and of ours, under which a program is captured."""
-    devices = ("cpu", "cuda")
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        *((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices),
+        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
@@ -73,10 +86,9 @@ class Guards:
     def __init__(self, call: Call, program: Program, why: str) -> None:
         leaves, reached = call.leaves, call.reached
         self.spec, self.modes, self.why = call.spec, modes(), why
+        self.asked = call.lookups.names
         self.names = Names(program, reached, call.names)
-        with _disabled():
-            self.kinds = [kind_of(leaf) for leaf in leaves]
-        self._held = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *VALUES))]  # so that ids stay theirs
+        self.kinds, self.contents = Kinds(leaves, reached.marks), Contents(reached)
         objects = {
             id(tensor)
             for part in (program.host, *program.ranks)
@@ -96,12 +108,15 @@ class Guards:
         self.optimizers = list(reached.optimizers.values())
         self.given = program.given
         self.makes_gradients = program.differentiable is None and bool(program.gradients)
-        self.grads = _grads(program)
-        self.identities = Identities(leaves, reached)
+        self.grads = _grads(program, leaves)
+        matter = self.makes_gradients or not reached.read.isdisjoint({"is_leaf", "grad_fn"})
+        self.histories = Histories(leaves if matter else ())
+        self.identities = Identities(leaves, reached, is_written=_is_argument_written(program))
         self.structure = Structure(reached)
-        self.hooks, self.forwards = Hooks(reached), Forwards(reached)
-        self.facts = TensorFacts([x for x in self.found if isinstance(x.value, Tensor)])
+        self.hooks = Hooks(reached)
         self.lengths = [*reached.lengths, *_group_lengths(reached)]
+        self.absent = [*_without_forward(reached), *reached.absent]
+        self.facts = TensorFacts([x for x in self.found if isinstance(x.value, Tensor)])
         self._others = [*reached.others, *_groups(reached)]
         self.functions = [x for x in reached.others if callable(x.value) and is_library(x.value)]
         in_modules = {id(kept) for module in reached.modules.values() for kept in (module._parameters, module._buffers)}
@@ -111,34 +126,34 @@ class Guards:
             [*(x.slot for x in slots), *training],
             [*(x.value for x in slots), *(was for *_, was in self.training)],
             [(x.kept, x.length) for x in self.lengths],
+            [x.slot for x in self.absent],
         )
 
     def layout_at(self, place: Place) -> Layout | None:
         """The layout of a tensor that the program is given, if it is a DTensor."""
         layout: Layout | None = (
-            place.owner.__dict__.get("_layout") if isinstance(place, FromObject) else self.kinds[place.leaf][1]
+            place.owner.__dict__.get("_layout") if isinstance(place, FromObject) else self.kinds.of[place.leaf][1]
         )
         return layout
 
     def miss(self, leaves: Sequence[Any], spec: Any) -> str | None:
         """What has changed; None if nothing has."""
-        if spec != self.spec:
+        if spec is not self.spec and spec != self.spec:
             return "the arguments are nested otherwise"
         if self.makes_gradients and is_keeping():
             return "no_sync() keeps gradients"
         if (now := modes()) != self.modes:
             return next(changed(*both) for both in zip(MODES, self.modes, now, strict=True) if both[1] != both[2])
         with _disabled():
-            for number, (leaf, kind) in enumerate(zip(leaves, self.kinds)):
-                if (now_kind := kind_of(leaf)) != kind:
-                    return f"{self.names.leaf(number)}: {differs(kind, now_kind, leaf)}"
             return (
-                self._restored()
+                self.kinds.miss(leaves, self.names)
+                or self._restored()
                 or self._moved()
+                or self.contents.miss()
+                or self.histories.miss(leaves, self.names)
                 or self.identities.miss(leaves, self.names)
                 or self.facts.miss()
                 or self.hooks.miss()
-                or self.forwards.miss()
                 or self._other_gradients(leaves)
             )
 
@@ -152,9 +167,12 @@ class Guards:
         return None
 
     def _other_gradients(self, leaves: Sequence[Any]) -> str | None:
-        for of, read, was_none in self.grads:
-            if (read(leaves) is None) != was_none:
+        for of, read, was_none, kind in self.grads:
+            now = read(leaves)
+            if (now is None) != was_none:
                 return f"{self.names.of(FromGradient(of))} {'is there already' if was_none else 'is None'}"
+            if now is not None and kind != _grad_kind(now):
+                return f"{self.names.of(FromGradient(of))} is of another dtype, or has other strides"
         return None
 
     def varying(self) -> set[str]:
@@ -179,6 +197,7 @@ class Guards:
             next((said for x in (*self.found, *self.plain, *self._others) if (said := _difference(x))), None)
             or self.structure.miss()
             or next((f"{x.name} is longer or shorter" for x in self.lengths if len(x.kept) != x.length), None)
+            or next((f"{x.name} is new" for x in self.absent if x.slot[1] in x.slot[0]), None)
         )
 
 
@@ -207,6 +226,13 @@ def _groups(reached: Reached) -> Iterator[Found]:
                     yield Found((group, own), value, f"{here}[{own!r}]")
 
 
+def _without_forward(reached: Reached) -> Iterator[Found]:
+    """Where modules of libraries might get a `forward` of their own."""
+    for key, module in reached.modules.items():
+        if is_library(module) and "forward" not in module.__dict__:
+            yield Found((module.__dict__, "forward"), None, f"{reached.names[key]}.forward".lstrip("."))
+
+
 def _group_lengths(reached: Reached) -> Iterator[Sized]:
     for key, optimizer in reached.optimizers.items():
         name = f"{reached.names[key]}.param_groups"
@@ -225,9 +251,27 @@ def _group_values(program: Program, reached: Reached) -> Iterator[Found]:
                     yield Found((group, name), value, f"{reached.names[key]}.param_groups[{index}][{name!r}]")
 
 
-def _grads(program: Program) -> list[tuple[Place, Callable[[Sequence[Any]], Any], bool]]:
-    """Leaves whose gradient when the program begins matters to it, and whether they had none."""
-    return [(of, _grad_reader(of), was_none) for of, was_none in program.entry_gradients]
+def _grads(program: Program, leaves: Sequence[Any]) -> list[tuple[Place, Callable[[Sequence[Any]], Any], bool, Any]]:
+    """Leaves whose gradient when the program begins matters to it: whether they had none, or of which kind it was."""
+    readers = [(of, _grad_reader(of), was_none) for of, was_none in program.entry_gradients]
+    with _disabled():
+        return [(of, read, none, None if none else _grad_kind(read(leaves))) for of, read, none in readers]
+
+
+def _grad_kind(grad: Any) -> Any:
+    return None if grad is None else (grad.dtype, _stride(grad))
+
+
+def _is_argument_written(program: Program) -> bool:
+    """Whether a program may write to one of its arguments."""
+    for part in program.ranks:
+        inputs = dict(zip(part.graph.find_nodes(op="placeholder"), part.sources, strict=True))
+        for base in [written for node in part.graph.nodes for written in overwritten(node)]:
+            while base.op != "placeholder" and base.all_input_nodes:
+                base = base.all_input_nodes[0]
+            if isinstance(inputs.get(base), FromArgument):
+                return True
+    return False
 
 
 def _grad_reader(of: Place) -> Callable[[Sequence[Any]], Any]:

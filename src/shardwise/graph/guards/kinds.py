@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import shards_of
-from shardwise.graph.guards.reached import VALUES
+from shardwise.graph.guards.values import VALUES
 from shardwise.words import short_dtype
 
 _stride = torch._C.TensorBase.stride
@@ -21,9 +21,10 @@ def kind_of(leaf: Any) -> Any:
         layout = leaf.__dict__.get("_layout")
         shards = shards_of(leaf)
         own = tuple([(_size(x), _stride(x)) for x in shards])
-        return leaf.__class__, layout and layout.unreduced, own, leaf.dtype, leaf.device, leaf.requires_grad
+        bits = leaf.is_conj(), leaf.is_neg()
+        return leaf.__class__, layout and layout.unreduced, own, leaf.dtype, leaf.device, leaf.requires_grad, bits
     if isinstance(leaf, VALUES):
-        return leaf.__class__, leaf
+        return leaf.__class__, "-0.0" if repr(leaf) == "-0.0" else leaf  # which is equal to 0.0
     return id(leaf)
 
 
@@ -39,7 +40,7 @@ def differs(before: Any, now: Any, leaf: Any) -> str:
         return f"another {type(leaf).__name__}" if same else f"{said(before)} is now {said(now)}"
     if said(before) != said(now):
         return f"{said(before)} is now {said(now)}"
-    facts = ("class", "mesh", "strides", "dtype", "device", "requires_grad")
+    facts = ("class", "mesh", "strides", "dtype", "device", "requires_grad", "lazy bits")
     which = next(at for at, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
     if which in (1, 2):
         return f"{said(now)} on another mesh" if which == 1 else f"{said(now)} with other strides"

@@ -10,46 +10,51 @@ from __future__ import annotations
 import argparse
 import enum
 import functools
-import inspect
 import io
 import random
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, EllipsisType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn, optim
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from shardwise.graph.guards.code import globals_of, imported_by, names_in, read_by, read_by_class
 from shardwise.graph.guards.hooks import given_to, hooks_of
+from shardwise.graph.guards.places import Asked, Attributes, Cell, contents_of, environment, is_asked, slots_of
+from shardwise.graph.guards.values import MAX_ITEMS, OURS, VALUES, is_library, is_value
 
 Slot = tuple[Any, Any]
 """A dict, or a list, and a key of it."""
 
-PLAIN = (bool, int, float, str, type(None))
-"""Types of values that a program is captured for."""
-
-VALUES = (*PLAIN, complex, bytes, enum.Enum, slice, range, EllipsisType, torch.dtype, torch.device, torch.layout)
-"""Types of values that count by what they are, not by which object they are."""
-
 CONTAINERS = (list, tuple, deque, Mapping, set, frozenset)
 
-MAX_ITEMS = 256
-"""Of longer lists and dicts only the lengths count: they hold data."""
+MAX_COMPARED = 1 << 16
+"""Of still longer ones only the lengths count: they hold data."""
 
-ALWAYS = frozenset({"forward", "backward", "setup_context", "__call__"})
-"""Methods that run though no code names them."""
+_MAKE = frozenset({"__init__", "__new__", "__post_init__"})
+_NOT_RUN = _MAKE.union(
+    *({"__init_subclass__", "__set_name__", "__del__", "__repr__", "__str__", "__hash__"},),
+    *({"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__"},),
+)
+
+
+def runs_unnamed(key: str, *, is_made: bool = False) -> bool:
+    """Whether a method of a class runs though no code names it; `is_made`: objects of the class may be made, too."""
+    if key.startswith("__") and key.endswith("__"):
+        return key not in _NOT_RUN or (is_made and key in _MAKE)
+    return key in ("forward", "backward", "setup_context")
+
 
 NAMESPACES = (SimpleNamespace, argparse.Namespace)
 """Objects of libraries that hold what users put there."""
 
-_OURS = frozenset({"torch", "shardwise", "numpy", "builtins", "_thread"})
-"""Libraries whose objects are known not to be settings."""
-
 _KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
+_KEPT_BY_OPTIMIZERS = frozenset({"defaults", "state", "param_groups", "step"})
+
+_ALL_ATTRIBUTES = frozenset({"vars", "__dict__"})
+"""Who names one of these may read attributes whose names stand nowhere."""
 
 
 class Found(NamedTuple):
@@ -67,15 +72,6 @@ class Sized(NamedTuple):
     kept: Any
     length: int
     name: str
-
-
-def is_value(x: Any) -> bool:
-    return isinstance(x, VALUES) or (isinstance(x, tuple) and len(x) <= MAX_ITEMS and all(map(is_value, x)))
-
-
-def is_same(before: Any, now: Any) -> bool:
-    """Whether two things do the same in a program: equal values of one type, or else the same object."""
-    return before is now or (is_value(before) and type(before) is type(now) and repr(before) == repr(now))
 
 
 @dataclass
@@ -103,23 +99,58 @@ class Reached:
     """Streams of random numbers that are not torch's."""
     codes: list[CodeType] = field(default_factory=list)
     """Of the functions that are the user's."""
+    absent: list[Found] = field(default_factory=list)
+    """What is looked for where it is not: globals, of which Python has some of its own, and attributes."""
+    marks: list[Found] = field(default_factory=list)
+    """Attributes of tensors that are arguments: the slots are their numbers and names."""
     _seen: set[Any] = field(default_factory=set)
     _kept: list[Any] = field(default_factory=list)
     """So that ids that were seen stay theirs."""
 
     @staticmethod
-    def by(function: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str] | None = None) -> Reached:
-        """What a function reaches that is called with such leaves, which have such names."""
-        read: frozenset[str] = frozenset()
+    def by(
+        function: Callable[..., Any],
+        leaves: Sequence[Any],
+        names: Sequence[str] | None = None,
+        also: Collection[str] = (),
+    ) -> Reached:
+        """What a function reaches that is called with such leaves, which have such names; attributes of some names
+        count `also`."""
+        read = frozenset(also)
         while True:
             found = Reached(read)
             for number, leaf in enumerate(leaves):
-                found._object(leaf, f"argument {number}" if names is None else names[number])
+                name = f"argument {number}" if names is None else names[number]
+                found._argument(leaf, number, name) if isinstance(leaf, Tensor) else found._object(leaf, name)
             found._function(function)
-            now = read.union(*map(_named, found.codes), *map(_named_by_class, map(type, found.modules.values())))
+            now = read.union(*map(read_by, found.codes))
+            classes: set[type] = {x.__class__ for x in found.modules.values()}
+            now = now.union(*(read_by_class(one) - _ALL_ATTRIBUTES for one in classes))
             if now == read:
+                if read & {"environ", "getenv"}:
+                    found._slot((environment(), 0), "os.environ")
                 return found
             read = now
+
+    def lacks(self, absent: Sequence[tuple[Any, str]]) -> None:
+        """That the function has looked for attributes of objects that do not have these themselves."""
+        for x, name in absent:
+            self._are_absent(x.__dict__, [name], self.names.get(id(x), type(x).__name__))
+
+    def knows(self, x: Any) -> bool:
+        """Whether an object is reached, and its attributes count."""
+        return (id(x),) in self._seen and not isinstance(x, (type, ModuleType))
+
+    def _counts(self, key: str) -> bool:
+        """Whether code may read an attribute."""
+        return key in self.read or not _ALL_ATTRIBUTES.isdisjoint(self.read)
+
+    def _argument(self, x: Tensor, number: int, name: str) -> None:
+        self.marks += [Found((number, key), x.__dict__[key], _joined(name, key)) for key in self._marks(x)]
+
+    def _marks(self, x: Tensor) -> list[str]:
+        """The user's attributes of a tensor."""
+        return [key for key in x.__dict__ if not key.startswith("_") and self._counts(key)]
 
     def _function(self, function: Any) -> None:
         if isinstance(function, functools.partial):
@@ -135,24 +166,36 @@ class Reached:
         elif isinstance(function, FunctionType):
             if self._is_new(function) and not is_library(function):
                 self._code(function)
-        elif hasattr(function, "__wrapped__"):  # cached, or captured by itself
-            self._function(function.__wrapped__)
+        elif (wrapped := _wrapped(function)) is not None:  # cached, or captured by itself
+            self._function(wrapped)
         else:
             self._object(function, "")
 
     def _code(self, function: FunctionType) -> None:
-        self.codes.append(function.__code__)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        code = function.__code__
+        self.codes.append(code)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._slot((Cell(cell), 0), name)
-        for name in dict.fromkeys(_names(function.__code__)):
+        for name in dict.fromkeys((*names_in(code), *sorted(globals_of(code)))):
             if name in function.__globals__:
                 self._slot((function.__globals__, name), name)
+        self._are_absent(function.__globals__, globals_of(code) - set(function.__globals__), "")
+        for module in imported_by(function):
+            self._object(module, module.__name__)
         defaults = function.__defaults__ or ()
-        first = function.__code__.co_argcount - len(defaults)
+        first = code.co_argcount - len(defaults)
         for number in range(len(defaults)):
-            self._slot((defaults, number), function.__code__.co_varnames[first + number])
+            self._slot((defaults, number), code.co_varnames[first + number])
         for name in function.__kwdefaults__ or ():
             self._slot((function.__kwdefaults__, name), name)
+        for part in ("__code__", "__defaults__", "__kwdefaults__"):  # as whoever loads code anew sets them
+            self.others.append(Found((Attributes(function), part), getattr(function, part), function.__qualname__))
+        self._attributes(function.__dict__, function.__qualname__)
+
+    def _are_absent(self, kept: dict[str, Any], names: Collection[str], where: str) -> None:
+        for name in sorted(names):
+            if self._is_new(kept, name):
+                self.absent.append(Found((kept, name), None, _joined(where, name)))
 
     def _slot(self, slot: Slot, name: str) -> None:
         try:
@@ -163,16 +206,16 @@ class Reached:
             return
         if is_value(value):
             self.values.append(Found(slot, value, name))
+            if isinstance(value, enum.Enum):
+                self._object(value, name)
         elif isinstance(value, (nn.Module, optim.Optimizer, Tensor)):
             self.objects.append(Found(slot, value, name))
             self._object(value, name)
             self._hooks(value)
-        elif isinstance(value, CONTAINERS) or callable(value) or not is_library(value):
+        else:
             self.others.append(Found(slot, value, name))
             is_called = callable(value) and not isinstance(value, type) and not is_library(value)
-            self._function(value) if is_called else self._object(value, name)
-        else:
-            self._object(value, name)
+            self._function(value) if is_called and not isinstance(value, CONTAINERS) else self._object(value, name)
 
     def _hooks(self, x: Any) -> None:
         for hooks in hooks_of(x):
@@ -197,34 +240,68 @@ class Reached:
         return True
 
     def _object(self, value: Any, name: str) -> None:
-        if isinstance(value, (Tensor, *VALUES)) or not self._is_new(value):
+        if not self._is_new(value):
             return
-        if isinstance(value, Iterator) and is_library(value) and not isinstance(value, io.IOBase):
+        if isinstance(value, enum.Enum) and not is_library(value):
+            self._attributes(value.__dict__, name)
+        elif isinstance(value, VALUES):
+            return
+        elif isinstance(value, Tensor):
+            for key in self._marks(value):
+                self._slot((value.__dict__, key), _joined(name, key))
+        elif isinstance(value, Iterator) and is_library(value) and not isinstance(value, io.IOBase):
             self.iterators.append(name)
         elif hasattr(type(value), "bit_generator") or isinstance(value, random.Random):
             self.streams.append((value, name))
         elif isinstance(value, nn.Module):
             self._module(value, name)
         elif isinstance(value, optim.Optimizer):
-            self.optimizers[id(value)] = value
-            self.names[id(value)] = name
+            self._optimizer(value, name)
         elif isinstance(value, CONTAINERS):
             self._container(value, name)
-        elif isinstance(value, (FunctionType, MethodType, functools.partial)) or hasattr(value, "__wrapped__"):
+            if not is_library(type(value)):
+                self._instance(value, name)
+        elif isinstance(value, (FunctionType, MethodType, functools.partial)) or _wrapped(value) is not None:
             self._function(value)
-        elif isinstance(value, (type, ModuleType)):
+        elif isinstance(value, type):
             if not is_library(value):
-                self._attributes(value.__dict__, self.read | ALWAYS, name)
+                self._class(value, name, is_made=True)
+        elif isinstance(value, ModuleType):
+            if not is_library(value):
+                self._attributes(value.__dict__, name)
+        elif is_asked(value):
+            self._slot((Asked(value), 0), name)
+        elif (contents := contents_of(value)) is not None:
+            self._slot((contents, 0), name)
         elif isinstance(value, NAMESPACES) or not is_library(value):
-            if hasattr(value, "__dict__"):
-                self._holder(value, name)
-                self._attributes(value.__dict__, self.read, name)
-            self._class(type(value), name)
-            for key in (key for cls in type(value).__mro__ for key in _slots_of(cls) if key in self.read):
-                if hasattr(value, key):
-                    self._slot((Attributes(value), key), _joined(name, key))
-        elif not is_library(value, _OURS):
+            self._instance(value, name)
+        elif not is_library(value, OURS):
             self._settings(getattr(value, "__dict__", {}), name)
+
+    def _instance(self, value: Any, name: str) -> None:
+        """An object of a class of the user's."""
+        self._is_of_class(value, name)
+        if hasattr(value, "__dict__"):
+            self._holder(value, name)
+            self._attributes(value.__dict__, name)
+        self._class(type(value), name)
+        for key in (key for cls in type(value).__mro__ for key in slots_of(cls) if self._counts(key)):
+            if hasattr(value, key):
+                self._slot((Attributes(value), key), _joined(name, key))
+
+    def _is_of_class(self, value: Any, name: str) -> None:
+        self.others.append(Found((Attributes(value), "__class__"), type(value), f"the class of {name}"))
+
+    def _optimizer(self, optimizer: optim.Optimizer, name: str) -> None:
+        self.optimizers[id(optimizer)] = optimizer
+        self.names[id(optimizer)] = name
+        if "step" in optimizer.__dict__:
+            self._slot((optimizer.__dict__, "step"), _joined(name, "step"))
+        self._are_absent(optimizer.__dict__, {"step"} - set(optimizer.__dict__), name)
+        if not is_library(optimizer):
+            self._holder(optimizer, name)
+            self._class(type(optimizer), name)
+            self._attributes(optimizer.__dict__, name, but=_KEPT_BY_OPTIMIZERS)
 
     def _holder(self, value: Any, name: str, *, is_sized: bool = True) -> None:
         """Something that may get more attributes than it has."""
@@ -233,17 +310,20 @@ class Reached:
             self.lengths.append(Sized(value.__dict__, len(value.__dict__), name))
 
     def _settings(self, kept: Mapping[str, Any], name: str) -> None:
-        """Of objects of libraries only plain attributes count."""
-        for key in [key for key in kept if key in self.read and key not in _KEPT_BY_TORCH and is_value(kept[key])]:
-            self._slot((kept, key), _joined(name, key))
+        """Of objects of libraries only plain attributes count, and functions, which are not looked into."""
+        for key in [key for key in kept if key in self.read and key not in _KEPT_BY_TORCH]:
+            if is_value(kept[key]):
+                self._slot((kept, key), _joined(name, key))
+            elif callable(kept[key]) and is_library(kept[key]) and self._is_new(kept, key):
+                self.others.append(Found((kept, key), kept[key], _joined(name, key)))
 
     def _container(self, value: Any, name: str) -> None:
         if isinstance(value, (list, deque, Mapping, set)):
             self.lengths.append(Sized(value, len(value), name))
         if len(value) > MAX_ITEMS:
             return
-        if isinstance(value, set):
-            self._slot((Members(value), 0), name)
+        if (contents := contents_of(value)) is not None:
+            self._slot((contents, 0), name)
             return
         if isinstance(value, frozenset):
             for item in value:
@@ -252,22 +332,27 @@ class Reached:
         for key in list(value) if isinstance(value, Mapping) else range(len(value)):
             self._slot((value, key), f"{name}[{'…' if isinstance(key, Tensor) else repr(key)}]")
 
-    def _attributes(self, kept: Mapping[str, Any], which: frozenset[str], name: str) -> None:
-        for key in [key for key in kept if key in which]:
+    def _attributes(self, kept: Mapping[str, Any], name: str, *, but: Collection[str] = ()) -> None:
+        for key in [key for key in kept if self._counts(key) and key not in but]:
             self._slot((kept, key), _joined(name, key))
-            self._method(kept[key])
+
+    def _class(self, cls: type, name: str, *, is_made: bool = False) -> None:
+        """What objects find in their class. It may get what hides what another has, which it has been given by."""
+        for one in cls.__mro__:
+            if is_library(one) or not self._is_new(one, f"class {is_made}"):
+                continue
+            kept = one.__dict__
+            self.lengths.append(Sized(kept, len(kept), one.__qualname__))
+            for key, value in [*kept.items()]:
+                if self._counts(key) or (runs_unnamed(key, is_made=is_made) and _is_code(value)):
+                    self._slot((kept, key), _joined(name, key))
+                    self._method(value)
 
     def _method(self, value: Any) -> None:
         if isinstance(value, property):
             self._function(value.fget)
         elif isinstance(value, (staticmethod, classmethod)):
             self._function(value.__func__)
-
-    def _class(self, cls: type, name: str) -> None:
-        """What objects find in their class."""
-        for one in cls.__mro__:
-            if not is_library(one) and self._is_new(one, "class"):
-                self._attributes(one.__dict__, self.read | ALWAYS, name)
 
     def _module(self, module: nn.Module, name: str) -> None:
         for path, inner in module.named_modules():
@@ -279,7 +364,8 @@ class Reached:
             for kept in (inner._parameters, inner._buffers):
                 tensors = [(key, value) for key, value in kept.items() if value is not None]
                 self.objects += [Found((kept, key), value, _joined(here, key)) for key, value in tensors]
-                for _, value in tensors:
+                for key, value in tensors:
+                    self._object(value, _joined(here, key))
                     self._hooks(value)
             self._hooks(inner)
             self._holder(inner, here or type(inner).__name__, is_sized=not is_library(inner))
@@ -288,139 +374,24 @@ class Reached:
                 if "forward" in inner.__dict__:
                     self._slot((inner.__dict__, "forward"), _joined(here, "forward"))
                 continue
+            self._is_of_class(inner, here or type(inner).__name__)
             self._class(type(inner), here)
-            for key in [key for key in inner.__dict__ if key in self.read | ALWAYS and key not in _KEPT_BY_TORCH]:
-                self._slot((inner.__dict__, key), _joined(here, key))
-
-
-def leaf_names(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> list[str]:
-    """What a function calls the leaves of its arguments: `batch['tokens']`, or `args[0]` where it has no name for one.
-
-    >>> leaf_names(lambda model, batch: None, (None, {"tokens": 1}), {})
-    ['model', "batch['tokens']"]
-    """
-    bound: Any = getattr(function, "__self__", None)
-    function = (
-        bound.forward if isinstance(bound, nn.Module) else function
-    )  # a module is called by a function of torch's
-    named = [name for name, _ in zip(_positional(function), args)]
-    roots = [*named, *(f"args[{number}]" for number in range(len(named), len(args)))]
-    found = []
-    for number, root in enumerate(roots):
-        found += [f"{root}{keystr(path)}" for path, _ in tree_flatten_with_path(args[number])[0]]
-    for key, value in kwargs.items():
-        found += [f"{key}{keystr(path)}" for path, _ in tree_flatten_with_path(value)[0]]
-    return found
-
-
-def _positional(function: Callable[..., Any]) -> list[str]:
-    """The names of the parameters of a function that may be given by position."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C++
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+            for key in [key for key in inner.__dict__ if self._counts(key) or runs_unnamed(key)]:
+                if key not in _KEPT_BY_TORCH:
+                    self._slot((inner.__dict__, key), _joined(here, key))
 
 
 def _joined(*names: str) -> str:
     return ".".join(filter(None, names))
 
 
-class Cell:
-    """A variable of a closure, as a dict of one."""
-
-    __slots__ = ("cell",)
-
-    def __init__(self, cell: Any) -> None:
-        self.cell = cell
-
-    def __getitem__(self, _: Any) -> Any:
-        return self.cell.cell_contents
-
-    def __setitem__(self, _: Any, value: Any) -> None:
-        self.cell.cell_contents = value
+def _wrapped(x: Any) -> Any:
+    """The function that another is made of."""
+    try:
+        return x.__wrapped__
+    except Exception:  # which an object of the user's may raise
+        return None
 
 
-class Members:
-    """What is in a set, as a dict of one: the same object as long as it is the same."""
-
-    __slots__ = ("before", "of")
-
-    def __init__(self, of: set[Any]) -> None:
-        self.of, self.before = of, frozenset(of)
-
-    def __getitem__(self, _: Any) -> frozenset[Any]:
-        return self.before if self.of == self.before else frozenset(self.of)
-
-
-class Attributes:
-    """Attributes of an object that has no dict, as one."""
-
-    __slots__ = ("of",)
-
-    def __init__(self, of: Any) -> None:
-        self.of = of
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self.of, name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self.of, name, value)
-
-
-def _slots_of(cls: type) -> Sequence[str]:
-    slots = cls.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-@functools.lru_cache(maxsize=4096)
-def _named(code: CodeType) -> frozenset[str]:
-    """Names of all attributes that code may read, those that it has as strings with them."""
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= _named(constant)
-        found.update(x for x in (constant if isinstance(constant, tuple) else (constant,)) if isinstance(x, str))
-    return frozenset(found)
-
-
-@functools.lru_cache(maxsize=1024)
-def _named_by_class(cls: type) -> frozenset[str]:
-    """Names of attributes that a module's forward may read, and whatever methods it calls."""
-    found: frozenset[str] = frozenset()
-    waiting = ["forward"]
-    seen = set(waiting)
-    while waiting:
-        name = waiting.pop()
-        for one in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-            function = one.__dict__.get(name)
-            function = function.fget if isinstance(function, property) else getattr(function, "__func__", function)
-            if isinstance(function, FunctionType):
-                named = _named(function.__code__)
-                found |= named
-                waiting += named - seen
-                seen |= named
-    return found
-
-
-def is_library(value: Any, known: frozenset[str] = frozenset()) -> bool:
-    """Whether this is code, or an object of a class, that is not the user's; or of a `known` one."""
-    module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    root = (module or type(value).__module__ or "").partition(".")[0]
-    return root in known if known else _is_library_name(root)
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_library_name(root: str) -> bool:
-    if root in _OURS or (root in sys.stdlib_module_names and root != "__main__"):
-        return True
-    where = getattr(sys.modules.get(root), "__file__", None) or ""
-    return "site-packages" in where or "dist-packages" in where
+def _is_code(x: Any) -> bool:
+    return isinstance(x, (FunctionType, property, staticmethod, classmethod, functools.cached_property))

@@ -11,7 +11,10 @@ from copy import copy
 from typing import Any
 
 from shardwise.errors import CaptureError
-from shardwise.graph.guards.reached import Attributes, Cell, Found, Reached, is_same
+from shardwise.graph.guards.groups import of_groups
+from shardwise.graph.guards.places import Attributes, Cell
+from shardwise.graph.guards.reached import Found, Reached
+from shardwise.graph.guards.values import is_same
 
 
 class MakesState(CaptureError):
@@ -34,6 +37,7 @@ class Before:
             for module, name in modules
             for kept in (module._modules, module._parameters, module._buffers)
         ]
+        self._holders += [(kept, dict(kept), name) for kept, name in of_groups(reached)]
         self._slots = [x for x in (*reached.values, *reached.others, *reached.objects) if _is_settable(x)]
         self._containers = [(x.kept, copy(x.kept), x.name) for x in reached.lengths if _is_plain(x.kept)]
         self._streams = [(stream, _state_of(stream), name) for stream, name in (*_global_streams(), *reached.streams)]
@@ -72,7 +76,8 @@ class Before:
         for kept, attributes, name in self._holders:
             for key in _differing(kept, attributes):
                 _set(kept, attributes, key)
-                yield f"{name}.{key}" if name else key
+                said = key if isinstance(key, str) else "gradients that are kept"
+                yield f"{name}.{said}" if name else said
 
 
 def _global_streams() -> Iterator[tuple[Any, str]]:

@@ -3,18 +3,26 @@ some 700 places that may change, and they are looked at before every step."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.comm import shards_of
 from shardwise.dispatch.refits import refits
+from shardwise.graph.guards.groups import of_groups
 from shardwise.graph.guards.hooks import OF_ALL, hooks_of
 from shardwise.graph.guards.kinds import differs, kind_of
-from shardwise.graph.guards.reached import Found, Reached, is_library
+from shardwise.graph.guards.names import Names
+from shardwise.graph.guards.places import Attributes
+from shardwise.graph.guards.reached import MAX_COMPARED, Found, Reached
+from shardwise.graph.guards.values import MAX_ITEMS, VALUES, is_library, is_same
 from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -22,14 +30,18 @@ _push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_functi
 
 
 def unchanged(
-    slots: Sequence[tuple[Any, Any]], values: Sequence[Any], lengths: Sequence[tuple[Any, int]] = ()
+    slots: Sequence[tuple[Any, Any]],
+    values: Sequence[Any],
+    lengths: Sequence[tuple[Any, int]] = (),
+    absent: Sequence[tuple[Any, Any]] = (),
 ) -> Callable[[], bool]:
-    """A function that says whether every `container[key]` is still the very object that it was, and every list as long:
-    one generated expression, which the interpreter specialises. A place that is gone raises what it raises.
+    """A function that says whether every `container[key]` is still the very object that it was, every list as long, and
+    whether what was absent still is: one generated expression, which the interpreter specialises. A place that is gone
+    raises what it raises.
 
     >>> x, kept = [1], {"x": None}
     >>> kept["x"] = x
-    >>> look = unchanged([(kept, "x")], [x], [(x, 1)])
+    >>> look = unchanged([(kept, "x")], [x], [(x, 1)], [(kept, "y")])
     >>> look()
     True
     >>> x.append(2)
@@ -37,18 +49,21 @@ def unchanged(
     False
     """
     names: dict[int, str] = {}
-    namespace: dict[str, Any] = {"len": len}
+    namespace: dict[str, Any] = {"len": len, "type": type}
 
     def name_of(x: Any) -> str:
         name = names.setdefault(id(x), f"x{len(names)}")
         namespace[name] = x
         return name
 
-    terms = [
-        f"{name_of(container)}[{name_of(key)}] is {name_of(value)}"
-        for (container, key), value in zip(slots, values, strict=True)
-    ]
+    def now(container: Any, key: Any) -> str:
+        if isinstance(container, Attributes):
+            return f"type({name_of(container.of)})" if key == "__class__" else f"{name_of(container.of)}.{key}"
+        return f"{name_of(container)}[{name_of(key)}]"
+
+    terms = [f"{now(*slot)} is {name_of(value)}" for slot, value in zip(slots, values, strict=True)]
     terms += [f"len({name_of(kept)}) == {length}" for kept, length in lengths]
+    terms += [f"{name_of(key)} not in {name_of(container)}" for container, key in absent]
     if not terms:
         return lambda: True
     locals_ = ", ".join(f"{name}={name}" for name in namespace)
@@ -67,8 +82,8 @@ class _ByIdentity(TorchFunctionMode):
 _by_identity = _ByIdentity()
 
 
-def _equal(dicts: Sequence[dict], kept: Sequence[dict]) -> bool:
-    """Whether dicts hold the same modules and tensors: C compares them, by identity first."""
+def _equal(dicts: Sequence[Any], kept: Sequence[Any]) -> bool:
+    """Whether dicts and lists hold the same modules and tensors: C compares them, by identity first."""
     _push(_by_identity)
     try:
         return dicts == kept
@@ -77,7 +92,8 @@ def _equal(dicts: Sequence[dict], kept: Sequence[dict]) -> bool:
 
 
 class Structure:
-    """Which parameters, buffers and inner modules modules have. Of torch's modules those that have none get none."""
+    """Which parameters, buffers and inner modules modules have, and how they are fully sharded. What torch's modules
+    have none of, they get none of."""
 
     def __init__(self, reached: Reached) -> None:
         found = [
@@ -86,16 +102,22 @@ class Structure:
             for kept in (module._modules, module._parameters, module._buffers)
             if kept or not is_library(module)
         ]
-        self.now: list[dict] = [kept for kept, _ in found]
+        found += [(kept, f"{name}: ") for kept, name in of_groups(reached)]
+        some = [(kept, name) for kept, name in found if kept]
+        self.now: list[dict] = [kept for kept, _ in some]
         self.before = [dict(kept) for kept in self.now]
-        self.names = [name for _, name in found]
+        self.empty = [kept for kept, _ in found if not kept]
+        self.names = [*(name for _, name in some), *(name for kept, name in found if not kept)]
 
     def is_unchanged(self) -> bool:
-        return _equal(self.now, self.before)
+        return not any(self.empty) and _equal(self.now, self.before)
 
     def miss(self) -> str | None:
-        for now, before, name in zip(self.now, self.before, self.names, strict=True):
+        before_: list[dict] = [*self.before, *({} for _ in self.empty)]
+        for now, before, name in zip([*self.now, *self.empty], before_, self.names, strict=True):
             for key in dict.fromkeys((*before, *now)):
+                if not isinstance(key, str):
+                    return f"{name}gradients are kept, or were before"
                 if key not in now or key not in before:
                     return f"{name}{key} is {'not there any more' if key in before else 'new'}"
                 if now[key] is not before[key]:
@@ -105,24 +127,42 @@ class Structure:
         return None
 
 
-class Forwards:
-    """Modules of libraries, none of which may get a `forward` of its own. As long as they have as many attributes as
-    they had, none has."""
+class Contents:
+    """What lists and dicts hold whose items are not looked at one by one, and the order of dicts."""
 
     def __init__(self, reached: Reached) -> None:
-        found = [(module.__dict__, reached.names[key]) for key, module in reached.modules.items() if is_library(module)]
-        found = [(own, name) for own, name in found if "forward" not in own]
-        self.own, self.names = [own for own, _ in found], [name for _, name in found]
-        self.count = sum(map(len, self.own))
+        attributes = {id(own) for own, _ in reached.holders}
+        found = [x for x in reached.lengths if type(x.kept) is not MappingProxyType and id(x.kept) not in attributes]
+        compared = [x for x in found if MAX_ITEMS < x.length <= MAX_COMPARED]
+        held = [(x.kept, x.name) for x in compared if isinstance(x.kept, (list, deque, dict))]
+        for key, optimizer in reached.optimizers.items():
+            held += [(group["params"], f"a parameter of {reached.names[key]}") for group in optimizer.param_groups]
+        modules = [(x._modules, reached.names[key]) for key, x in reached.modules.items() if isinstance(x, _IN_ORDER)]
+        dicts = [(x.kept, x.name) for x in found if isinstance(x.kept, dict) and x.length <= MAX_COMPARED]
+        self.held = [(kept, _copied(kept), name) for kept, name in held]
+        self.ordered = [(kept, [*kept], name) for kept, name in (*modules, *dicts)]
+        self._now = [kept for kept, *_ in self.held]
+        self._before = [before for _, before, _ in self.held]
+        self._dicts = [kept for kept, *_ in self.ordered]
+        self._keys = [*chain.from_iterable(self._dicts)]
 
     def miss(self) -> str | None:
-        if (count := sum(map(len, self.own))) == self.count:
+        if _equal([self._now, [*chain.from_iterable(self._dicts)]], [self._before, self._keys]):
             return None
-        for own, name in zip(self.own, self.names, strict=True):
-            if "forward" in own:
-                return f"{name}.forward is new".lstrip(".")
-        self.count = count
+        for kept, before, name in self.held:
+            if not _equal([kept], [before]):
+                return f"{name} is another one"
+        for kept, keys, name in self.ordered:
+            if not _equal([[*kept]], [keys]):
+                return f"{name or 'the module'} has another order"
         return None
+
+
+_IN_ORDER = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def _copied(kept: Any) -> Any:
+    return next(kind(kept) for kind in (dict, deque, list) if isinstance(kept, kind))
 
 
 class States:
@@ -178,10 +218,74 @@ class Hooks:
         return None
 
 
-class Identities:
-    """Which arguments are one and the same tensor, and which of them the function reaches in another way, too."""
+ABSENT = object()
+"""In place of what is not there."""
 
-    def __init__(self, leaves: Sequence[Any], reached: Reached) -> None:
+
+class Kinds:
+    """What arguments are like. C++ looks at tensors; where ranks are simulated, or what it says is not enough, each is
+    looked at again."""
+
+    def __init__(self, leaves: Sequence[Any], marks: Sequence[Found]) -> None:
+        self.marks = marks
+        self._held = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *VALUES))]  # so that ids stay theirs
+        self.tensors = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.others = [number for number, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
+        tensors = [leaves[number] for number in self.tensors]
+        self._layouts = [x.__dict__.get("_layout") for x in tensors]
+        with _disabled():
+            self.of = [kind_of(leaf) for leaf in leaves]
+            self._guards = _tensor_guards(tensors) if all(len(shards_of(x)) == 1 for x in tensors) else None
+
+    def miss(self, leaves: Sequence[Any], names: Names) -> str | None:
+        for number in self.others if self._are_alike(leaves) else range(len(leaves)):
+            if (now := kind_of(leaf := leaves[number])) != (kind := self.of[number]):
+                return f"{names.leaf(number)}: {differs(kind, now, leaf)}"
+        for (number, key), value, name in self.marks:
+            if not is_same(value, leaves[number].__dict__.get(key, ABSENT)):
+                return f"{name} is another {type(value).__name__}"
+        return None
+
+    def _are_alike(self, leaves: Sequence[Any]) -> bool:
+        """Whether all tensors are certainly what they were."""
+        if self._guards is None:
+            return False
+        tensors = [leaves[number] for number in self.tensors]
+        return self._guards.check(*tensors) and [x.__dict__.get("_layout") for x in tensors] == self._layouts
+
+
+class Histories:
+    """Where arguments that get gradients come from, and who listens for these: it matters to a program that goes back
+    from what it computes by itself."""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self.of = [
+            (number, _history(x)) for number, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad
+        ]
+
+    def miss(self, leaves: Sequence[Any], names: Names) -> str | None:
+        for number, (was_leaf, hooks) in self.of:
+            is_leaf, now = _history(leaves[number])
+            if is_leaf != was_leaf:
+                return f"{names.leaf(number)} is {'a leaf' if is_leaf else 'no leaf'} of the graph now"
+            if now != hooks:
+                return f"{names.leaf(number)} has other hooks"
+        return None
+
+
+def _history(x: Tensor) -> tuple[bool, list[Any]]:
+    return x.is_leaf, [dict(hooks) for hooks in hooks_of(x)]
+
+
+def _tensor_guards(tensors: Sequence[Tensor]) -> Any:
+    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+class Identities:
+    """Which arguments are one and the same tensor, and which of them the function reaches in another way, too; if one
+    of them is written to, also which share memory."""
+
+    def __init__(self, leaves: Sequence[Any], reached: Reached, *, is_written: bool) -> None:
         tensors = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         first = {id(leaves[number]): number for number in reversed(tensors)}
         self.tensors = tensors
@@ -192,6 +296,13 @@ class Identities:
         }
         self.reached = [(number, known[id(leaves[number])]) for number in tensors if id(leaves[number]) in known]
         self.count = len(first)
+        self.shared = self._shared(leaves) if is_written and self.count > 1 else None
+
+    def _shared(self, leaves: Sequence[Any]) -> list[int]:
+        """For each tensor, the first that has its memory."""
+        with _disabled():
+            storages = [leaves[number].untyped_storage()._cdata for number in self.tensors]
+        return [storages.index(one) for one in storages]
 
     def miss(self, leaves: Sequence[Any], names: Any) -> str | None:
         for number, x in self.reached:
@@ -202,6 +313,8 @@ class Identities:
                 return f"{names.leaf(number)} and {names.leaf(other)} are not the same tensor"
         if len({id(leaves[number]) for number in self.tensors}) != self.count:
             return "two arguments are now the same tensor"
+        if self.shared is not None and self._shared(leaves) != self.shared:
+            return "other arguments than before share memory"
         return None
 
 
@@ -215,9 +328,8 @@ class TensorFacts:
             self.kinds = [kind_of(x.value) for x in found]
         self.refits = refits.count
         self.plain = [x.value for x in found if not isinstance(x.value, DTensor)]
-        guards = torch._C._dynamo.guards
         with _disabled():
-            self._guards = guards.TensorGuards(*self.plain, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            self._guards = _tensor_guards(self.plain)
 
     def miss(self) -> str | None:
         if refits.count == self.refits and (not self.plain or self._guards.check(*self.plain)):

@@ -113,6 +113,8 @@ def _reading() -> Iterator[None]:
 
 def bound(entry: Mapping[str, Any], constants: list[Tensor], call: Call) -> Program:
     """A saved program on what a call reaches, if all is as it was. `constants` are those of all programs."""
+    call.lookups.names.update(entry["asked"])
+    call = call.with_lookups()
     tensors = named_tensors(call.reached)
     needs = entry["needs"]
     for name in entry["objects"]:

@@ -28,7 +28,7 @@ def needs_of(guards: Guards, objects: Mapping[str, Tensor]) -> Needs:
         if others := guards.names.all_of(x)[1:]:
             found[f"other names of {name}"] = ", ".join(others)
     found["the arguments"] = str(guards.spec)
-    for number, kind in enumerate(guards.kinds):
+    for number, kind in enumerate(guards.kinds.of):
         found[guards.names.leaf(number)] = argument_said(kind)
     found |= {name: repr(value) for name, value in zip(MODES, guards.modes, strict=True)}
     found |= {x.name: repr(x.value) for x in guards.plain}
@@ -53,7 +53,7 @@ def tensor_said(x: Tensor) -> str:
 def argument_said(kind: Any) -> str:
     if not isinstance(kind, tuple) or len(kind) < 3:
         return said(kind)
-    cls, layout, own, dtype, device, requires_grad = kind
+    cls, layout, own, dtype, device, requires_grad, _ = kind
     shape = f"[{','.join(map(str, own[0][0]))}]" if layout is None else f"{layout} on {mesh_said(layout.mesh.root)}"
     strides = " and ".join(dict.fromkeys(str(list(strides)) for _, strides in own))
     gradient = ", with a gradient" if requires_grad else ""

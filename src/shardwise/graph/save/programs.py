@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from shardwise.comm import shards_of
 from shardwise.errors import SavedProgramError
 from shardwise.graph.guards.names import Names
-from shardwise.graph.guards.reached import PLAIN
+from shardwise.graph.guards.values import PLAIN
 from shardwise.graph.program import FromGroup, FromObject, Given, Part, Program, Result
 from shardwise.graph.save.values import NO_PROGRAM, Reader, Writer
 from shardwise.layout import Mesh

@@ -41,8 +41,9 @@ def _entry(program: Program, guards: Guards) -> tuple[dict[str, Any], list[Tenso
     return {
         "why": guards.why,
         "needs": needs_of(guards, objects),
+        "asked": sorted(guards.asked),
         "objects": {name: _mesh(x.__dict__.get("_layout"), writer) for name, x in objects.items()},
-        "arguments": [_mesh(kind[1] if isinstance(kind, tuple) else None, writer) for kind in guards.kinds],
+        "arguments": [_mesh(kind[1] if isinstance(kind, tuple) else None, writer) for kind in guards.kinds.of],
         "meshes": [mesh_said(mesh) for mesh in writer.meshes],
         "program": written,
         "shared": writer.values.shared,

@@ -52,7 +52,7 @@ class Report:
 
     def _given(self) -> Iterator[str]:
         """The arguments that it was captured for."""
-        for number, kind in enumerate(self.guards.kinds):
+        for number, kind in enumerate(self.guards.kinds.of):
             name = self.guards.names.leaf(number)
             if isinstance(kind, tuple):
                 yield f"{name}{'=' if len(kind) == 2 else ' '}{said(kind)}"

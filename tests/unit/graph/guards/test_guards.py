@@ -63,9 +63,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1)], ids=["simulated", "one rank, at which C++ looks"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_another_argument(name: str) -> None:
-    mesh = mesh_2x2()
+def test_another_argument(name: str, sizes: tuple[int, int]) -> None:
+    mesh = sw.simulate(sizes, ("dp", "tp"))
     compiled = sw.compile(lambda x: x * x, backend="fx")
     make, why = CHANGES[name]
     compiled(batch(mesh, 0))
@@ -333,3 +334,35 @@ def test_options() -> None:
         sw.compile(torch.ones(3))
     with pytest.raises(TypeError, match="was not given this function"):
         sw.graph.programs_of(branching)
+
+
+def test_arguments_that_share_memory() -> None:
+    """Inductor may write to one of them before it has read the other, so it must know."""
+
+    def adds(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        twice = b * 2
+        a.add_(1)
+        return twice + b
+
+    compiled, reads = sw.compile(adds, backend="fx"), sw.compile(lambda a, b: a + b, backend="fx")
+    for function in (adds, compiled, reads):
+        function(torch.ones(4), torch.ones(4))
+        base = torch.arange(6.0)
+        found = function(base[:4], base[2:])
+        if function is not reads:
+            assert found.tolist() == [7.0, 10.0, 12.0, 15.0]
+    assert reasons(compiled) == ["the first call", "other arguments than before share memory"]
+    assert reasons(reads) == ["the first call"]
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+def test_gradients_of_another_kind() -> None:
+    weight, x = nn.Parameter(torch.ones(4, 4)), torch.arange(16.0).view(4, 4)
+    compiled = sw.compile(lambda x: (x @ weight).sum().backward(), backend="fx")
+    compiled(x)
+    compiled(x)
+    expected = 1.5 * weight.grad  # type: ignore[operator]
+    weight.grad = weight.grad.T.contiguous().T  # type: ignore[union-attr]
+    compiled(x)
+    assert reasons(compiled)[2:] == ["weight.grad is of another dtype, or has other strides"]
+    assert torch.equal(weight.grad, expected)

@@ -7,7 +7,8 @@ import functools
 import torch
 from torch import nn
 
-from shardwise.graph.guards.reached import Reached, leaf_names
+from shardwise.graph.guards.call import leaf_names
+from shardwise.graph.guards.reached import Reached
 
 SCALE = 3
 

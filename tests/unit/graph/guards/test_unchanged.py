@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -28,6 +30,14 @@ def test_what_is_gone_is_said() -> None:
     del kept["a"]
     with pytest.raises(KeyError):
         look()
+
+
+def test_what_was_absent_must_stay_so() -> None:
+    kept: dict[str, Any] = {}
+    look = unchanged([], [], absent=[(kept, "forward")])
+    assert look()
+    kept["forward"] = None
+    assert not look()
 
 
 def test_there_may_be_many() -> None:

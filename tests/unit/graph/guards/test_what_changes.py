@@ -355,6 +355,7 @@ def a_forward_of_its_own(made: Any) -> Iterator[Any]:
     yield doubled(x)
     net[0].note = "mine"
     yield doubled(x)
+    del net[0].note  # so that there are as many attributes as before
     net[0].forward = lambda x: x + 1
     yield doubled(x)
     net[0].forward = lambda x: x - 1
@@ -424,7 +425,8 @@ def test_a_program_follows_what_changes(name: str) -> None:
 def test_what_no_sync_keeps_is_reduced_by_who_comes_last() -> None:
     wanted = told(gradients_that_no_sync_has_kept, lambda function: function)
     with pytest.warns(
-        CaptureWarning, match=r"runs as it is while no_sync\(\) keeps gradients: capture all passes of an"
+        CaptureWarning,
+        match=r"runs as it is while no_sync\(\), or a fully sharded module, keeps gradients: capture all passes of an",
     ):
         found = told(gradients_that_no_sync_has_kept, lambda function: sw.compile(function, backend="fx"))
     assert_same(found, wanted, "accumulated")
@@ -507,7 +509,7 @@ class Counting(nn.Module):
     ("what", "name"),
     [
         ("counts", "calls"),
-        ("keeps", "last"),
+        ("keeps", "Counting.last"),
         ("appends", "seen"),
         ("replaces", "average"),
         ("draws", "the state of Python's random, which it draws from"),

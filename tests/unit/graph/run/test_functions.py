@@ -222,3 +222,16 @@ def test_ops_in_python_see_shards(op: str, kind: str) -> None:
         loss(x).backward()
         compiled() if kind == "step" else compiled(y).backward()
         assert torch.equal(x.grad.full_tensor(), y.grad.full_tensor())
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (2, 1, 2)])
+def test_a_plain_tensor_is_laid_out_inside(sizes: tuple[int, ...]) -> None:
+    """What each rank sends on along the next axis is what it was sent along the last, which the simulator shares."""
+    mesh = sw.simulate(sizes, ("a", "b", "c")[: len(sizes)])
+    placements: list[Any] = [sw.Shard(0), *[sw.Replicate()] * (len(sizes) - 1)]
+    compiled = sw.compile(lambda x: (sw.distribute_tensor(x, mesh, placements) * 2).sum(0), backend="fx")
+    for _ in range(2):
+        x = torch.randn(8, 4)
+        assert_same(
+            compiled(x).full_tensor(), sw.distribute_tensor(x * 2, mesh, placements).sum(0).full_tensor(), "sum"
+        )
