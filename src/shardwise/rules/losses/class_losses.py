@@ -237,7 +237,7 @@ def _tells_with_the_sum(batch: Collectives, target: Tensor, loss: Loss) -> bool:
 def _known_targets(target: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
     """Targets that are classes, or ignored; and how many had to be replaced for that."""
     if not target.is_meta and is_within(target, range(loss.num_classes)):
-        return target, target.new_zeros(())
+        return target, torch.zeros((), dtype=torch.int64, device=target.device)
     unknown = (target != loss.ignore) & ((target < 0) | (target >= loss.num_classes))
     return target.masked_fill(unknown, 0), unknown.sum()
 
