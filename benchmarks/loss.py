@@ -1,6 +1,6 @@
 """Losses over a sharded vocabulary on a CPU: time and memory of one rank's share, beside plain torch on the local size.
 
-    python benchmarks/loss.py            about three minutes
+    python benchmarks/loss.py            about four minutes
     python benchmarks/loss.py --write    and write benchmarks/results/loss-<date>.md
 
 As benchmarks/loss_gpu.py does it: one process is rank 1 of 8 in torch's fake process group, and the systems take turns
@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from loss_gpu import HEAD, IN_PLACE, NUM_RANKS, OURS, PLAIN, RANK, Bench, Program, heads, losses
+import shardwise as sw
+from loss_gpu import HEAD, IN_PLACE, NUM_RANKS, OURS, PLAIN, RANK, Bench, Program, heads, losses, targets_of
 from race import Call, Table, options_of, race, report, seconds, work_per_call
 from ranks import fake_world
 
@@ -26,6 +29,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from saved import on_cpu
 
 SHAPES = ((64, 1000), (64, 32000), (256, 8000), (512, 32000), (1024, 128256), (4096, 32000))
+SHAPES_OF_BATCHES = ((64, 125), (64, 4000), (512, 4000), (512, 32000))
 TOKENS, CLASSES, WIDTH = (2048, 4096, 8192), 32000, 256
 MATERIALISED = "materialised logits, plain"
 LIMIT = 1.1
@@ -65,6 +69,24 @@ def cross_entropies(bench: Bench) -> Table:
     return Table(title, columns, table)
 
 
+def losses_of_batches(bench: Bench) -> Table:
+    """Of a data parallel program: a rank has some of the rows, and all classes of these."""
+    table = []
+    for rows, classes in SHAPES_OF_BATCHES:
+        for reduction in ("mean", "sum"):
+            target, logits = targets_of(rows, classes, bench.device), torch.randn(rows, classes)
+            leaf = logits.requires_grad_()
+            x, whole = (sw.DTensor.from_local(v, bench.mesh, [sw.Shard(0)]) for v in (logits.detach(), target))
+            x.requires_grad_()
+            plain = Program(partial(F.cross_entropy, leaf, target, reduction=reduction), [leaf])
+            ours = Program(partial(F.cross_entropy, x, whole, reduction=reduction), [x])
+            timings = race({PLAIN: plain.run, OURS: ours.run}, num_rounds=bench.num_rounds, clock=work_per_call)
+            row = f"{rows} × {classes:,}", reduction, seconds(timings[PLAIN].median)
+            table.append((*row, f"{timings[OURS].ratio_to(timings[PLAIN]):.2f}"))
+    columns = ("rows × classes of a rank", "", "plain", "ours / plain")
+    return Table(f"Rows over {NUM_RANKS} ranks, and classes whole, forward and backward, float32", columns, table)
+
+
 def head_losses(bench: Bench) -> Table:
     table = []
     for rows in TOKENS:
@@ -89,7 +111,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with fake_world(RANK, NUM_RANKS):
         bench = Bench(init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",)), options.rounds)
-        tables = [cross_entropies(bench), head_losses(bench)]
+        tables = [cross_entropies(bench), losses_of_batches(bench), head_losses(bench)]
     about = f"One thread; rank {RANK} of {NUM_RANKS} in a fake group; {options.rounds} interleaved rounds."
     report("loss", "Losses over a sharded vocabulary on a CPU", about, tables, write=options.write)
 

@@ -219,8 +219,8 @@ def test_a_head_and_its_loss_take_the_memory_of_gradients_and_of_a_chunk(where: 
 def test_softmax_over_a_sharded_dim_keeps_its_result(function: Callable, mesh: DeviceMesh) -> None:
     rows = BATCH * TIME
     ours, plain = both(mesh, lambda x: function(x, 1), [((rows, CLASSES), S1)])
-    assert ours.saved == plain.saved + PLACE
-    assert ours.kept == plain.kept + PLACE.total() * 4
+    assert ours.saved == plain.saved
+    assert ours.kept == plain.kept
     assert ours.peak <= plain.peak + plain.kept + 2 * rows * 4, "in the backward pass: one factor, and the rows' sums"
 
 

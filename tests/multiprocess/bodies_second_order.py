@@ -185,3 +185,19 @@ def gradients_of_what_is_not_used_where_a_shard_is_empty(mesh: Any) -> None:
         assert_close(grad, other.detach().full_tensor())
     zeros = torch.autograd.grad(x.sum(), [x, y], materialize_grads=True)[1]
     assert_close(zeros, torch.zeros(1, dtype=torch.float64))
+
+
+@body(2)
+def who_watches_a_softmax_in_a_second_pass(mesh: Any) -> None:
+    """Also where a rank holds nothing of it."""
+    for function in (F.softmax, F.log_softmax):
+        for shape in ((3, 2), (1, 2)):
+            whole, found = doubles(*shape), []
+            for x in (whole.clone().requires_grad_(), leaf(whole, mesh, [S(0)])):
+                y = function(x, 0)
+                y.retain_grad()
+                (grad,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+                (grad * grad).sum().backward()
+                found.append((y.grad, x.grad))
+            for expected, actual in zip(*found, strict=True):
+                assert_close(actual, expected)

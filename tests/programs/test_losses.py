@@ -37,6 +37,28 @@ def test_targets_that_weigh_nothing(smoothing: float) -> None:
         assert F.cross_entropy(*given, label_smoothing=smoothing).full_tensor().isnan()
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_logits_that_are_no_numbers(ignored: bool) -> None:
+    """What one rank finds among its classes spoils the row on all ranks, as on one device, also where it is ignored."""
+    inf, nan = float("inf"), float("nan")
+    whole = torch.stack(
+        [torch.tensor(row) for row in ([-inf] * 6, [0, inf, 0, 0, 0, 0], [0, 0, 0, 0, nan, 0], [1.0] * 6)]
+    )
+    target = torch.full((4,), -100) if ignored else torch.tensor([0, 3, 1, 2])
+    for options in ({}, {"label_smoothing": 0.1}, {"weight": torch.rand(6)}):
+        for reduction in ("none", "sum", "mean"):
+            results = []
+            for placement, rows in ((None, None), (S(0), S(0)), (S(1), R)):
+                x, t = (whole, target) if placement is None else (place(whole, placement), place(target, rows))
+                x = x.clone().requires_grad_()
+                given = {k: beside(x, v, R) if isinstance(v, Tensor) else v for k, v in options.items()}
+                loss = F.cross_entropy(x, t, reduction=reduction, **given)
+                (grad,) = torch.autograd.grad(loss.sum(), x)
+                results.append([found if placement is None else found.full_tensor() for found in (loss, grad)])
+            for found in results[1:]:
+                torch.testing.assert_close(found, results[0], equal_nan=True)
+
+
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
 def test_weights_of_another_dtype(loss: Any) -> None:
     x, target, weight = normal(4, 6), torch.zeros(4, dtype=torch.long), torch.ones(6)

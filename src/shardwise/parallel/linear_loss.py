@@ -13,6 +13,7 @@ from shardwise.comm import Ranked, simulate
 from shardwise.dispatch import implicit_replication
 from shardwise.layout import Replicate
 from shardwise.parallel.boundary import to_local
+from shardwise.redistribute import own_node
 from shardwise.rules.kit.treatments import treat
 from shardwise.rules.losses.linear_cross_entropy import linear_cross_entropy as of_dtensors
 from shardwise.rules.losses.linear_cross_entropy import with_logits
@@ -112,7 +113,7 @@ def _of_plain_tensors(*args: Any, **options: Any) -> Tensor:
         return DTensor.from_local(x, alone, [Replicate()]) if isinstance(x, Tensor) else x
 
     loss: Any = of_dtensors(*map(shown, args), **{name: shown(x) for name, x in options.items()})
-    return loss.full_tensor()
+    return _fresh(loss.full_tensor())
 
 
 class LinearCrossEntropy(nn.Module):
@@ -170,7 +171,12 @@ class LinearCrossEntropy(nn.Module):
 
 def whole_local(loss: Any, module: nn.Module) -> Tensor:
     """A loss that every rank has, plain."""
-    return to_local(loss.redistribute(placements=[Replicate()] * loss.device_mesh.ndim), module)
+    return _fresh(to_local(loss.redistribute(placements=[Replicate()] * loss.device_mesh.ndim), module))
+
+
+def _fresh(loss: Tensor) -> Tensor:
+    """A plain loss that is no view of a DTensor, since nobody has that: models add other losses to it in place."""
+    return own_node(loss) if type(loss) is Tensor else loss
 
 
 def _of_torch(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -15,13 +16,14 @@ from shardwise.comm.ranked import PerRank, Ranked, join, per_rank, pick, shards_
 from shardwise.layout import SUM, Layout, Mesh
 from shardwise.redistribute import exchange
 from shardwise.redistribute.backward.double_backward import anchored, left_behind
+from shardwise.redistribute.backward.ownership import own_node
 from shardwise.redistribute.cost import transition_cost
 from shardwise.redistribute.exchange import Interval
 from shardwise.redistribute.execute import applied, recorded, run_path
 from shardwise.redistribute.masks import placeholder
 from shardwise.redistribute.move_cache import forget
 from shardwise.redistribute.transitions import Move, Typed
-from shardwise.rules.kit.types import Gradient, Saved
+from shardwise.rules.kit.types import Gradient, GradientByResult, Saved
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _enabled = torch._C._EnableTorchFunction  # which a pass may have disabled
@@ -143,6 +145,13 @@ class Group:
             out = _known(self, gradient, tuple(saved), *(shard for shards in given for shard in shards))
             return self._local([out] if isinstance(out, Tensor) else out, value)
 
+    def with_gradient_by_itself(self, value: Tensor, gradient: GradientByResult, x: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and any(shard.requires_grad for shard in shards_of(x))):
+            return value
+        with _disabled():
+            out = _by_itself(self, gradient, *shards_of(x), *shards_of(value))
+            return self._local([out] if isinstance(out, Tensor) else _known_as(out), value)
+
     @staticmethod
     def _local(shards: Sequence[Tensor], like: Tensor) -> Tensor:
         return join(shards) if isinstance(like, Ranked) else shards[0]
@@ -180,6 +189,13 @@ class _InRecordedPass(Group):
         left_behind(shards_of(out))
         return out
 
+    def with_gradient_by_itself(self, value: Tensor, gradient: GradientByResult, x: Tensor) -> Tensor:
+        with _disabled():
+            tied = self._local(anchored(shards_of(x)), x)
+        out = super().with_gradient_by_itself(value, gradient, tied)
+        left_behind(shards_of(out))
+        return out
+
 
 class _Known(torch.autograd.Function):
     """The shards of some inputs, of what is saved, and of a known value → the latter, with its gradient."""
@@ -209,6 +225,50 @@ class _Known(torch.autograd.Function):
 
 
 _known = applied(_Known)
+
+
+class _ByItself(torch.autograd.Function):
+    """The shards of an input and of a known value → the latter, with its gradient, a function of itself. It is kept as
+    the result that it is: a gradient of the gradient goes through it, and whoever watches it is told."""
+
+    joins_ranks = True
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, gradient: GradientByResult, *shards: Tensor) -> Any:
+        count = len(group.mesh.held)
+        ctx.group, ctx.gradient, ctx.results = group, gradient, ()
+        out = [shard.detach() for shard in shards[count:]]
+        ctx.save_for_backward(*out)
+        return out[0] if count == 1 else tuple(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        forget(ctx.group.mesh)
+        kept, count = ctx.saved_tensors, len(grads)
+        with _disabled():
+            seen = [result() for result in ctx.results]
+            if torch.is_grad_enabled() and seen and all(x is not None and _follows(x, ctx) for x in seen):
+                kept = seen
+            group, grad, known = _in_this_pass(ctx.group), _joined(grads), _joined(kept)
+        with _disabled() if count == 1 else _enabled():
+            found = ctx.gradient(group, grad, known)
+        return None, None, *shards_of(found), *(None,) * count
+
+
+_by_itself = applied(_ByItself)
+
+
+def _known_as(shards: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Results of one node for all ranks, as those that users have: each of a node of its own. The one node hears of
+    them, and does not keep them alive."""
+    found = [own_node(shard) for shard in shards]
+    shards[0].grad_fn.results = [ref(x) for x in found]  # type: ignore[union-attr]
+    return found
+
+
+def _follows(x: Tensor, node: Any) -> bool:
+    """Whether a tensor is still the result that it was made as: not detached, nor written to."""
+    return x.grad_fn is not None and x.grad_fn.next_functions[0][0] is node
 
 
 def _in_this_pass(group: Group) -> Group:

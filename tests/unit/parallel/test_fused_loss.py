@@ -153,6 +153,11 @@ def test_without_a_mesh() -> None:
     check(fuse_loss(build()), build())
 
 
+def test_a_model_that_adds_to_its_loss_in_place() -> None:
+    options = {"num_local_experts": 2, "output_router_logits": True, "experts_implementation": "eager"}
+    check(fuse_loss(build("Mixtral", **options)), build("Mixtral", **options))
+
+
 def test_a_number_of_items_over_several_batches() -> None:
     """What Hugging Face's Trainer divides by."""
     check(fuse_loss(build()), build(), num_items_in_batch=torch.tensor(123))

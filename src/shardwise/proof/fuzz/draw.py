@@ -30,7 +30,7 @@ CHANGES = re.compile(r"_\(|grad\(")
 WATCHES = re.compile(r"\.register_hook\(|\.retain_grad\(")
 """Statements after which somebody is told the gradient of a tensor."""
 
-OWN_FORMULA = re.compile("Norm|Logsumexp|Logcumsumexp|Softmax|Std")
+OWN_FORMULA = re.compile("Norm|Logsumexp|Logcumsumexp|Std")
 """Nodes whose gradient torch writes in terms of their results."""
 
 

@@ -40,7 +40,7 @@ class Bound:
     def is_seen_to_hold(self, group: Collectives, index: Tensor) -> bool:
         """Whether a look at the data says so, of which other ranks need not be told."""
         is_shown = index.device.type == "cpu" and type(index) is Tensor and not group.is_captured
-        return is_shown and not self.split and _is_within(index, self.allowed)
+        return is_shown and not self.split and is_within(index, self.allowed)
 
     def check(self, group: Collectives, index: Tensor) -> None:
         if index.device.type == "cpu":
@@ -66,7 +66,8 @@ def looking() -> AbstractContextManager[object]:
     return _disable_current_modes() if is_traced() else nullcontext()
 
 
-def _is_within(index: Tensor, allowed: range) -> bool:
+def is_within(index: Tensor, allowed: range) -> bool:
+    """By a look at the data."""
     if not index.numel():
         return True
     least, most = torch.aminmax(index)
@@ -74,8 +75,10 @@ def _is_within(index: Tensor, allowed: range) -> bool:
 
 
 def _first_outside(index: Tensor, allowed: range) -> Tensor:
+    if is_within(index, allowed):
+        return torch.tensor(IN_RANGE)
     outside = index[(index < allowed.start) | (index >= allowed.stop)].reshape(-1)
-    return outside[0].long() if outside.numel() else torch.tensor(IN_RANGE)
+    return outside[0].long()
 
 
 def _least_outside(index: Tensor, allowed: range) -> Tensor:

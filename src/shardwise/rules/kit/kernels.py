@@ -76,7 +76,8 @@ class Pass:
     def __call__(self, *args: Any) -> Any:
         x = args[0]
         if x.__class__ is Tensor and not _num_modes():  # nobody looks on
-            return self._kernel(*args)
+            device = x.device.type
+            return (kernels[self, device] if has_kernel(self, device) else self.function)(*args)
         is_op = has_kernel(self, x.device.type) or ("fake_mode" in x.__dict__ and not is_traced())
         return self._op(*args) if is_op else self.function(*args)
 

@@ -171,6 +171,9 @@ class Collectives(Protocol):
     def with_gradient(self, value: Tensor, gradient: Gradient, inputs: Sequence[Tensor], saved: Saved) -> Tensor:
         """`value`, with the gradient that a function gives. Until then nobody may write to inputs or what is saved."""
 
+    def with_gradient_by_itself(self, value: Tensor, gradient: GradientByResult, x: Tensor) -> Tensor:
+        """`value`, with the gradient of `x` that a function gives: of `value` itself, as torch has it."""
+
 
 Saved = Mapping[str, Tensor]
 """What is kept for a gradient, by name."""
@@ -178,6 +181,10 @@ Saved = Mapping[str, Tensor]
 Gradient = Callable[[Collectives, Tensor, Sequence[Tensor], Saved], Sequence[Tensor | None]]
 """Given the gradient of a value, the inputs and what was saved: the gradients of the inputs. Where grad mode is on,
 these will be differentiated in turn."""
+
+GradientByResult = Callable[[Collectives, Tensor, Tensor], Tensor]
+"""Given the gradient of a value and this value: the gradient of what it was made of, which will be differentiated in
+turn where grad mode is on."""
 
 
 class HeldValues:

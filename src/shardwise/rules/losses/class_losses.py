@@ -14,7 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.empty import remembered
-from shardwise.rules.kit.indices import Bound, looking, owned
+from shardwise.rules.kit.indices import Bound, is_within, looking, owned
 from shardwise.rules.kit.kernels import is_traced, kernel_for
 from shardwise.rules.kit.registry import register, register_function
 from shardwise.rules.kit.treatments import traced_form, treat
@@ -214,10 +214,9 @@ def _sharded_cross_entropy(
         return run(shards, x, target, weight, loss)
     if loss.reduction == "sum":
         return batch.map(_local_loss, x, target, weight, loss)
-    rows, weights = batch.map(_local_rows, x, target, weight, loss)
     if loss.reduction == "none" or loss.probabilities:
-        return reduced_evenly(rows, loss)
-    value, total = rows.sum(), weights.sum()
+        return reduced_evenly(batch.map(_local_rows, x, target, weight, loss), loss)
+    value, total = batch.map(_local_sums, x, target, weight, loss)
     if wrong is not None:
         value, total, wrong = batch.psum(torch.stack([value, total, wrong.to(value.dtype)]))
         if not wrong.is_meta and wrong.item():
@@ -237,6 +236,8 @@ def _tells_with_the_sum(batch: Collectives, target: Tensor, loss: Loss) -> bool:
 
 def _known_targets(target: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
     """Targets that are classes, or ignored; and how many had to be replaced for that."""
+    if not target.is_meta and is_within(target, range(loss.num_classes)):
+        return target, torch.zeros((), dtype=torch.int64, device=target.device)
     unknown = (target != loss.ignore) & ((target < 0) | (target >= loss.num_classes))
     return target.masked_fill(unknown, 0), unknown.sum()
 
@@ -250,13 +251,17 @@ def _options(loss: Loss) -> dict[str, Any]:
     return {"ignore_index": loss.ignore, "label_smoothing": loss.smoothing}
 
 
-def _local_rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> tuple[Tensor, Tensor]:
-    """The losses of rows whose classes are all here, by torch itself, and the weights of their targets."""
-    rows = _local_loss(x, target, weight, loss, "none")
-    if loss.probabilities or loss.reduction == "none":
-        return wide(rows), rows.detach()
-    weights = (target != loss.ignore).to(x.dtype) if weight is None else weights_of(weight, target, 0, loss)
-    return wide(rows), wide(weights)
+def _local_rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
+    """The losses of rows whose classes are all here, by torch itself."""
+    return wide(_local_loss(x, target, weight, loss, "none"))
+
+
+def _local_sums(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> tuple[Tensor, Tensor]:
+    """Their sum, which in half precision would be rounded before it is divided; and that of the targets' weights."""
+    is_half = x.dtype.itemsize < 4
+    value = _local_rows(x, target, weight, loss).sum() if is_half else _local_loss(x, target, weight, loss)
+    weights = target != loss.ignore if weight is None else weights_of(weight, target, 0, loss)
+    return value, weights.sum(dtype=value.dtype)
 
 
 def cross_entropy(

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.layout import Layout
 from shardwise.rules.kit.notation import factor_rule, other_dims
 from shardwise.rules.kit.registry import register
-from shardwise.rules.kit.types import Call, Collectives, Local, Rule, Saved, Strategy
+from shardwise.rules.kit.types import Call, Collectives, Local, Rule, Strategy
 from shardwise.rules.math.reductions import PROGRAM_COST, is_inexact, wide
 from shardwise.rules.rows.row_numbers import row_terms
 from shardwise.rules.rows.row_passes import MAXIMUM, TOTAL, row_products, row_softmax, row_softmax_gradient, row_sums
@@ -44,12 +44,12 @@ def _sharded_softmax(group: Collectives, x: Tensor, dim: int, log: bool, to_floa
         group.reduce_in_place(total, "sum")
         found = torch.empty_like(x, dtype=torch.float32 if to_float else None)
         group.map(row_softmax, x, found, top, total, dim, log)
-    return known_softmax(group, group.place(x), found, dim, log=log)
+    return known_softmax(group, x, found, dim, log=log)
 
 
-def known_softmax(group: Collectives, place: Tensor, known: Tensor, dim: int, *, log: bool = False) -> Tensor:
-    """The softmax of what has a place in the graph, or its logarithm, with its gradient of any order."""
-    return group.with_gradient(known, _Gradient(dim, log), [place], {"known": known})
+def known_softmax(group: Collectives, x: Tensor, known: Tensor, dim: int, *, log: bool = False) -> Tensor:
+    """The softmax of a tensor, or its logarithm, with its gradient of any order."""
+    return group.with_gradient_by_itself(known, _Gradient(dim, log, x.dtype), x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +58,20 @@ class _Gradient:
 
     dim: int
     log: bool
+    dtype: torch.dtype
 
-    def __call__(self, group: Collectives, grad: Tensor, inputs: Sequence[Tensor], saved: Saved) -> Sequence[Tensor]:
-        (place,), known = inputs, saved["known"]
+    def __call__(self, group: Collectives, grad: Tensor, known: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return [self._differentiable(group, grad, place, known)]
+            return self._differentiable(group, wide(grad), wide(known)).to(self.dtype)
         total = group.reduce(group.map(row_products, grad, known, self.dim, self.log), "sum")
-        out = torch.empty_like(grad, dtype=place.dtype)
+        out = torch.empty_like(grad, dtype=self.dtype)
         group.map(row_softmax_gradient, grad, known, out, total, self.dim, self.log)
-        return [out]
+        return out
 
-    def _differentiable(self, group: Collectives, grad: Tensor, place: Tensor, known: Tensor) -> Tensor:
-        known, grad = wide(known_softmax(group, place, known, self.dim, log=self.log)), wide(grad)
+    def _differentiable(self, group: Collectives, grad: Tensor, known: Tensor) -> Tensor:
         terms = grad if self.log else grad * known
         total = group.vary(group.psum(terms.sum(self.dim, keepdim=True)))
-        return (grad - known.exp() * total if self.log else (grad - total) * known).to(place.dtype)
+        return grad - known.exp() * total if self.log else (grad - total) * known
 
 
 register("_softmax", "_log_softmax", rule=Rule(_softmax, _softmax_local))

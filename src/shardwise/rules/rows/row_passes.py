@@ -110,11 +110,12 @@ def row_gradient(
     these over `total`. What is kept are exponentials, or logits."""
     if not kept.shape[dim]:
         return
-    ignored, grad = target == ignore, grad if total is None else grad / total  # NaN, that of a mean over nothing
-    scale, at_target = (numbers[NORM:MASS] * grad).masked_fill_(ignored, 0).unbind()
+    grad = grad if total is None else grad / total  # NaN, that of a mean over nothing
+    grad = grad.masked_fill(target == ignore, 0)  # first: rows whose logits are no numbers have no gradient either way
+    scale, at_target = (numbers[NORM:MASS] * grad).unbind()
     if numbers.shape[0] > MASS:
         scale.mul_(numbers[MASS])
-    smooth = torch.where(ignored, 0, grad * share) if share else None
+    smooth = grad * share if share else None
     spare, dtype = _Spare(kept), _wide(kept.dtype)
     for block in blocks(kept, dim):
         row, part = _row(block, dim), _of(kept, block)

@@ -170,6 +170,42 @@ def test_retained_gradients_of_inner_tensors() -> None:
     check_grad(z, y)
 
 
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax, nn.functional.softmin])
+def test_who_watches_a_softmax_sees_what_later_passes_bring(function: Callable, held: bool) -> None:
+    """Torch writes its gradient in terms of the result, through which passes of any order go."""
+    for shape, placements in (((5, 6), (S0, S1)), ((5, 6), (S1, S1)), ((1, 6), (R, S0)), ((6, 3), (S0, P))):
+        for dim in (0, 1):
+            seen = [_watched(x, lambda x: function(x, dim), held) for x in twins(data(*shape), placements)]  # noqa: B023
+            for expected, found in zip(*seen, strict=True):
+                torch.testing.assert_close(found.full_tensor(), expected)
+
+
+def _watched(x: Tensor, function: Callable[[Tensor], Tensor], held: bool) -> list[Tensor]:
+    seen: list[Tensor] = []
+    y = function(x)
+    if held:
+        y.retain_grad()
+        y.register_hook(lambda grad: seen.append(grad.detach()))
+    z = (y * y).sin()
+    seen.append(y.detach())
+    if not held:
+        del y
+    (first,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.tanh().sum(), x, create_graph=True)
+    (second * second).sum().backward()
+    assert x.grad is not None
+    return [first, second, x.grad, *seen, *([y.grad] if held else [])]
+
+
+def test_a_softmax_that_was_written_to_is_not_what_its_gradient_is_made_of() -> None:
+    for x in twins(data(4, 6), (S0, S1)):
+        y = x.softmax(1)
+        y.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
 # Hooks
 
 

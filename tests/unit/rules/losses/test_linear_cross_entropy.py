@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from compare import beside, compare
 from losses import with_logits, with_slopes
+from saved import fake_mesh
 from sweep import mesh_of, normal, place
 from torch import Tensor
 
@@ -132,6 +133,20 @@ def test_plain_tensors() -> None:
     expected = with_logits(x, layer, TARGET, BIAS, weight=WEIGHT, z_loss=0.1)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(grads, torch.autograd.grad(expected, (x, layer)))
+
+
+def test_plain_losses_may_be_added_to() -> None:
+    """On one rank of several as well: nobody else has them."""
+    x, target = torch.randn(4, 3, requires_grad=True), torch.arange(4)
+    with fake_mesh(2, names=("tp",)) as mesh:
+        head = LinearCrossEntropy(3, 6)
+        parallelize_module(head, mesh, {"linear": ColwiseParallel()})
+        for loss in (linear_cross_entropy(x, torch.randn(6, 3, requires_grad=True), target), head(x, target)):
+            loss += 1
+            assert type(loss) is Tensor
+            loss.backward()
+            assert x.grad is not None
+            x.grad = None
 
 
 @pytest.mark.parametrize("width", [torch.uint8, torch.int16, torch.int32], ids=str)
