@@ -15,7 +15,7 @@ from shardwise.errors import PlanError
 from shardwise.layout import Mesh, Placement, Replicate
 from shardwise.parallel.agreement import agreed
 from shardwise.parallel.loaded_state import take_any_state
-from shardwise.parallel.modules import tensors_of, tied
+from shardwise.parallel.modules import check_dense, tensors_of, tied
 from shardwise.parallel.named_styles import NamedStyle, replicate_inside
 from shardwise.parallel.parts import compare_calls
 from shardwise.parallel.style import Distributing, ParallelStyle
@@ -92,6 +92,7 @@ def _checked(mesh: Mesh, module: nn.Module, plan: Any) -> list[Entry]:
     _check_overlaps(entries)
     if any(isinstance(style, NamedStyle) for _, _, style in entries):
         _check_outputs(entries)
+        check_dense(module)
     return entries
 
 

@@ -24,9 +24,10 @@ from shardwise.dispatch.planning.fallback import speaks_of_meta
 from shardwise.dispatch.planning.randomness import drawn_shards
 from shardwise.errors import NoDataError, PlanError
 from shardwise.layout import Layout, Mesh, Placement, Replicate
+from shardwise.parallel.agreement import agreed
 from shardwise.parallel.api import parallelize_module, placements_of_plan
 from shardwise.parallel.loaded_state import take_any_state
-from shardwise.parallel.modules import homes_of, keep
+from shardwise.parallel.modules import homes_of, keep, tensors_of
 from shardwise.parallel.style import ParallelStyle
 from shardwise.tensor import DTensor, distribute_tensor, wrap
 
@@ -141,8 +142,18 @@ def _needs_numbers(func: Callable) -> NoDataError:
 
 def _materialise(noted: _Noted, mesh: Mesh, plan: Any) -> None:
     is_styles = isinstance(plan, ParallelStyle) or any(_is_style(part) for part in (plan or {}).values())
-    for root in noted.roots:
-        where = placements_of_plan(root, mesh, plan) if is_styles else _placements(root, mesh, plan or {})
+    place: Any = placements_of_plan if is_styles else _placements
+    placed = agreed(
+        mesh,
+        lambda: [(root, place(root, mesh, plan or {})) for root in noted.roots],
+        lambda found: [(tensors_of(root), where) for root, where in found],
+        PlanError(f"init_on: the plan does not fit the modules that another rank of {mesh} makes"),
+        PlanError(
+            f"init_on: the ranks of {mesh} make different modules, or have different plans: names, shapes, dtypes, "
+            f"what is trained, and placements must be the same on all of them"
+        ),
+    )
+    for root, where in placed:
         found = homes_of(root)
         names = {id(x): name for name, x in (*root.named_parameters(), *root.named_buffers())}
         replay = _Replay(mesh, {_key(x): where.get(names.get(id(x), "")) for x in found if x.is_meta})

@@ -18,10 +18,16 @@ from shardwise.errors import MeshError, PlanError
 from shardwise.layout import Placement, Replicate, Shard, unknown_placement
 from shardwise.local import single
 from shardwise.parallel.fully_sharded.layouts import MANAGED, is_at_rest
-from shardwise.parallel.modules import check_no_parametrizations, place_rest
+from shardwise.parallel.modules import check_dense, check_no_parametrizations, place_rest
 from shardwise.parallel.parts import brought_in
 from shardwise.redistribute import recall, remember, windows
 from shardwise.tensor import DTensor
+
+_TORCHS_OWN = (
+    *("_partition_linear_fn", "_partition_embedding_fn", "_replicate_module_fn", "_prepare_input_fn"),
+    *("_prepare_output_fn", "_prepare_input_arg", "_prepare_input_kwarg_fn", "_prepare_out_fn"),
+)
+"""What subclasses of torch's styles define otherwise."""
 
 Layouts = Placement | tuple[Placement | None, ...] | None
 """One tensor's placement, or one for each of several; None for what is left as it is."""
@@ -36,6 +42,14 @@ class ParallelStyle(ABC):
 
     src_data_rank: int | None = 0
     path: str = ""
+
+    def __init_subclass__(cls) -> None:
+        ignored = [name for name in _TORCHS_OWN if hasattr(cls, name)]
+        if ignored and cls._apply.__module__ == __name__:
+            raise TypeError(
+                f"{cls.__name__}: {', '.join(ignored)} would not be called: that is how torch's styles are made, and "
+                f"not {cls.__mro__[1].__name__}. Define _apply, which may call distribute_module with such functions"
+            )
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module: ...
@@ -72,6 +86,7 @@ class Distributing(ParallelStyle):
         check_no_parametrizations(_named(path), name, module, where)
         if getattr(module, "_distribute_module_applied", False):
             raise PlanError(f"{_named(path)} is parallelized already; {name} would run its hooks twice")
+        check_dense(module)
         for parameter, tensor in module.named_parameters():
             wanted = tuple(where.get(parameter, [Replicate()]))
             if is_at_rest(module, tensor, mesh):
@@ -394,8 +409,13 @@ def _brought(
     if wanted is None or found.placements == _normal(wanted, found.ndim):
         return found
     around = found._layout.mesh
-    if around is mesh or not mesh.is_within(around):
-        return found.redistribute(mesh, wanted)
+    if around is mesh:
+        return found.redistribute(placements=wanted)
+    if not mesh.is_within(around):
+        raise MeshError(
+            f"{_named(path)}: its style brings tensors to {wanted} on {mesh}, and was given one on {around}, "
+            f"{found.layout_on_mesh}; lay it out on a mesh with the axes of both, or give plain tensors"
+        )
     placements = list(found.placements)  # along other axes, those of data parallelism say, it stays as it is
     for name, placement in zip(mesh.names, _normal(wanted, found.ndim), strict=True):
         placements[around.axis(name)] = placement
