@@ -91,23 +91,66 @@ def test_a_plan_of_styles() -> None:
     torch.testing.assert_close(net(x), made()(x))
 
 
-def test_only_shards_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Gemma": {},  # the head is the table
+    "Mixtral": {"num_local_experts": 4},  # a list of experts is one parameter
+    "GraniteMoeHybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8},  # copies into some
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hugging_face_models(kind: str) -> None:
+    """These ask which device is the default, and would leave parameters on meta as they were made, other numbers."""
+    transformers = pytest.importorskip("transformers")
+
+    cls = getattr(transformers, f"{kind}ForCausalLM")
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **HEADS, **KINDS[kind])
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return cls(config)
+
+    expected = made()
+    after = torch.rand(())
+    mesh = sw.simulate((2,), ("tp",))
+    with torch.device("meta"):
+        plan = cls(config)._tp_plan
+    with sw.init_on(mesh, plan):
+        net = made()
+    assert torch.equal(torch.rand(()), after)
+    laid = sw.parallel.parallelize_module(made(), mesh, expected._tp_plan)
+    ours, theirs, whole_first = net.state_dict(), expected.state_dict(), laid.state_dict()
+    assert list(ours) == list(theirs)
+    for name, x in theirs.items():
+        torch.testing.assert_close(whole(ours[name]), x, rtol=0, atol=0, msg=name)
+        assert ours[name].layout_on_mesh is whole_first[name].layout_on_mesh, name
+    ids = torch.arange(12).view(2, 6)
+    torch.testing.assert_close(net(ids).logits, expected(ids).logits)
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """The number of elements of the largest tensor that is made."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (list, tuple)) else [out]:
+            if isinstance(x, Tensor) and not x.is_meta:
+                self.number = max(self.number, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("plan", [{"weight": [S(0)]}, {"": "colwise"}, {"": ColwiseParallel()}], ids=str)
+def test_only_shards_are_made(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter of 4096 × 64 on 64 ranks, of which one is here."""
     monkeypatch.setattr(randomness, "SLAB", 1024)
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            for x in out if isinstance(out, (list, tuple)) else [out]:
-                if isinstance(x, Tensor) and not x.is_meta:
-                    largest = max(largest, x.untyped_storage().nbytes() // x.element_size())
-            return out
-
-    with Watch(), sw.init_on(sw.simulate((64,)), {"weight": [S(0)]}):
+    with Largest() as largest, sw.init_on(sw.simulate((64,)), plan):
         nn.Linear(64, 4096, bias=False)
-    assert 0 < largest <= 4096
+    assert 0 < largest.number <= 4096
 
 
 def test_a_plan_that_names_nobody() -> None:
