@@ -129,9 +129,13 @@ def replicate_inside(module: nn.Module, device_mesh: AnyMesh, src_data_rank: int
     module._replicated_on = as_mesh(device_mesh)  # type: ignore[assignment]
 
 
+_METHODS = ("forward", "generate", "init_weights")
+"""In which of a model's methods plain tensors are replicated ones."""
+
+
 @functools.cache
 def _replicating(cls: Any) -> Any:
-    methods = {name: _inside(getattr(cls, name)) for name in ("forward", "generate") if hasattr(cls, name)}
+    methods = {name: _inside(getattr(cls, name)) for name in _METHODS if hasattr(cls, name)}
     facts = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce_ex__": _reduce}
     return type(cls.__name__, (cls,), {**methods, **facts})
 

@@ -23,7 +23,7 @@ from shardwise.comm import AnyMesh, as_mesh, local_tensor
 from shardwise.dispatch import implicit_replication
 from shardwise.dispatch.planning.fallback import speaks_of_meta
 from shardwise.dispatch.planning.randomness import drawn_shards
-from shardwise.errors import NoDataError, PlanError
+from shardwise.errors import NoDataError, PlacementError, PlanError
 from shardwise.layout import Layout, Mesh, Placement, Replicate
 from shardwise.parallel.agreement import agreed
 from shardwise.parallel.api import Entry, parallelized, planned
@@ -185,6 +185,11 @@ def _placements(root: nn.Module, mesh: Mesh, plan: Plan) -> tuple[list[Entry], d
         if not matching:
             raise PlanError(f"the plan names {pattern!r}, but no parameter of {type(root).__name__} is called so")
         found.update(dict.fromkeys(matching, placements))
+    for name, x in (*root.named_parameters(), *root.named_buffers()):
+        try:
+            Layout.of(mesh, x.shape, found[name])
+        except PlacementError as error:
+            raise PlacementError(f"init_on: the plan does not fit {name}: {error}") from None
     return [], found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.dispatch.planning import randomness
-from shardwise.errors import NoDataError, PlanError
+from shardwise.errors import NoDataError, PlacementError, PlanError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel
 
 R, S = sw.Replicate(), sw.Shard
@@ -131,6 +131,21 @@ def test_hugging_face_models(kind: str) -> None:
     torch.testing.assert_close(net(ids).logits, expected(ids).logits)
 
 
+def test_hugging_face_models_that_were_made_on_meta_initialise_themselves() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**SIZES, **HEADS)
+    with torch.device("meta"):
+        net, expected = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
+    sw.parallel.parallelize_module(net, sw.simulate((2,), ("tp",)), net._tp_plan)
+    for model in (net, expected):
+        torch.manual_seed(0)
+        model.to_empty(device="cpu").init_weights()
+    for (name, x), y in zip(net.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(whole(x.detach()), y.detach(), rtol=0, atol=0, msg=name)
+    ids = torch.arange(12).view(2, 6)
+    torch.testing.assert_close(net(ids).logits, expected(ids).logits)
+
+
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):
     """The number of elements of the largest tensor that is made."""
 
@@ -157,6 +172,12 @@ def test_a_plan_that_names_nobody() -> None:
     words = "the plan names 'wieght', but no parameter of Linear is called so"
     with pytest.raises(PlanError, match=words), sw.init_on(sw.simulate((2,)), {"wieght": [S(0)]}):
         nn.Linear(4, 4)
+
+
+def test_a_plan_that_does_not_fit_a_tensor() -> None:
+    words = r"init_on: the plan does not fit num_batches_tracked: S\(0\) names dim 0, but the tensor has 0 dims"
+    with pytest.raises(PlacementError, match=words), sw.init_on(sw.simulate((2,)), {"*": [S(0)]}):
+        nn.BatchNorm1d(4)
 
 
 READS: dict[str, Callable[[Tensor], Any]] = {
