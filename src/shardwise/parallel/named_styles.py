@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from shardwise.comm import AnyMesh, as_mesh
 from shardwise.dispatch import implicit_replication
+from shardwise.dispatch.interop.compiled import run_as_it_is
 from shardwise.dispatch.modes import replicates_implicitly
 from shardwise.errors import MeshError, PlanError
-from shardwise.layout import Placement, Replicate, Shard
+from shardwise.layout import Mesh, Placement, Replicate, Shard
 from shardwise.parallel.fully_sharded.layouts import is_at_rest
 from shardwise.parallel.modules import check_no_parametrizations, place, place_rest
 from shardwise.parallel.parts import check_replicated
-from shardwise.parallel.style import ParallelStyle, to_local
+from shardwise.parallel.style import ParallelStyle, brought, to_local
 from shardwise.tensor import DTensor
 
 
@@ -93,25 +94,24 @@ class NamedStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
         for name, plain in self._parameters(module).items():
             place(plain, [(module, name)], device_mesh, [self.meaning.placement(plain)], self.src_data_rank)
+        where = as_mesh(device_mesh), self.path
         if self.parameter is None and self.meaning.input is not None:
-            module.register_forward_pre_hook(functools.partial(_bring_input, self.meaning.input))
+            module.register_forward_pre_hook(functools.partial(_bring_input, self.meaning.input, *where))
         if self.parameter is None and self.meaning.output is not None:
-            module.register_forward_hook(functools.partial(_bring_output, self.meaning.output))
+            module.register_forward_hook(functools.partial(_bring_output, self.meaning.output, *where))
         return module
 
 
-def _bring_input(placement: Placement, module: nn.Module, inputs: tuple) -> tuple:
-    return _brought(placement, inputs[0]), *inputs[1:]
+def _bring_input(placement: Placement, mesh: Mesh, path: str, module: nn.Module, inputs: tuple) -> tuple:
+    return _brought(inputs[0], placement, mesh, path), *inputs[1:]
 
 
-def _bring_output(placement: Placement, module: nn.Module, inputs: Any, output: Any) -> Any:
-    return _brought(placement, output)
+def _bring_output(placement: Placement, mesh: Mesh, path: str, module: nn.Module, inputs: Any, output: Any) -> Any:
+    return _brought(output, placement, mesh, path)
 
 
-def _brought(placement: Placement, x: Any) -> Any:
-    if not isinstance(x, DTensor) or x.placements == (placement,):
-        return x
-    return x.redistribute(placements=[placement])
+def _brought(x: Any, placement: Placement, mesh: Mesh, path: str) -> Any:
+    return brought(x, mesh, path, (placement,), (placement,)) if isinstance(x, DTensor) else x
 
 
 # The model around
@@ -141,6 +141,7 @@ def _replicating(cls: Any) -> Any:
 
 
 def _inside(method: Callable[..., Any]) -> Callable[..., Any]:
+    @run_as_it_is
     @functools.wraps(method)
     def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not replicates_implicitly():  # else a model around it has compared its own
@@ -156,7 +157,7 @@ def _inside(method: Callable[..., Any]) -> Callable[..., Any]:
 def _plain(output: Any, module: nn.Module) -> Any:
     """An output with plain tensors in the place of DTensors. What is neither a list nor a dict (a cache) is left."""
     if isinstance(output, DTensor):
-        return to_local(_brought(Replicate(), output), module)
+        return to_local(output.redistribute(placements=[Replicate()] * output._layout.mesh.ndim), module)
     if isinstance(output, dict):
         for name, value in output.items():
             output[name] = _plain(value, module)

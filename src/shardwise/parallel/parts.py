@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm import as_mesh
+from shardwise.dispatch.interop.compiled import run_as_it_is
 from shardwise.errors import ShardShapeError
 from shardwise.from_local import check_alike
 from shardwise.layout import Mesh, Placements
@@ -44,6 +45,7 @@ def _is_compared(mesh: Mesh) -> bool:
     return mesh.device_type == "cpu" and len(mesh.held) < mesh.size()
 
 
+@run_as_it_is
 def _begin(mesh: Mesh, when_trained: bool, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     outer, _ = _running.get(mesh, (module, False))
     if outer is module and not _recomputes() and (not when_trained or _is_batch(args, kwargs)):
@@ -56,6 +58,7 @@ def _is_batch(args: tuple, kwargs: dict[str, Any]) -> bool:
     return torch.is_grad_enabled() and any(True for _ in parts)
 
 
+@run_as_it_is
 def _end(mesh: Mesh, module: nn.Module, args: Any, output: Any) -> None:
     if mesh in _running and _running[mesh][0] is module:
         del _running[mesh]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm import AnyMesh, Ranked, as_mesh, noters
+from shardwise.dispatch.interop.compiled import run_as_it_is
 from shardwise.errors import MeshError, PlanError
 from shardwise.layout import Placement, Replicate, Shard, unknown_placement
 from shardwise.local import single
@@ -302,6 +303,7 @@ _Way = tuple[tuple[Placement, ...], tuple[Placement, ...] | None]
 """What a plain tensor is taken for, and what it becomes."""
 
 
+@run_as_it_is
 def _enter(way: _Way, mesh: Any, path: str, module: nn.Module, inputs: tuple) -> tuple:
     if not inputs or not isinstance(inputs[0], Tensor):
         given = f"a {type(inputs[0]).__name__}" if inputs else "none"
@@ -313,12 +315,13 @@ def _enter(way: _Way, mesh: Any, path: str, module: nn.Module, inputs: tuple) ->
     return _shared(x, mesh, path, taken, wanted, shape), *inputs[1:]
 
 
+@run_as_it_is
 def _leave(way: _Way, local: bool, mesh: Any, path: str, module: nn.Module, inputs: Any, output: Any) -> Any:
     if not isinstance(output, Tensor):
         raise PlanError(f"{_named(path)}: its style moves one tensor; the module returned a {type(output).__name__}")
     if isinstance(output, Later):
         return output.moved(partial(_leave, way, local, mesh, path, module, inputs), way[1], module if local else None)
-    found = _brought(output, mesh, path, *way)
+    found = brought(output, mesh, path, *way)
     return to_local(found, module) if local else found
 
 
@@ -337,6 +340,7 @@ def is_styled(module: nn.Module) -> bool:
     return any(isinstance(hook, partial) and hook.func is _leave for hook in module._forward_hooks.values())
 
 
+@run_as_it_is
 def _prepare_inputs(
     style: PrepareModuleInput, mesh: Any, path: str, module: nn.Module, inputs: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
@@ -348,6 +352,7 @@ def _prepare_inputs(
     return inputs, prepared
 
 
+@run_as_it_is
 def _prepare_outputs(
     style: PrepareModuleOutput, mesh: Any, path: str, module: nn.Module, inputs: Any, outputs: Any
 ) -> Any:
@@ -373,7 +378,7 @@ def _prepare(
         raise PlanError(
             f"{_named(path)}: {taken!r} is a layout of a tensor; found a {type(x).__name__} (say None for it)"
         )
-    found = _brought(x, mesh, path, (taken,), None if wanted is None else (wanted,))
+    found = brought(x, mesh, path, (taken,), None if wanted is None else (wanted,))
     return found if local is None else to_local(found, local)
 
 
@@ -384,18 +389,18 @@ def _shared(x: Tensor, mesh: Any, path: str, *way: Any) -> DTensor:
     """What was last brought in on a mesh, if that is the same tensor: queries, keys and values are computed from one,
     which is gathered once, and whose gradient is reduced once."""
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return _brought(x, mesh, path, *way)
+        return brought(x, mesh, path, *way)
     known, facts = _latest.get(mesh), (x._version, *way)
     if known is not None:
         if known[0]() is x and known[1] == facts and (found := recall(known[2], mesh)) is not None:
             return cast(DTensor, found)
         windows.get(mesh, {}).pop(known[2], None)  # it may have a whole graph
-    made = _brought(x, mesh, path, *way)
+    made = brought(x, mesh, path, *way)
     _latest[mesh] = weakref.ref(x), facts, remember(made, mesh)
     return made
 
 
-def _brought(
+def brought(
     x: Tensor,
     mesh: Any,
     path: str,

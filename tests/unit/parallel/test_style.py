@@ -8,6 +8,7 @@ import gc
 import inspect
 import itertools
 import pickle
+import warnings
 import weakref
 from typing import Any
 
@@ -490,6 +491,20 @@ def test_calls_that_do_not_fit_name_the_module() -> None:
         MeshError, match=r"module 'layers.0.up': its style brings .* given one on Mesh\(dp=2\), \[4,4\] S"
     ):
         net.layers[0]["up"](sw.distribute_tensor(data(4, 4), GRID["dp"], [S(0)]))
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_compiled_models_run_the_hooks_as_they_are(local: bool) -> None:
+    plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    net = parallelize_module(
+        copy.deepcopy(plain),
+        MESH,
+        {"0": ColwiseParallel(use_local_output=local), "2": RowwiseParallel(use_local_output=local)},
+    )
+    x = torch.randn(3, 4)
+    with warnings.catch_warnings(action="error"):
+        found = torch.compile(net, backend="eager")(x)
+    torch.testing.assert_close(whole(found, R), plain(x))
 
 
 def test_a_model_is_freed_after_a_step() -> None:
