@@ -1,11 +1,12 @@
-"""Every family of Hugging Face's language models that carries a plan, parallelized by it, against one device.
+"""Every family of Hugging Face's models of text that carries a plan, parallelized by it, against one device.
 
     python benchmarks/plans.py [FAMILY ...]   print a line for each
     python benchmarks/plans.py --write        and write benchmarks/results/plans-<date>.md (a quarter of an hour)
 
-Small random models, two simulated ranks: the loss, all gradients, and tokens generated with a cache. What the models
-compute is theirs; a family that this file does not know how to make small is listed, not judged. Differences are
-relative to the largest number, in float32.
+Small random models, two simulated ranks: the loss, all gradients, and tokens generated with a cache. Families that are
+not made to continue text are judged by a weighted sum of what they put out. What the models compute is theirs; a family
+that this file does not know how to make small is listed, not judged. Differences are relative to the largest number, in
+float32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ import transformers
 from rich.console import Console
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 import shardwise
 from race import Row, Table
@@ -49,30 +54,82 @@ OTHERWISE: tuple[dict[str, Any], ...] = (  # tried in turn, until one can be bui
     {"num_hidden_layers": 8},
     {"layer_types": ["full_attention", "full_attention"]},
 )
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "crop_size": 28}
+AUDIO = {
+    **{"hidden_size": 32, "intermediate_size": 32, "num_blocks": 2, "num_attention_heads": 4},
+    **dict.fromkeys(("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"), 32),
+}
+INDEXER = {"n_heads": 2, "kv_heads": 1, "head_dim": 8, "budget": 4, "compress_ratio": 2}
+ROTATED = {"rope_type": "default", "rope_theta": 1e4}
+IMAGES = {"rope_parameters": ROTATED | {"mrope_section": [2, 1, 1]}}
+OWN: dict[str, dict[str, Any]] = {  # what some families need besides
+    "cohere_compass_text": {"rope_parameters": {"full_attention": IMAGES["rope_parameters"]}},
+    "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 2},
+    "granitemoehybrid": {
+        **{"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8, "mamba_d_state": 8},
+        **{"shared_intermediate_size": 16},
+    },
+    "minimax_m3_vl_text": {"moe_layer_freq": [0, 1]},
+    "phi4_multimodal": {"vision_config": VISION | {"image_size": 28}, "audio_config": AUDIO},
+    "qwen4_exp_text": {
+        **{"layer_types": ["linear_attention", "indexed_attention"]},
+        **{f"indexer_{name}": value for name, value in INDEXER.items()},
+    },
+    "glm4v_moe_text": {"rope_parameters": ROTATED | {"mrope_section": [1, 1, 0]}},
+    "esmc": {"num_key_value_heads": 4},
+    "glm5_next_text": {"num_key_value_heads": 4},
+    "neomme": {"head_dim": 16},
+    "cosmos3_edge_text": IMAGES,
+    **dict.fromkeys(("glm4v_text", "glm_image_text", "glm_ocr_text", "qwen2_vl_text", "qwen2_5_vl_text"), IMAGES),
+}
 IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
+def class_of(family: str) -> str:
+    """The name of the class that has a family's plan: of one that continues text, else completes it, else takes it."""
+    kinds = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES)
+    name: Any = next((kind[family] for kind in kinds if family in kind), "")
+    return name if isinstance(name, str) else name[0]
+
+
 def families(wanted: list[str]) -> Iterator[str]:
-    for family in wanted or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        if family in CONFIG_MAPPING and getattr(CONFIG_MAPPING[family], "base_model_tp_plan", None):
+    for family in wanted or sorted(CONFIG_MAPPING):
+        if getattr(CONFIG_MAPPING[family], "base_model_tp_plan", None) and hasattr(transformers, class_of(family)):
             yield family
 
 
 def built(family: str) -> nn.Module | str:
     """A small model that one device can run, or why there is none."""
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
     reason = ""
-    for change in OTHERWISE:
+    for change in (OWN[family],) if family in OWN else OTHERWISE:
         try:
-            torch.manual_seed(0)
-            model = getattr(transformers, name)(CONFIG_MAPPING[family](**BASE | change)).eval()
-            if sum(p.numel() for p in model.parameters()) < LARGEST:
-                model(IDS, labels=IDS).loss.backward()
+            cls, config = (
+                getattr(transformers, class_of(family)),
+                CONFIG_MAPPING[family](**copy.deepcopy(BASE | change)),
+            )
+            config = config if family != "llama4" else config.get_text_config().__class__(**BASE)
+            with torch.device("meta"):
+                size = sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())
+            if size < LARGEST:
+                torch.manual_seed(0)
+                model = cls(config).eval()
+                loss_of(model).backward()
                 return model
             reason = "large"
         except Exception as error:  # theirs: the configuration is none of this family's
             reason = reason or f"{type(error).__name__}: {error}".split("\n")[0]
     return reason
+
+
+def continues(model: nn.Module) -> bool:
+    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def loss_of(model: Any) -> Tensor:
+    if continues(model):
+        return model(IDS, labels=IDS).loss
+    output = model(IDS)[0]
+    return (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(1))).mean()
 
 
 def judged(family: str) -> Row:
@@ -86,25 +143,27 @@ def judged(family: str) -> Row:
         loss, gradients, same, counts = compared(plain, model)
     except Exception as error:
         return family, "-", "-", "-", "-", f"RAISED {type(error).__name__}: {error}"[:120]
-    verdict = "pass" if max(loss, gradients) < TOLERANCE and same else "WRONG"
+    verdict = "pass" if max(loss, gradients) < TOLERANCE and same is not False else "WRONG"
     shown = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    return family, f"{loss:.0e}", f"{gradients:.0e}", "same" if same else "other", shown, verdict
+    tokens = {True: "same", False: "other", None: ""}[same]
+    return family, f"{loss:.0e}", f"{gradients:.0e}", tokens, shown, verdict
 
 
-def compared(plain: Any, model: Any) -> tuple[float, float, bool, dict[str, int]]:
+def compared(plain: Any, model: Any) -> tuple[float, float, bool | None, dict[str, int]]:
     with CommDebugMode() as comm:
-        ours = model(IDS, labels=IDS)
-    theirs = plain(IDS, labels=IDS)
-    ours.loss.backward()
-    theirs.loss.backward()
+        ours = loss_of(model)
+    theirs = loss_of(plain)
+    ours.backward()
+    theirs.backward()
     pairs = [
         (p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), plain.parameters()) if q.grad is not None
     ]
     options = {"max_new_tokens": 4, "do_sample": False}
-    tokens = [net.generate(IDS[:, :4], **options) for net in (plain, model)]
+    tokens = [net.generate(IDS[:, :4], **options) for net in (plain, model) if continues(net)]
     largest = max(q.abs().max().item() for _, q in pairs)
     gradients = max((p - q).abs().max().item() for p, q in pairs) / max(largest, 1e-6)
-    return _far(ours.loss, theirs.loss), gradients, torch.equal(*tokens), dict(comm.get_comm_counts())
+    same = torch.equal(*tokens) if tokens else None
+    return _far(ours, theirs), gradients, same, dict(comm.get_comm_counts())
 
 
 def _far(a: Tensor, b: Tensor) -> float:

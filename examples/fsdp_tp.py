@@ -1,7 +1,7 @@
 """Fully sharded × tensor parallel: on one axis of the mesh layers are split, on the other their shards are split again.
 
     python examples/fsdp_tp.py                       this process plays all four ranks
-    torchrun --nproc-per-node 4 examples/fsdp_tp.py  four processes: NCCL on GPUs, Gloo without
+    torchrun --nproc-per-node 4 examples/fsdp_tp.py  four processes, or two, or eight: NCCL on GPUs, Gloo without
 
 The model and the training loop are those of one device, and every run is compared with one device. What is parallel is
 said in `parallelize`: a plan on the axis "tp", `fully_shard` on the axis "shard".
@@ -18,7 +18,7 @@ import shardwise
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 
 WIDTH, LAYERS, BATCH, STEPS = 32, 3, 16, 10
-SHAPE, AXES = (2, 2), ("shard", "tp")
+AXES = ("shard", "tp")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -54,11 +54,12 @@ def train(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> list[tuple[flo
 
 
 def make_mesh() -> shardwise.Mesh:
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return shardwise.simulate(SHAPE, AXES)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:
+        return shardwise.simulate((2, 2), AXES)
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    return shardwise.init_device_mesh(DEVICE, SHAPE, mesh_dim_names=AXES)
+    return shardwise.init_device_mesh(DEVICE, (2, ranks // 2), mesh_dim_names=AXES)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.comm import Ranked, ranked
 from shardwise.comm.cause import is_moving, listeners, moved
 from shardwise.comm.rendezvous import expect
-from shardwise.errors import PlacementError
+from shardwise.errors import MixedTensorError, PlacementError
 from shardwise.layout import Layout, Mesh, Replicate
 from shardwise.redistribute import Move
 
@@ -97,6 +97,11 @@ def check_strided(x: Tensor) -> Tensor:
     """The tensor, unless it cannot be cut along its dims."""
     if not isinstance(x, Tensor):
         raise TypeError(f"a DTensor is made of a torch.Tensor, not of a {type(x).__name__}; see torch.as_tensor")
+    if type(x).__module__.startswith(("torch.distributed.tensor", "torch.distributed._shard")):
+        raise MixedTensorError(
+            f"a {type(x).__name__} of torch's is laid out already, and not known here: give its full_tensor(), or its "
+            f"to_local() to DTensor.from_local; a program has its DTensors, styles and fully_shard from one library"
+        )
     if x.is_nested or x.layout is not torch.strided:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.").replace("_", " ")
         raise PlacementError(

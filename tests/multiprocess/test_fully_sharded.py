@@ -265,6 +265,20 @@ def refused(rank: int, size: int) -> None:
             theirs.fully_shard(net, mesh=mesh)
         with pytest.raises(sw.errors.ShardwiseError):
             DistributedDataParallel(net)
+    its = nn.Sequential(nn.Linear(4, 4), theirs.fully_shard(nn.Linear(4, 4), mesh=mesh))
+    for call in (
+        lambda: ours.fully_shard(its, mesh=mesh),
+        lambda: sw.distribute_module(its, mesh),
+        lambda: ours.parallelize_module(its, mesh, {"*": ours.ColwiseParallel()}),
+        lambda: ours.parallelize_module(its, mesh, {"0": "colwise"}),
+        lambda: sw.distribute_tensor(its[1].weight.detach(), mesh),
+        lambda: sw.DTensor.from_local(its[1].weight.detach(), mesh),
+    ):
+        with pytest.raises(
+            sw.errors.MixedTensorError, match=r"a DTensor of torch's is laid out already, and not known"
+        ):
+            call()
+        assert type(its) is nn.Sequential and type(its[0].weight) is nn.Parameter and not its[0]._forward_hooks
 
 
 CASES = [

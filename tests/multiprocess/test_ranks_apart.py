@@ -250,6 +250,24 @@ def ranks_with_different_modules_to_distribute(rank: int, world_size: int) -> No
         sw.distribute_module((linear(4, 4), 4)[rank], mesh)  # type: ignore[arg-type]
 
 
+def ranks_that_make_different_modules(rank: int, world_size: int) -> None:
+    """Also where modules are made shard by shard: nobody waits for a rank that has refused."""
+    mesh, linear = line(world_size), torch.nn.Linear
+    apart, columns = r"init_on: the ranks of Mesh\(tp=2\) make different modules", {"weight": [S(0)]}
+    cases: list[tuple[Any, int, str]] = [
+        ({("weight", "wieght")[rank]: [S(0)]}, 4, ("that another rank of", "the plan names 'wieght'")[rank]),
+        ({("", "up")[rank]: ColwiseParallel()}, 4, ("that another rank of", "the plan names 'up'")[rank]),
+        ({"weight": [S(rank)]}, 4, apart),
+        (columns, 4 + rank, apart),
+    ]
+    for plan, width, words in cases:
+        with pytest.raises(PlanError, match=words), sw.init_on(mesh, plan):
+            linear(4, width)
+    with sw.init_on(mesh, columns):
+        made = linear(4, 4)
+    assert made.weight.placements == (S(0),)
+
+
 class _OfAUser(ParallelStyle):
     """A style that says of itself what is different on each rank."""
 
@@ -284,6 +302,10 @@ def ranks_with_batches_of_unequal_length(rank: int, world_size: int) -> None:
             with pytest.raises(ShardShapeError, match=f"^{re.escape(words)}"):
                 call(torch.ones(3 - rank, 4))
             call(torch.ones(2, 4))
+    for call, _ in calls[:2]:
+        for given in ((torch.ones(2, 4), None)[rank], *((torch.ones(2, 4),) * (1 + rank),)):
+            with pytest.raises(ShardShapeError, match=r"Sequential: .* this one with (f32 plain(, f32 plain)?|none)\."):
+                call(*given) if isinstance(given, tuple) else call(given)
     batches_of_data_parallelism(rank, mesh)
     norm = parallelize_module(torch.nn.LayerNorm(4), mesh, SequenceParallel(sequence_dim=0))
     assert norm(torch.ones(3 - rank, 4)).shape == (5, 4)
@@ -304,7 +326,9 @@ def batches_of_data_parallelism(rank: int, mesh: DeviceMesh) -> None:
     for net in (replicated, prepared, sw.fully_shard(torch.nn.Linear(4, 4), mesh=mesh)):
         lay = int if net is prepared else part
         for _ in range(2):
-            words = rf"the ranks of Mesh\(tp=2\) call it with .* this one with \[{(6, 4)[rank]},4\] S\(0\)@tp\. Batches"
+            words = (
+                rf"the ranks of Mesh\(tp=2\) call it with .* this one with f32\[{(6, 4)[rank]},4\] S\(0\)@tp\. Batches"
+            )
             with pytest.raises(ShardShapeError, match=words):
                 net(lay(3 - rank))
             net(lay(2)).sum().backward()
@@ -312,9 +336,11 @@ def batches_of_data_parallelism(rank: int, mesh: DeviceMesh) -> None:
             net(sw.DTensor.from_local(torch.ones(3 - rank, 4), mesh, [S(0)], run_check=True)).sum().backward()
     net(torch.ones(3 - rank, 4)).sum().backward()  # to a fully sharded module each may bring its own
     with pytest.raises(
-        ShardShapeError, match=r"FSDPLinear: .* this one with (plain tensors|\[4,4\] S\(0\)@tp)\. Batches"
+        ShardShapeError, match=r"FSDPLinear: .* this one with (f32 plain|f32\[4,4\] S\(0\)@tp)\. Batches"
     ):
         net((torch.ones(2, 4), part(2))[rank])
+    with pytest.raises(ShardShapeError, match=r"FSDPLinear: .* this one with (f32|f64) plain\. Batches"):
+        net(torch.ones(2, 4, dtype=(torch.float32, torch.float64)[rank]))
     if rank == 0:  # with nothing to reduce, a rank may go alone
         replicated(sw.DTensor.from_local(torch.ones(3, 4), mesh))
         with torch.no_grad():
@@ -343,7 +369,7 @@ BODIES: dict[int, list[Callable[[int, int], None]]] = {
         *(results_die_with_their_last_reference, equal_meshes_are_one, a_mesh_without_this_rank),
         *(kernels_make_a_view_on_some_ranks, a_checkpoint_returns_a_copied_view),
         *(fallback_warns_everywhere, one_rank_keeps_its_loss, ranks_with_other_seeds, ranks_with_one_seed),
-        *(ranks_with_different_modules, ranks_with_different_modules_to_distribute),
+        *(ranks_with_different_modules, ranks_with_different_modules_to_distribute, ranks_that_make_different_modules),
         *(ranks_with_batches_of_unequal_length, one_rank_keeps_its_inputs),
     ],
     4: [on_one_submesh, owing_more_than_a_submesh_can_pay],

@@ -33,6 +33,15 @@ torch.testing.assert_close(dw.grad.full_tensor(), w.grad)
 print(f"rank {torch.distributed.get_rank()} holds {list(dw.to_local().shape)}", flush=True)
 torch.distributed.destroy_process_group()
 """
+LATE = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+import shardwise as sw
+
+sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+dist.destroy_process_group()
+"""
 THREADS = """
 import atexit, os
 
@@ -98,4 +107,10 @@ def test_ten_lines_under_torchrun(output: str) -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for threads where Linux lists them")
 def test_no_thread_of_a_group_is_left_when_python_ends(output: str) -> None:
     """One that wants to let go of a tensor later than that would end the process with a signal."""
+    assert output.count("threads left: []") == 2, output
+
+
+def test_nor_where_shardwise_is_imported_late(tmp_path: Path) -> None:
+    """When there are groups already, none is kept by what is imported with it."""
+    output = run(tmp_path, THREADS + LATE)
     assert output.count("threads left: []") == 2, output

@@ -126,13 +126,15 @@ def tensors_to_keep() -> dict[str, DTensor]:
 @pytest.mark.parametrize("how", ["pickle", "torch.save", "weights_only"])
 def test_files(how: str) -> None:
     kept = tensors_to_keep()
+    where = (S0, S1, R, Partial(), Partial("norm", 3.0))  # placements are kept as they are, too
     if how == "pickle":
-        back = pickle.loads(pickle.dumps(kept))
+        back, placements = pickle.loads(pickle.dumps((kept, where)))
     else:
         file = io.BytesIO()
-        torch.save(kept, file)
+        torch.save((kept, where), file)
         file.seek(0)
-        back = torch.load(file, weights_only=how == "weights_only")
+        back, placements = torch.load(file, weights_only=how == "weights_only")
+    assert placements == where
     for name, x in kept.items():
         y = back[name]
         assert y._layout is x._layout, name

@@ -17,7 +17,6 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there are groups: its functions keep the one that is the default at that time
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +28,13 @@ from shardwise.comm.port import Axes, Chunks, Handle, Port, Shapes, Shards, comm
 from shardwise.comm.wire import KNOWN, Parts, adjacent, lent, padded, reducible, reducible_dtypes, restored
 from shardwise.errors import MeshError
 from shardwise.layout import Mesh
+
+_default, distributed_c10d.GroupMember.WORLD = distributed_c10d.GroupMember.WORLD, None
+try:
+    import torch.distributed.nn  # its functions would keep what is the default group now, beyond its end
+finally:
+    distributed_c10d.GroupMember.WORLD = _default
+    del _default
 
 _ports: WeakSet[GroupPort] = WeakSet()
 _in_flight: WeakSet[Handle[Any]] = WeakSet()

@@ -190,15 +190,6 @@ class Part:
     """Outputs that may be the same memory in every run: gradients, which the next run replaces."""
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """A number of the host that must have a value, or the program is not the right one: the number of an output of the
-    part that computes conditions."""
-
-    output: int
-    value: Any
-
-
 @dataclass(frozen=True)
 class Program:
     """What runs: first the host's part, then that of each rank held here.

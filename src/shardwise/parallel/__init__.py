@@ -12,6 +12,7 @@ from shardwise.parallel.fully_sharded import (
     UnshardHandle,
     fully_shard,
     register_fsdp_forward_method,
+    share_comm_ctx,
 )
 from shardwise.parallel.fused_loss import fuse_loss
 from shardwise.parallel.linear_loss import LinearCrossEntropy, linear_cross_entropy
@@ -56,4 +57,5 @@ __all__ = [
     "optimizers",
     "parallelize_module",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

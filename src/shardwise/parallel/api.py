@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.comm import AnyMesh, as_mesh
 from shardwise.errors import PlanError
 from shardwise.layout import Mesh, Placement, Replicate
 from shardwise.parallel.agreement import agreed
 from shardwise.parallel.loaded_state import take_any_state
-from shardwise.parallel.modules import tensors_of, tied
+from shardwise.parallel.modules import check_dense, tensors_of, tied
 from shardwise.parallel.named_styles import NamedStyle, replicate_inside
 from shardwise.parallel.parts import compare_calls
 from shardwise.parallel.style import Distributing, ParallelStyle
@@ -53,14 +53,18 @@ def parallelize_module(
     if parallelize_plan is None:
         warnings.warn("parallelize_module was given no plan: nothing is parallelized", stacklevel=2)
         return module
-    named = any(isinstance(style, NamedStyle) for _, _, style in entries)
+    return parallelized(module, mesh, entries, src_data_rank)
+
+
+def parallelized(module: nn.Module, mesh: Mesh, entries: list[Entry], src_data_rank: int | None = 0) -> nn.Module:
+    """What a plan makes of a module that it was found to fit."""
     with tied(module):
         for path, submodule, style in entries:
             style.src_data_rank, style.path = src_data_rank, path
             made = style._apply(submodule, mesh.origin)
             if submodule is module:
                 module = made
-    if named:
+    if _by_names(entries):
         replicate_inside(module, mesh.origin, src_data_rank)
     else:
         compare_calls(module, mesh)
@@ -90,9 +94,14 @@ def _checked(mesh: Mesh, module: nn.Module, plan: Any) -> list[Entry]:
     for path, submodule, style in entries:
         style._check(path, submodule, mesh.origin)
     _check_overlaps(entries)
-    if any(isinstance(style, NamedStyle) for _, _, style in entries):
+    if _by_names(entries):
         _check_outputs(entries)
+        check_dense(module)
     return entries
+
+
+def _by_names(entries: list[Entry]) -> bool:
+    return any(isinstance(style, NamedStyle) for _, _, style in entries)
 
 
 def _facts(module: nn.Module, entries: list[Entry]) -> object:
@@ -104,17 +113,22 @@ def _words(style: ParallelStyle) -> str:
     return repr(style) if type(style).__module__.startswith("shardwise.") else type(style).__name__
 
 
-def placements_of_plan(module: nn.Module, mesh: Mesh, plan: Any) -> dict[str, Sequence[Placement]]:
-    """Where a plan of module styles puts parameters, by their names. Those that other styles place are not among
-    them."""
-    found: dict[str, Sequence[Placement]] = {}
-    for path, submodule, style in _without_repeats(_entries("", module, plan)):
-        if isinstance(style, Distributing):
-            style._check(path, submodule, mesh.origin)
+def planned(module: nn.Module, mesh: Mesh, plan: Any) -> tuple[list[Entry], dict[str, Sequence[Placement]]]:
+    """What a plan of styles says, and where it puts parameters and buffers, by their names. Those that it leaves to
+    styles of users, or plain, are not among them."""
+    entries, found = _checked(mesh, module, plan), dict[Tensor, Sequence[Placement]]()
+    for _, submodule, style in entries:
+        if isinstance(style, NamedStyle):
+            for parameter in style._parameters(submodule).values():
+                found.setdefault(parameter, [style.meaning.placement(parameter)])
+        elif isinstance(style, Distributing):
             where = style._where(submodule) or {}
-            for name, _ in (*submodule.named_parameters(), *submodule.named_buffers()):
-                found[f"{path}.{name}" if path else name] = where.get(name, [Replicate()])
-    return found
+            for name, tensor in (*submodule.named_parameters(), *submodule.named_buffers()):
+                found.setdefault(tensor, where.get(name, [Replicate()]))
+    names = (*module.named_parameters(), *module.named_buffers())
+    if _by_names(entries):
+        return entries, {name: found.get(tensor, [Replicate()]) for name, tensor in names}
+    return entries, {name: found[tensor] for name, tensor in names if tensor in found}
 
 
 def _entries(path: str, module: nn.Module, plan: Any, carried: frozenset[str] = frozenset()) -> Iterator[Entry]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm import Ranked, as_mesh, noters
+from shardwise.errors import MeshError
 from shardwise.layout import Placement, Shard
 from shardwise.local import single
 from shardwise.parallel.fully_sharded.layouts import MANAGED
@@ -51,8 +52,13 @@ def brought(
     if wanted is None or found.placements == normal(wanted, found.ndim):
         return found
     around = found._layout.mesh
-    if around is mesh or not mesh.is_within(around):
-        return found.redistribute(mesh, wanted)
+    if around is mesh:
+        return found.redistribute(placements=wanted)
+    if not mesh.is_within(around):
+        raise MeshError(
+            f"{named(path)}: its style brings tensors to {wanted} on {mesh}, and was given one on {around}, "
+            f"{found.layout_on_mesh}; lay it out on a mesh with the axes of both, or give plain tensors"
+        )
     placements = list(found.placements)  # along other axes, those of data parallelism say, it stays as it is
     for name, placement in zip(mesh.names, normal(wanted, found.ndim), strict=True):
         placements[around.axis(name)] = placement

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from shardwise.comm import AnyMesh, as_mesh
 from shardwise.errors import PlanError, ReplicaError
 from shardwise.layout import Mesh, Placement, Replicate
+from shardwise.local import check_strided
 from shardwise.parallel.agreement import agreed
 from shardwise.parallel.fully_sharded.layouts import is_at_rest, split_outside
 from shardwise.parallel.loaded_state import take_any_state
@@ -84,6 +85,13 @@ def _check_new(module: Any) -> None:
         raise TypeError(f"distribute_module takes a torch.nn.Module, not a {type(module).__name__}")
     if getattr(module, "_distribute_module_applied", False):
         raise RuntimeError("distribute_module was already applied to this module; its hooks would run twice")
+    check_dense(module)
+
+
+def check_dense(module: nn.Module) -> None:
+    """Raise if the module has what cannot be made a DTensor."""
+    for x in homes_of(module):
+        check_strided(x)
 
 
 def tensors_of(module: nn.Module) -> list[tuple]:

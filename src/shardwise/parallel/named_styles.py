@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from shardwise.comm import AnyMesh, as_mesh
 from shardwise.dispatch import implicit_replication
+from shardwise.dispatch.interop.compiled import run_as_it_is
 from shardwise.dispatch.modes import replicates_implicitly
 from shardwise.errors import MeshError, PlanError
-from shardwise.layout import Placement, Replicate, Shard
-from shardwise.parallel.boundary import to_local
+from shardwise.layout import Mesh, Placement, Replicate, Shard
+from shardwise.parallel.boundary import brought, to_local
 from shardwise.parallel.fully_sharded.layouts import is_at_rest
 from shardwise.parallel.modules import check_no_parametrizations, place, place_rest
 from shardwise.parallel.parts import check_replicated
@@ -94,25 +95,24 @@ class NamedStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
         for name, plain in self._parameters(module).items():
             place(plain, [(module, name)], device_mesh, [self.meaning.placement(plain)], self.src_data_rank)
+        where = as_mesh(device_mesh), self.path
         if self.parameter is None and self.meaning.input is not None:
-            module.register_forward_pre_hook(functools.partial(_bring_input, self.meaning.input))
+            module.register_forward_pre_hook(functools.partial(_bring_input, self.meaning.input, *where))
         if self.parameter is None and self.meaning.output is not None:
-            module.register_forward_hook(functools.partial(_bring_output, self.meaning.output))
+            module.register_forward_hook(functools.partial(_bring_output, self.meaning.output, *where))
         return module
 
 
-def _bring_input(placement: Placement, module: nn.Module, inputs: tuple) -> tuple:
-    return _brought(placement, inputs[0]), *inputs[1:]
+def _bring_input(placement: Placement, mesh: Mesh, path: str, module: nn.Module, inputs: tuple) -> tuple:
+    return _brought(inputs[0], placement, mesh, path), *inputs[1:]
 
 
-def _bring_output(placement: Placement, module: nn.Module, inputs: Any, output: Any) -> Any:
-    return _brought(placement, output)
+def _bring_output(placement: Placement, mesh: Mesh, path: str, module: nn.Module, inputs: Any, output: Any) -> Any:
+    return _brought(output, placement, mesh, path)
 
 
-def _brought(placement: Placement, x: Any) -> Any:
-    if not isinstance(x, DTensor) or x.placements == (placement,):
-        return x
-    return x.redistribute(placements=[placement])
+def _brought(x: Any, placement: Placement, mesh: Mesh, path: str) -> Any:
+    return brought(x, mesh, path, (placement,), (placement,)) if isinstance(x, DTensor) else x
 
 
 # The model around
@@ -130,14 +130,19 @@ def replicate_inside(module: nn.Module, device_mesh: AnyMesh, src_data_rank: int
     module._replicated_on = as_mesh(device_mesh)  # type: ignore[assignment]
 
 
+_METHODS = ("forward", "generate", "init_weights")
+"""In which of a model's methods plain tensors are replicated ones."""
+
+
 @functools.cache
 def _replicating(cls: Any) -> Any:
-    methods = {name: _inside(getattr(cls, name)) for name in ("forward", "generate") if hasattr(cls, name)}
+    methods = {name: _inside(getattr(cls, name)) for name in _METHODS if hasattr(cls, name)}
     facts = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce_ex__": _reduce}
     return type(cls.__name__, (cls,), {**methods, **facts})
 
 
 def _inside(method: Callable[..., Any]) -> Callable[..., Any]:
+    @run_as_it_is
     @functools.wraps(method)
     def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not replicates_implicitly():  # else a model around it has compared its own
@@ -153,7 +158,7 @@ def _inside(method: Callable[..., Any]) -> Callable[..., Any]:
 def _plain(output: Any, module: nn.Module) -> Any:
     """An output with plain tensors in the place of DTensors. What is neither a list nor a dict (a cache) is left."""
     if isinstance(output, DTensor):
-        return to_local(_brought(Replicate(), output), module)
+        return to_local(output.redistribute(placements=[Replicate()] * output._layout.mesh.ndim), module)
     if isinstance(output, dict):
         for name, value in output.items():
             output[name] = _plain(value, module)

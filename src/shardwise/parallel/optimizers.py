@@ -142,7 +142,7 @@ def step_on_shards(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, An
         noters[-1].step(optimizer)
         twin = _without_split_matrices(optimizer) if isinstance(optimizer, optim.Muon) else None
         return None if twin is None else ((twin,), kwargs)
-    check_reduced()
+    check_reduced(optimizer)
     lay_out_loaded_state(optimizer)
     twin_of = _TWINS.get(optimizer.__class__)
     if twin_of is None or len(args) != 1 or kwargs:  # a closure looks at the parameters

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm import as_mesh
+from shardwise.dispatch.interop.compiled import run_as_it_is
 from shardwise.errors import ShardShapeError
 from shardwise.from_local import check_alike
 from shardwise.layout import Mesh, Placements
 from shardwise.parallel.agreement import first_difference
 from shardwise.tensor import DTensor, from_parts
+from shardwise.words import short_dtype
 
 _running: WeakKeyDictionary[Mesh, tuple[nn.Module, bool]] = WeakKeyDictionary()
 """On which meshes a parallelized module is running, which, and whether the ranks called it with different shapes."""
@@ -43,6 +45,7 @@ def _is_compared(mesh: Mesh) -> bool:
     return mesh.device_type == "cpu" and len(mesh.held) < mesh.size()
 
 
+@run_as_it_is
 def _begin(mesh: Mesh, when_trained: bool, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     outer, _ = _running.get(mesh, (module, False))
     if outer is module and not _recomputes() and (not when_trained or _is_batch(args, kwargs)):
@@ -55,6 +58,7 @@ def _is_batch(args: tuple, kwargs: dict[str, Any]) -> bool:
     return torch.is_grad_enabled() and any(True for _ in parts)
 
 
+@run_as_it_is
 def _end(mesh: Mesh, module: nn.Module, args: Any, output: Any) -> None:
     if mesh in _running and _running[mesh][0] is module:
         del _running[mesh]
@@ -69,24 +73,28 @@ def _differ(who: str, mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether plain tensors have other shapes on other ranks."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     plain = [(tuple(x.shape), x.dtype) for x in tensors if not isinstance(x, DTensor)]
-    placed = [(x.layout_on_mesh, x.dtype) for x in tensors if isinstance(x, DTensor)]
-    if not plain and not placed:
-        return False
-    which = first_difference(mesh, [placed, plain])
+    which = first_difference(mesh, [(_placed(tensors), len(plain)), plain])
     if which == 0:
-        raise _unlike(who, mesh, placed)
+        raise _unlike(who, mesh, tensors)
     return which == 1
 
 
 def check_batches(who: str, mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise, on all ranks alike, unless they have the same DTensors. Each may have plain tensors of its own."""
-    placed = [(x.layout_on_mesh, x.dtype) for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
-    if _is_compared(mesh) and first_difference(mesh, [placed]) == 0:
-        raise _unlike(who, mesh, placed)
+    """Raise, on all ranks alike, unless they have the same DTensors. Each may have plain tensors of its own, though a
+    first argument of another dtype would fail where it is alone."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    first = [x.dtype for x in args[:1] if isinstance(x, Tensor)]
+    if _is_compared(mesh) and first_difference(mesh, [(_placed(tensors), first)]) == 0:
+        raise _unlike(who, mesh, tensors)
 
 
-def _unlike(who: str, mesh: Mesh, placed: Sequence[tuple]) -> ShardShapeError:
-    here = ", ".join(str(layout) for layout, _ in placed) or "plain tensors"
+def _placed(tensors: Sequence[Tensor]) -> list[tuple]:
+    return [(x.layout_on_mesh, x.dtype) for x in tensors if isinstance(x, DTensor)]
+
+
+def _unlike(who: str, mesh: Mesh, tensors: Sequence[Tensor]) -> ShardShapeError:
+    layouts = [str(x.layout_on_mesh) if isinstance(x, DTensor) else " plain" for x in tensors]
+    here = ", ".join(short_dtype(x.dtype) + layout for x, layout in zip(tensors, layouts, strict=True)) or "none"
     return ShardShapeError(
         f"{who}: the ranks of {mesh} call it with tensors of different shapes, dtypes or placements, this one with "
         f"{here}. {_EQUALLY_LONG}; DTensor.from_local(part, mesh, placements, run_check=True) takes uneven parts"

@@ -20,19 +20,21 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm import AnyMesh, as_mesh, local_tensor
+from shardwise.dispatch import implicit_replication
 from shardwise.dispatch.planning.fallback import speaks_of_meta
 from shardwise.dispatch.planning.randomness import drawn_shards
-from shardwise.errors import NoDataError, PlanError
+from shardwise.errors import NoDataError, PlacementError, PlanError
 from shardwise.layout import Layout, Mesh, Placement, Replicate
-from shardwise.parallel.api import parallelize_module, placements_of_plan
+from shardwise.parallel.agreement import agreed
+from shardwise.parallel.api import Entry, parallelized, planned
 from shardwise.parallel.loaded_state import take_any_state
-from shardwise.parallel.modules import homes_of, keep
+from shardwise.parallel.modules import homes_of, keep, tensors_of
 from shardwise.parallel.style import ParallelStyle
 from shardwise.tensor import DTensor, distribute_tensor, wrap
 
 Plan = Mapping[str, Any]
 
-_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_IS_META, _DEVICE = Tensor.is_meta.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
 
 SIZED = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
 """What makes tensors of a size: of these, only shards are made."""
@@ -43,7 +45,8 @@ def init_on(mesh: AnyMesh, plan: Plan | ParallelStyle | None = None) -> Iterator
     """Modules made inside have parameters on a mesh, bit for bit those of one device, and are made shard by shard.
 
     A plan gives placements by names of parameters, in which each part may have wildcards; what it does not name is
-    replicated. Or it is a plan of `parallelize_module`, which is then applied; what it does not name stays plain.
+    replicated. Or it is a plan of `parallelize_module`, which is then applied; what it does not name stays plain, or is
+    replicated beside styles by name (those of Hugging Face's models, which are made so as well).
     The whole of a parameter is never in memory where it is made by its size and filled in place, on a CPU. Constructors
     run without data: one that reads numbers of a tensor (`item()`, `if x.any()`) raises `NoDataError`, unless it makes
     that tensor with `device="cpu"`.
@@ -55,7 +58,8 @@ def init_on(mesh: AnyMesh, plan: Plan | ParallelStyle | None = None) -> Iterator
     >>> layer.weight.placements, layer.bias.placements
     ((Shard(dim=0),), (Replicate(),))
     """
-    noted = _Noted()
+    mesh = as_mesh(mesh)
+    noted = _Noted(torch.device(mesh.device_type))
     with ExitStack() as stack:
         for register, note in (
             (hooks.register_module_parameter_registration_hook, noted.owner),
@@ -67,7 +71,7 @@ def init_on(mesh: AnyMesh, plan: Plan | ParallelStyle | None = None) -> Iterator
         stack.enter_context(torch.device("meta"))
         stack.enter_context(noted)
         yield
-    _materialise(noted, as_mesh(mesh), plan)
+    _materialise(noted, mesh, plan)
 
 
 @dataclass(slots=True)
@@ -81,8 +85,9 @@ class _Call:
 class _Noted(TorchFunctionMode):
     """What constructors do: calls, in their order, and modules."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self.device = device
         self.calls: list[_Call] = []
         self.owners: dict[nn.Module, None] = {}
         self.children: set[nn.Module] = set()
@@ -105,6 +110,8 @@ class _Noted(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _IS_META:
             return False  # who asks would do nothing
+        if func == _DEVICE and args[0].shape == (0,):  # who makes nothing, to ask for the default (transformers), too
+            return self.device
         kwargs = kwargs or {}
         given = [x.is_meta for x in _tensors((args, kwargs))]
         try:
@@ -141,8 +148,18 @@ def _needs_numbers(func: Callable) -> NoDataError:
 
 def _materialise(noted: _Noted, mesh: Mesh, plan: Any) -> None:
     is_styles = isinstance(plan, ParallelStyle) or any(_is_style(part) for part in (plan or {}).values())
-    for root in noted.roots:
-        where = placements_of_plan(root, mesh, plan) if is_styles else _placements(root, mesh, plan or {})
+    place: Any = planned if is_styles else _placements
+    placed = agreed(
+        mesh,
+        lambda: [(root, *place(root, mesh, plan or {})) for root in noted.roots],
+        lambda found: [(tensors_of(root), where) for root, _, where in found],
+        PlanError(f"init_on: the plan does not fit the modules that another rank of {mesh} makes"),
+        PlanError(
+            f"init_on: the ranks of {mesh} make different modules, or have different plans: names, shapes, dtypes, "
+            f"what is trained, and placements must be the same on all of them"
+        ),
+    )
+    for root, entries, where in placed:
         found = homes_of(root)
         names = {id(x): name for name, x in (*root.named_parameters(), *root.named_buffers())}
         replay = _Replay(mesh, {_key(x): where.get(names.get(id(x), "")) for x in found if x.is_meta})
@@ -151,7 +168,7 @@ def _materialise(noted: _Noted, mesh: Mesh, plan: Any) -> None:
             if x.is_meta:
                 keep(replay.tensor(x), homes)
         if is_styles:
-            parallelize_module(root, mesh.origin, plan)
+            parallelized(root, mesh, entries)
         take_any_state(root.modules())
 
 
@@ -159,7 +176,7 @@ def _is_style(part: Any) -> bool:
     return isinstance(part, (ParallelStyle, str)) or (isinstance(part, Mapping) and any(map(_is_style, part.values())))
 
 
-def _placements(root: nn.Module, mesh: Mesh, plan: Plan) -> dict[str, Sequence[Placement]]:
+def _placements(root: nn.Module, mesh: Mesh, plan: Plan) -> tuple[list[Entry], dict[str, Sequence[Placement]]]:
     """Where parameters and buffers go, by their names. A name of the plan that is nobody's is a mistake."""
     names = [name for name, _ in (*root.named_parameters(), *root.named_buffers())]
     found: dict[str, Any] = dict.fromkeys(names, [Replicate()] * mesh.ndim)
@@ -168,7 +185,12 @@ def _placements(root: nn.Module, mesh: Mesh, plan: Plan) -> dict[str, Sequence[P
         if not matching:
             raise PlanError(f"the plan names {pattern!r}, but no parameter of {type(root).__name__} is called so")
         found.update(dict.fromkeys(matching, placements))
-    return found
+    for name, x in (*root.named_parameters(), *root.named_buffers()):
+        try:
+            Layout.of(mesh, x.shape, found[name])
+        except PlacementError as error:
+            raise PlacementError(f"init_on: the plan does not fit {name}: {error}") from None
+    return [], found
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -202,7 +224,7 @@ class _Replay:
         for key, at in last.items():
             if key not in self.where:  # only on the way to something
                 ends.setdefault(at, []).append(key)
-        with torch.no_grad(), torch.device(self.mesh.device_type):
+        with torch.no_grad(), torch.device(self.mesh.device_type), implicit_replication():
             for at, call in enumerate(calls):
                 self._call(call)
                 for key in ends.get(at, ()):

@@ -11,12 +11,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.comm import AnyMesh, as_mesh
+from shardwise.dispatch.interop.compiled import run_as_it_is
 from shardwise.errors import MeshError, PlanError
 from shardwise.layout import Placement, Replicate, Shard, unknown_placement
 from shardwise.parallel.boundary import brought, named, normal, shared, to_local
 from shardwise.parallel.fully_sharded.layouts import is_at_rest
-from shardwise.parallel.modules import check_no_parametrizations, place_rest
+from shardwise.parallel.modules import check_dense, check_no_parametrizations, place_rest
 from shardwise.tensor import DTensor
+
+_TORCHS_OWN = (
+    *("_partition_linear_fn", "_partition_embedding_fn", "_replicate_module_fn", "_prepare_input_fn"),
+    *("_prepare_output_fn", "_prepare_input_arg", "_prepare_input_kwarg_fn", "_prepare_out_fn"),
+)
+"""What subclasses of torch's styles define otherwise."""
 
 Layouts = Placement | tuple[Placement | None, ...] | None
 """One tensor's placement, or one for each of several; None for what is left as it is."""
@@ -31,6 +38,14 @@ class ParallelStyle(ABC):
 
     src_data_rank: int | None = 0
     path: str = ""
+
+    def __init_subclass__(cls) -> None:
+        ignored = [name for name in _TORCHS_OWN if hasattr(cls, name)]
+        if ignored and cls._apply.__module__ == __name__:
+            raise TypeError(
+                f"{cls.__name__}: {', '.join(ignored)} would not be called: that is how torch's styles are made, and "
+                f"not {cls.__mro__[1].__name__}. Define _apply, which may call distribute_module with such functions"
+            )
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module: ...
@@ -67,6 +82,7 @@ class Distributing(ParallelStyle):
         check_no_parametrizations(named(path), name, module, where)
         if getattr(module, "_distribute_module_applied", False):
             raise PlanError(f"{named(path)} is parallelized already; {name} would run its hooks twice")
+        check_dense(module)
         for parameter, tensor in module.named_parameters():
             wanted = tuple(where.get(parameter, [Replicate()]))
             if is_at_rest(module, tensor, mesh):
@@ -282,6 +298,7 @@ _Way = tuple[tuple[Placement, ...], tuple[Placement, ...] | None]
 """What a plain tensor is taken for, and what it becomes."""
 
 
+@run_as_it_is
 def _enter(way: _Way, mesh: Any, path: str, module: nn.Module, inputs: tuple) -> tuple:
     if not inputs or not isinstance(inputs[0], Tensor):
         given = f"a {type(inputs[0]).__name__}" if inputs else "none"
@@ -293,6 +310,7 @@ def _enter(way: _Way, mesh: Any, path: str, module: nn.Module, inputs: tuple) ->
     return shared(x, mesh, path, taken, wanted, shape), *inputs[1:]
 
 
+@run_as_it_is
 def _leave(way: _Way, local: bool, mesh: Any, path: str, module: nn.Module, inputs: Any, output: Any) -> Any:
     if not isinstance(output, Tensor):
         raise PlanError(f"{named(path)}: its style moves one tensor; the module returned a {type(output).__name__}")
@@ -317,6 +335,7 @@ def is_styled(module: nn.Module) -> bool:
     return any(isinstance(hook, partial) and hook.func is _leave for hook in module._forward_hooks.values())
 
 
+@run_as_it_is
 def _prepare_inputs(
     style: PrepareModuleInput, mesh: Any, path: str, module: nn.Module, inputs: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
@@ -328,6 +347,7 @@ def _prepare_inputs(
     return inputs, prepared
 
 
+@run_as_it_is
 def _prepare_outputs(
     style: PrepareModuleOutput, mesh: Any, path: str, module: nn.Module, inputs: Any, outputs: Any
 ) -> Any:

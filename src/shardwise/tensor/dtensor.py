@@ -13,7 +13,7 @@ from shardwise.comm import AnyMesh, Ranked, as_mesh, local_tensor, ranked, shard
 from shardwise.comm.faked import as_fakes
 from shardwise.errors import MeshError, MixedTensorError, PlacementError, ShardShapeError
 from shardwise.from_local import check_strides, gradient_layout, laid_out, layout_of_shards
-from shardwise.layout import Layout, Partial, Placement, Placements, Replicate
+from shardwise.layout import Layout, Partial, Placement, Placements, Replicate, Shard
 from shardwise.local import (
     check_strided,
     on_shards,
@@ -372,4 +372,5 @@ def _rebuild(
 
 
 _rebuild.__module__ = __package__  # by that name it is found in what was pickled
-torch.serialization.add_safe_globals([_rebuild, Layout, Partial])  # what torch.load(weights_only=True) may call
+# What torch.load(weights_only=True) may call
+torch.serialization.add_safe_globals([_rebuild, Layout, Shard, Replicate, Partial])

@@ -681,7 +681,9 @@ def test_names_methods_and_arguments_are_torchs() -> None:
     def facts(function: Any) -> list[tuple[str, Any, str]]:
         return [(p.name, p.kind, str(p.default)) for p in inspect.signature(function).parameters.values()]
 
-    for name in ("fully_shard", "register_fsdp_forward_method", "MixedPrecisionPolicy", "CPUOffloadPolicy"):
+    names = ["fully_shard", "register_fsdp_forward_method", "MixedPrecisionPolicy", "CPUOffloadPolicy"]
+    names += [name for name in ("share_comm_ctx",) if hasattr(theirs, name)]  # older versions of torch have it not
+    for name in names:
         wanted = facts(getattr(theirs, name))  # older versions of torch have fewer at the end
         assert facts(getattr(sw.parallel, name))[: len(wanted)] == wanted
     methods = [name for name in vars(theirs.FSDPModule) if not name.startswith("_")]
@@ -699,6 +701,9 @@ def test_what_torch_chooses_for_its_own_collectives() -> None:
     net.set_allocate_memory_from_process_group_for_comm(True)
     net.set_symm_mem_for_comm()
     net.set_reduce_scatter_divide_factor(1.0)
+    sw.parallel.share_comm_ctx([net, net.blocks[0]])
+    with pytest.raises(ValueError, match="expected a module that fully_shard was called on"):
+        sw.parallel.share_comm_ctx([nn.Linear(2, 2)])
     waited: list[int] = []
     net.set_post_optim_event(SimpleNamespace(wait=lambda: waited.append(1)))
     assert waited == [1]

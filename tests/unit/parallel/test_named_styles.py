@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -196,8 +197,9 @@ def test_tied_weights_stay_tied() -> None:
     assert model.lm_head.weight.placements == (Shard(0),)
 
 
+@pytest.mark.parametrize("batches", ["of each rank", "laid out"])
 @pytest.mark.parametrize("order", ["by the plan first", "fully sharded first"])
-def test_fully_sharded_on_another_axis(order: str) -> None:
+def test_fully_sharded_on_another_axis(order: str, batches: str) -> None:
     plain, model, mesh = build(), build(), sw.simulate((2, 2), ("dp", "tp"))
     parts = [*model.model.layers, model]
     if order == "by the plan first":
@@ -207,15 +209,47 @@ def test_fully_sharded_on_another_axis(order: str) -> None:
     if order == "fully sharded first":
         parallelize_module(model, mesh["tp"], model._tp_plan)
     assert str(model.model.layers[0].mlp.up_proj.weight.layout_on_mesh) == "[48,32] S(0)@tp,dp"
-    own = sw.distribute_tensor(IDS, mesh, [Shard(0), Replicate()]).to_local()
+    laid = sw.distribute_tensor(IDS, mesh, [Shard(0), Replicate()])
+    check_training(plain, model, laid if batches == "laid out" else laid.to_local())
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")  # experts count their tokens by histc
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
+def test_data_parallel_on_another_axis(kind: str) -> None:
+    """A batch that is laid out on both axes stays split along the one that the plan knows nothing of."""
+    plain, model, mesh = build(kind), build(kind), sw.simulate((2, 2), ("dp", "tp"))
+    parallelize_module(model, mesh["tp"], model._tp_plan)
+    sw.distribute_module(model, mesh)
+    check_training(plain, model, sw.distribute_tensor(IDS, mesh, [Shard(0), Replicate()]))
+
+
+def test_a_sequence_that_is_split_on_another_axis_too() -> None:
+    plain, mesh = Layers(), sw.simulate((2, 2), ("dp", "tp"))
+    net = parallelize_module(copy.deepcopy(plain), mesh["tp"], {"norm": "sequence_parallel", "up": "colwise"})
+    sw.distribute_module(net, mesh)
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+    found = net(sw.distribute_tensor(x, mesh, [Shard(0), Replicate()]))
+    assert found.placements[0] == Shard(0)
+    torch.testing.assert_close(found.full_tensor(), plain(x))
+
+
+def check_training(plain: nn.Module, model: nn.Module, own: Any) -> None:
     for net, batch in ((plain, IDS), (model, own)):
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3)
         for _ in range(2):
             optimizer.zero_grad()
             net(batch, labels=batch).loss.backward()
             optimizer.step()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.detach().full_tensor(), q.detach(), msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models_run_as_they_are(backend: str) -> None:
+    plain, model = pair()
+    with warnings.catch_warnings(action="error"):
+        found = torch.compile(model, backend=backend)(IDS).logits
+    torch.testing.assert_close(found, plain(IDS).logits)
 
 
 # Names one by one, and what does not fit

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.dispatch.planning import randomness
-from shardwise.errors import NoDataError, PlanError
+from shardwise.errors import NoDataError, PlacementError, PlanError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel
 
 R, S = sw.Replicate(), sw.Shard
@@ -91,29 +91,93 @@ def test_a_plan_of_styles() -> None:
     torch.testing.assert_close(net(x), made()(x))
 
 
-def test_only_shards_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Gemma": {},  # the head is the table
+    "Mixtral": {"num_local_experts": 4},  # a list of experts is one parameter
+    "GraniteMoeHybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8},  # copies into some
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hugging_face_models(kind: str) -> None:
+    """These ask which device is the default, and would leave parameters on meta as they were made, other numbers."""
+    transformers = pytest.importorskip("transformers")
+
+    cls = getattr(transformers, f"{kind}ForCausalLM")
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **HEADS, **KINDS[kind])
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return cls(config)
+
+    expected = made()
+    after = torch.rand(())
+    mesh = sw.simulate((2,), ("tp",))
+    with torch.device("meta"):
+        plan = cls(config)._tp_plan
+    with sw.init_on(mesh, plan):
+        net = made()
+    assert torch.equal(torch.rand(()), after)
+    laid = sw.parallel.parallelize_module(made(), mesh, expected._tp_plan)
+    ours, theirs, whole_first = net.state_dict(), expected.state_dict(), laid.state_dict()
+    assert list(ours) == list(theirs)
+    for name, x in theirs.items():
+        torch.testing.assert_close(whole(ours[name]), x, rtol=0, atol=0, msg=name)
+        assert ours[name].layout_on_mesh is whole_first[name].layout_on_mesh, name
+    ids = torch.arange(12).view(2, 6)
+    torch.testing.assert_close(net(ids).logits, expected(ids).logits)
+
+
+def test_hugging_face_models_that_were_made_on_meta_initialise_themselves() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**SIZES, **HEADS)
+    with torch.device("meta"):
+        net, expected = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
+    sw.parallel.parallelize_module(net, sw.simulate((2,), ("tp",)), net._tp_plan)
+    for model in (net, expected):
+        torch.manual_seed(0)
+        model.to_empty(device="cpu").init_weights()
+    for (name, x), y in zip(net.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(whole(x.detach()), y.detach(), rtol=0, atol=0, msg=name)
+    ids = torch.arange(12).view(2, 6)
+    torch.testing.assert_close(net(ids).logits, expected(ids).logits)
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """The number of elements of the largest tensor that is made."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (list, tuple)) else [out]:
+            if isinstance(x, Tensor) and not x.is_meta:
+                self.number = max(self.number, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("plan", [{"weight": [S(0)]}, {"": "colwise"}, {"": ColwiseParallel()}], ids=str)
+def test_only_shards_are_made(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter of 4096 × 64 on 64 ranks, of which one is here."""
     monkeypatch.setattr(randomness, "SLAB", 1024)
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            for x in out if isinstance(out, (list, tuple)) else [out]:
-                if isinstance(x, Tensor) and not x.is_meta:
-                    largest = max(largest, x.untyped_storage().nbytes() // x.element_size())
-            return out
-
-    with Watch(), sw.init_on(sw.simulate((64,)), {"weight": [S(0)]}):
+    with Largest() as largest, sw.init_on(sw.simulate((64,)), plan):
         nn.Linear(64, 4096, bias=False)
-    assert 0 < largest <= 4096
+    assert 0 < largest.number <= 4096
 
 
 def test_a_plan_that_names_nobody() -> None:
     words = "the plan names 'wieght', but no parameter of Linear is called so"
     with pytest.raises(PlanError, match=words), sw.init_on(sw.simulate((2,)), {"wieght": [S(0)]}):
         nn.Linear(4, 4)
+
+
+def test_a_plan_that_does_not_fit_a_tensor() -> None:
+    words = r"init_on: the plan does not fit num_batches_tracked: S\(0\) names dim 0, but the tensor has 0 dims"
+    with pytest.raises(PlacementError, match=words), sw.init_on(sw.simulate((2,)), {"*": [S(0)]}):
+        nn.BatchNorm1d(4)
 
 
 READS: dict[str, Callable[[Tensor], Any]] = {

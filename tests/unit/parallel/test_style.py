@@ -8,6 +8,7 @@ import gc
 import inspect
 import itertools
 import pickle
+import warnings
 import weakref
 from typing import Any
 
@@ -345,6 +346,26 @@ def test_styles_of_ones_own() -> None:
         ParallelStyle()  # type: ignore[abstract]
 
 
+def test_styles_that_are_written_for_torchs_way_of_making_them_are_refused() -> None:
+    """torch's styles call functions of theirs that subclasses define otherwise; these here would never be called."""
+    words = "Mine: _prepare_input_fn would not be called: .* and not ColwiseParallel. Define _apply"
+    with pytest.raises(TypeError, match=words):
+
+        class Mine(ColwiseParallel):
+            @staticmethod
+            def _prepare_input_fn(*args: Any) -> Any: ...
+
+    class Whole(ColwiseParallel):
+        @staticmethod
+        def _prepare_input_fn(module: Any, inputs: Any, mesh: Any) -> Any:
+            return DTensor.from_local(inputs[0], mesh)
+
+        def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+            return sw.distribute_module(module, device_mesh, input_fn=self._prepare_input_fn)
+
+    assert parallelize_module(nn.Linear(4, 6), MESH, Whole())(torch.ones(2, 4)).placements == (R,)
+
+
 def test_what_styles_say_of_themselves() -> None:
     assert repr(ColwiseParallel()) == (
         "ColwiseParallel(input_layouts=(Replicate(),), output_layouts=(Shard(dim=-1),), use_local_output=True)"
@@ -466,6 +487,24 @@ def test_calls_that_do_not_fit_name_the_module() -> None:
         net.head(1)
     with pytest.raises(ShardShapeError, match=r"the shard at tp=0 has shape \[2, 4\]"):
         net.layers[0]["down"](data(2, 4))
+    with pytest.raises(
+        MeshError, match=r"module 'layers.0.up': its style brings .* given one on Mesh\(dp=2\), \[4,4\] S"
+    ):
+        net.layers[0]["up"](sw.distribute_tensor(data(4, 4), GRID["dp"], [S(0)]))
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_compiled_models_run_the_hooks_as_they_are(local: bool) -> None:
+    plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    net = parallelize_module(
+        copy.deepcopy(plain),
+        MESH,
+        {"0": ColwiseParallel(use_local_output=local), "2": RowwiseParallel(use_local_output=local)},
+    )
+    x = torch.randn(3, 4)
+    with warnings.catch_warnings(action="error"):
+        found = torch.compile(net, backend="eager")(x)
+    torch.testing.assert_close(whole(found, R), plain(x))
 
 
 def test_a_model_is_freed_after_a_step() -> None:

@@ -2,7 +2,12 @@
 
 from shardwise.parallel.fully_sharded.api import fully_shard
 from shardwise.parallel.fully_sharded.layouts import DataParallelMeshDims
-from shardwise.parallel.fully_sharded.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from shardwise.parallel.fully_sharded.module import (
+    FSDPModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from shardwise.parallel.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
@@ -14,4 +19,5 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

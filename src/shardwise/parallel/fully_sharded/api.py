@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwise.comm import AnyMesh, as_mesh
 from shardwise.errors import PlacementError, ReplicaError
 from shardwise.layout import Shard, entered_mesh
+from shardwise.local import check_strided
 from shardwise.parallel.agreement import agreed
 from shardwise.parallel.fully_sharded.group import Entry, Group, Options, Place
 from shardwise.parallel.fully_sharded.hooks import Hooks, hooks_of
@@ -194,6 +195,7 @@ def _places(roots: Sequence[nn.Module], managed: Iterable[nn.Module]) -> dict[Te
 
 
 def _check(param: Any, name: str) -> None:
+    check_strided(param)
     if param.__dict__.get(_TAKEN):
         raise PlacementError(
             f"fully_shard: {name} is tied to a parameter that another call has sharded: give both modules to one call, "

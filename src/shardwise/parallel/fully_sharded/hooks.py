@@ -20,7 +20,7 @@ from shardwise.parallel.fully_sharded.group import Group, Place
 from shardwise.parallel.fully_sharded.schedule import Schedule
 from shardwise.parallel.fully_sharded.unsharded import Use
 from shardwise.parallel.parts import check_batches
-from shardwise.tensor import DTensor, wrap
+from shardwise.tensor import DTensor, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _task = torch._C._current_graph_task_id
@@ -128,15 +128,15 @@ class Hooks:
         return made
 
     def _show_buffers(self) -> list[Shown]:
-        """Show plain buffers as replicated, beside a batch of DTensors. They share memory: writes arrive."""
+        """Show buffers as replicated along the axes of a batch of DTensors. They share memory: writes arrive."""
         shown: list[Shown] = []
         mesh = self.mesh
         if mesh is None:
             return shown
         for module, name in self.buffers:
             buffer = module._buffers.get(name)
-            if buffer is not None and not isinstance(buffer, DTensor):
-                made = wrap(spread(buffer.detach().view_as(buffer), mesh), Layout(mesh, buffer.shape))
+            made = None if buffer is None else _on(mesh, buffer)
+            if buffer is not None and made is not None:
                 module._buffers[name] = made
                 shown.append((module, name, buffer, made))
         return shown
@@ -221,6 +221,14 @@ _innermost: ContextVar[Hooks | None] = ContextVar("innermost", default=None)
 
 def hooks_of(module: nn.Module) -> Hooks | None:
     return module.__dict__.get(HOOKS)
+
+
+def _on(mesh: Mesh, buffer: Tensor) -> DTensor | None:
+    """A buffer as it is on a mesh, if it is not there already: plain, or on other axes of the mesh."""
+    if not isinstance(buffer, DTensor):
+        return wrap(spread(buffer.detach().view_as(buffer), mesh), Layout(mesh, buffer.shape))
+    around = buffer._layout.mesh
+    return None if around is mesh or not around.is_within(mesh) else wrap(localise(buffer), buffer._layout.on(mesh))
 
 
 def _before_nodes(tree: Any, hook: Any) -> bool:

@@ -155,6 +155,12 @@ class FSDPModule:
         return super()._apply(fn, recurse)  # type: ignore[misc]
 
 
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """For programs written for torch, in which models share streams: here there are none of their own."""
+    for module in modules:
+        _group_of(module)
+
+
 class UnshardHandle:
     """Parameters that are being gathered."""
 

@@ -201,10 +201,13 @@ def drop(parameter: Tensor) -> None:
     unreduced.pop(id(parameter), None)
 
 
-def check_reduced() -> None:
-    """Raise if gradients are still kept where an optimizer is about to use them."""
-    if unreduced:
+def check_reduced(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if gradients are still kept that an optimizer is about to use."""
+    if not unreduced:
+        return
+    kept = sum(id(param) in unreduced for group in optimizer.param_groups for param in group["params"])
+    if kept:
         raise UnreducedGradientError(
-            f"gradients of {len(unreduced)} parameter{'s' if len(unreduced) > 1 else ''} were kept by no_sync() and "
-            f"never reduced: run the last backward pass before an optimizer's step outside of it"
+            f"gradients of {kept} parameter{'s' if kept > 1 else ''} were kept by no_sync() and never reduced: run the "
+            f"last backward pass before an optimizer's step outside of it"
         )

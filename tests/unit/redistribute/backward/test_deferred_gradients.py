@@ -171,6 +171,10 @@ def test_a_step_on_gradients_that_wait_is_refused() -> None:
         "gradients of 1 parameter were kept by no_sync() and never reduced: run the last backward pass before an "
         "optimizer's step outside of it"
     )
+    other = nn.Parameter(torch.ones(2))
+    other.sum().backward()
+    torch.optim.SGD([other], lr=1.0).step()  # that of another model has nothing to do with it
+    assert other.tolist() == [0.0] * 2
     with pytest.raises(UnreducedGradientError, match=f"^{re.escape(said)}$"):
         optimizer.step()
     assert weight.full_tensor().tolist() == [1.0] * 3
