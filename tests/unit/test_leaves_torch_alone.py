@@ -172,6 +172,17 @@ def test_neither_torch_compile_nor_torchs_own_dtensor_is_loaded() -> None:
     assert run(script).split() == []
 
 
+def test_the_first_call_of_a_program_does_not_wait_for_sympy() -> None:
+    """Which torch imports where it adds up shapes, a third of a second. (Its kernels of matrix products do, too.)"""
+    script = (
+        "import torch, shardwise as sw\n"
+        "x = sw.distribute_tensor(torch.ones(4, 3), sw.simulate((2,), ('tp',)), [sw.Shard(0)])\n"
+        "x * 2 + x[0]\n"
+        "import sys; print('sympy' in sys.modules)"
+    )
+    assert run(script).split() == ["False"]
+
+
 # What hooks do to plain tensors: nothing
 
 

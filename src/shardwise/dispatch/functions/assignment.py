@@ -18,6 +18,7 @@ from shardwise.dispatch.interop.mixing import mixed
 from shardwise.dispatch.modes import replicates_implicitly
 from shardwise.dispatch.planning.trace import map_tensors
 from shardwise.errors import InPlaceError, MixedTensorError
+from shardwise.layout.sizes import broadcast_shape
 from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -150,7 +151,7 @@ def _refuse_expanded(view: DTensor, dims: Iterable[int]) -> None:
 
 def _as_written(view: DTensor, lost: Sequence[int], indices: Sequence[Tensor | None], value: Tensor) -> Tensor:
     """A value for the part that an index names, as one for the part of the view, in which no dim is lost."""
-    common = torch.broadcast_shapes(*(item.shape for item in indices if item is not None))
+    common = broadcast_shape(*(item.shape for item in indices if item is not None))
     kept = [dim for dim in range(view.ndim) if dim not in lost]
     rest = [dim for dim in range(view.ndim) if indices[dim] is None]
     before, after = _first(kept, indices), _first(range(view.ndim), indices)

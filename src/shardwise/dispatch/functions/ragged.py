@@ -23,6 +23,7 @@ from shardwise.dispatch.planning.fallback import keeps_shards
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.dispatch.watch import unplanned
 from shardwise.layout import SUM, Layout, Mesh
+from shardwise.layout.sizes import broadcast_shape
 from shardwise.redistribute import Group, plan_moves
 from shardwise.rules.kit.indices import padded
 from shardwise.tensor import DTensor, as_layout, localise, wrap
@@ -143,7 +144,7 @@ def _where(x: Any) -> Any:
 @keeps_shards(torch.masked_select, Tensor.masked_select, aten.masked_select, aten.masked_select.default)
 def _masked_select(x: Any, mask: Any) -> DTensor:
     mesh = mesh_of(x, mask)
-    shape = torch.broadcast_shapes(x.shape, mask.shape, (1,))
+    shape = broadcast_shape(x.shape, mask.shape, (1,))
     return _chosen(on_mesh(x, mesh).expand(shape), on_mesh(mask, mesh).expand(shape), 0)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.layout.sizes import broadcast_shape
+
 aten = torch.ops.aten
 
 Shape = tuple[int, ...]
@@ -155,7 +157,7 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not simple or not any(shapes):
         return None
     try:
-        shape = torch.broadcast_shapes(*shapes)
+        shape = broadcast_shape(*shapes)
         found = func(*empties, **kwargs)
     except Exception:  # it is for the kernels of meta tensors to complain, if they do
         return None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout, Partial
+from shardwise.layout.sizes import broadcast_shape
 from shardwise.rules.kit.empty import has_empty
 from shardwise.rules.kit.indices import Bound, along, axes_of, guarded_call, not_empty, owned, wrapped
 from shardwise.rules.kit.notation import Factors, broadcast, dims_of, factor_rule
@@ -109,7 +110,7 @@ class Indexed:
     def __init__(self, x: Value, indices: Sequence[Value | None]) -> None:
         self.count = len(indices)
         self.at = {dim: index for dim, index in enumerate(indices) if index is not None}
-        self.shape = torch.broadcast_shapes(*(index.shape for index in self.at.values()))
+        self.shape = broadcast_shape(*(index.shape for index in self.at.values()))
         dims = sorted(self.at)
         self.first = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
         self.free = [dim for dim in range(x.ndim) if dim not in self.at]
@@ -180,7 +181,7 @@ def owned_at(
     for dim in split:
         here, local[dim] = owned(wrapped(local[dim], shape[dim]), starts[dim], x.shape[dim])
         mine = mine & here
-    together = torch.broadcast_shapes(*(index.shape for index in local if index is not None))
+    together = broadcast_shape(*(index.shape for index in local if index is not None))
     return mine.expand(together), local
 
 

@@ -14,6 +14,7 @@ from torch.nn import _reduction
 from torch.nn import functional as F
 
 from shardwise.layout import Layout
+from shardwise.layout.sizes import broadcast_shape
 from shardwise.rules.kit.agreement import refuse
 from shardwise.rules.kit.indices import Bound, axes_of, checked_call
 from shardwise.rules.kit.notation import Factors, dims_of, factor_rule
@@ -47,7 +48,7 @@ def _summed(loss: Any, count: int, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pointwise_loss(call: Call) -> Factors:
-    shape = torch.broadcast_shapes(*(value.shape for value in call.inputs))
+    shape = broadcast_shape(*(value.shape for value in call.inputs))
     names = dims_of(len(shape))
     ins = [[names[d] if isinstance(d, int) else None for d in broadcast(value.shape, shape)] for value in call.inputs]
     return Factors(ins, [names if call["reduction"] == NONE else ()])
@@ -57,7 +58,7 @@ def _pointwise_loss_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layo
     if call["reduction"] != MEAN or not any(any(layout.splits) for layout in ins):
         return None
     args, kwargs = call.replace(reduction=NONE)
-    count = torch.broadcast_shapes(*(value.shape for value in call.inputs)).numel()
+    count = broadcast_shape(*(value.shape for value in call.inputs)).numel()
     return Local(_summed, [call.op, count, *args], kwargs)
 
 

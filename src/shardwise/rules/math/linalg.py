@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Layout
+from shardwise.layout.sizes import broadcast_shape
 from shardwise.rules.kit.empty import unless_empty
 from shardwise.rules.kit.indices import axes_of
 from shardwise.rules.kit.notation import Factor, Factors, factor_rule
@@ -78,7 +79,7 @@ def _factors(shape: tuple[int, ...], core: str, batch: tuple[int, ...]) -> tuple
 
 def _batch(call: Call, cores: Cores) -> tuple[int, ...]:
     shapes = (x.shape[: x.ndim - len(core)] for x, core in zip(call.inputs, cores, strict=True))
-    return tuple(torch.broadcast_shapes(*shapes))
+    return tuple(broadcast_shape(*shapes))
 
 
 def _batched(call: Call) -> list[Strategy]:
