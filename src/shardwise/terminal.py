@@ -81,8 +81,12 @@ def _rich_bar(title: str, total: int, done: int, said: Callable[[int], str]) -> 
         def render(self, task: Any) -> Any:
             return f"{said(int(task.completed))} of {said(total)}"
 
+    class Clock(rich.TimeRemainingColumn):
+        def render(self, task: Any) -> Any:
+            return super().render(task).append(" in all" if task.finished else " left")
+
     texts = (rich.TextColumn("{task.description}", markup=False), rich.TextColumn("{task.fields[what]}", markup=False))
-    columns = (texts[0], rich.BarColumn(), Amount(), rich.TimeElapsedColumn(), rich.TimeRemainingColumn(), texts[1])
+    columns = (texts[0], rich.BarColumn(), Amount(), Clock(elapsed_when_finished=True), texts[1])
     bar = rich.Progress(*columns, console=Console(stderr=True))
     bar.add_task(title, total=total, completed=done, what="")
     return bar
