@@ -64,10 +64,12 @@ def foreach_work(system: str, case: Case, whole: Block) -> Work:
 def step_of(
     work: Work, block: Callable[[Tensor], Tensor], optimizer_step: Callable[[], Any]
 ) -> Callable[[Tensor], None]:
+    optimizer, gradient = work.optimizer, work.gradient
+
     def step(x: Tensor) -> None:
-        work.optimizer.zero_grad()
+        optimizer.zero_grad()
         x.grad = None
-        block(x).backward(work.gradient)
+        block(x).backward(gradient)
         optimizer_step()
 
     return step
@@ -130,9 +132,9 @@ def row_of(size: Size, system: str, timing: Timing, timings: dict[str, Timing]) 
     )
 
 
-def write_report(tables: list[Table], failures: list[str], mesh: DeviceMesh) -> Path:
+def write_report(out: Path, tables: list[Table], failures: list[str], mesh: DeviceMesh) -> Path:
     today = datetime.date.today()
-    path = Path(__file__).parent / "results" / f"captured-gpu-{today}.md"
+    path = out / f"captured-gpu-{today}.md"
     text = [f"# Captured steps on a GPU, {today}\n", f"{versions(torch.device(mesh.device_type))}.\n"]
     text += [table.markdown() for table in tables]
     if failures:
@@ -144,6 +146,7 @@ def write_report(tables: list[Table], failures: list[str], mesh: DeviceMesh) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true", help="write a dated report")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="the folder of the report")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can run, for trying this out")
     parser.add_argument("--rounds", type=int, default=15)
@@ -164,7 +167,7 @@ def main() -> None:
         for failure in failures:
             console.print(f"could not be run: {failure}", style="yellow", markup=False)
         if options.write:
-            console.print(f"written: {write_report(tables, failures, mesh).name}")
+            console.print(f"written: {write_report(options.out, tables, failures, mesh).name}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ def main() -> int:
     liger = ["--liger", str(options.liger)] if options.liger else []
     commands = {
         "real_sizes.py": ["--size", "0", "--size", "2", "--size", "3", "--rounds", "11"],
+        "captured_gpu.py": ["--rounds", "9"],
         "captured_gpt_gpu.py": ["--rounds", "7", "--patience", f"{0.85 * options.seconds:.0f}"],
         "loss_gpu.py": ["--rounds", "7", *liger],
     }
