@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from on_device import clock_of
-from race import Table, options_of, race, report, seconds
+from race import RESULTS, Table, options_of, race, report, seconds
 from ranks import fake_world
 
 NUM_RANKS, TARGET = 8, 1.05
@@ -104,6 +105,7 @@ def peak(start: Callable[[], Callable[[], Tensor]]) -> int:
 
 def main() -> None:
     parser = options_of(__doc__, num_rounds=7)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of the report")
     parser.add_argument("--tiny", action="store_true", help="a size that a CPU can run, for trying this out")
     options = parser.parse_args()
     device = "cpu" if options.tiny else "cuda"
@@ -123,11 +125,18 @@ def main() -> None:
         memory = f"{peaks[system] / 2**30:.2f} GiB"
         table.append((system, seconds(timing.median), f"{ratio:.3f}", memory, str(TARGET) if verdict else "", verdict))
     params = sum(p.numel() for p in model(sizes, "meta").parameters())
-    title = f"A step of {params / 1e9:.2f} billion parameters, {rows} × {length} tokens"
-    tables = [Table(title, ("system", "a step", "/ plain", "peak", "target", ""), table)]
+    size = f"A step of {params / 1e9:.2f} billion parameters, {rows} × {length} tokens"
+    tables = [Table(size, ("system", "a step", "/ plain", "peak", "target", ""), table)]
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     about = f"{name}, bfloat16; rank 1 of {NUM_RANKS} in a fake group; {options.rounds} interleaved rounds."
-    report("fully-sharded-gpu", "One rank's share of a fully sharded model", about, tables, write=options.write)
+    report(
+        "fully-sharded-gpu",
+        "One rank's share of a fully sharded model",
+        about,
+        tables,
+        write=options.write,
+        out=options.out,
+    )
 
 
 if __name__ == "__main__":

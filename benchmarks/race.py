@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
-import fcntl
 import gc
 import os
 import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -81,28 +79,15 @@ def race(
     gc.collect()
     gc.freeze()  # collections then cost what the calls leave behind, not what torch's import did
     try:
-        with taking_turns():
-            for _ in range(num_rounds):
-                chance.shuffle(order)
-                for name in order:
-                    for _ in range(WARM_UP_CALLS):
-                        calls[name]()
-                    samples[name].append(clock(calls[name], sizes[name]))
+        for _ in range(num_rounds):
+            chance.shuffle(order)
+            for name in order:
+                for _ in range(WARM_UP_CALLS):
+                    calls[name]()
+                samples[name].append(clock(calls[name], sizes[name]))
     finally:
         gc.unfreeze()
     return {name: Timing(tuple(s)) for name, s in samples.items()}
-
-
-@contextlib.contextmanager
-def taking_turns() -> Iterator[None]:
-    """Benchmarks that run side by side, so that one compiles while another measures, name one file in RACE_LOCK: only
-    one of them measures at a time."""
-    if "RACE_LOCK" not in os.environ:
-        yield
-        return
-    with open(os.environ["RACE_LOCK"], "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def slice_size(call: Call, clock: Clock) -> int:
@@ -150,12 +135,15 @@ def options_of(about: str | None, *, num_rounds: int) -> argparse.ArgumentParser
     return parser
 
 
-def report(stem: str, title: str, about: str, tables: list[Table], *, write: bool) -> None:
-    """Print tables and, if asked to, write them to results/<stem>-<date>.md, with what they were measured on."""
+RESULTS = Path(__file__).parent / "results"
+
+
+def report(stem: str, title: str, about: str, tables: list[Table], *, write: bool, out: Path = RESULTS) -> None:
+    """Print tables and, if asked to, write them to <stem>-<date>.md, with what they were measured on."""
     for table in tables:
         table.print(Console(width=180))
     if write:
         today, body = datetime.date.today(), "\n".join(table.markdown() for table in tables)
         machine = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}"
-        path = Path(__file__).parent / "results" / f"{stem}-{today}.md"
+        path = out / f"{stem}-{today}.md"
         path.write_text(f"# {title}, {today}\n\n{machine}, {os.cpu_count()} cores. {about}\n\n{body}")

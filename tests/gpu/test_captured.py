@@ -25,6 +25,7 @@ pytestmark = [
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Any]:
     """A mesh of one real rank."""
+    torch.cuda.set_device(0)
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         yield sw.init_device_mesh(DEVICE, (1,), mesh_dim_names=("tp",))
@@ -62,6 +63,7 @@ def test_node_by_node_it_is_the_step(dropout: float) -> None:
     assert losses(mesh, lambda step: sw.compile(step, backend="fx"), dropout) == expected
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("cuda_graph", [False, True, "auto"])
 def test_compiled_and_as_a_graph(alone: Any, cuda_graph: bool | str) -> None:
     expected = losses(alone, lambda step: step)

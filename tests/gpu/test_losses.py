@@ -201,6 +201,7 @@ def test_among_ranks(shape: tuple[int, ...]) -> None:
 
 def among_ranks(rank: int, size: int, shape: tuple[int, ...]) -> None:
     """Every option, on meshes of real ranks: values, gradients, and that replicas are equal to the last bit."""
+    torch.cuda.set_device(0)
     mesh = sw.init_device_mesh("cuda", shape, mesh_dim_names=("a", "b")[: len(shape)])
     where = [S(1)] if len(shape) == 1 else [S(0), S(1)]
     rows = [p if p == S(0) else R for p in where]

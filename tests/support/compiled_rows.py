@@ -20,6 +20,7 @@ POINTERS = {
     **dict.fromkeys(
         ("sums", "parts", "top", "largest", "weights", "of_classes", "found", "numbers", "grad", "factor"), "*fp32"
     ),
+    **dict.fromkeys(("value", "whole"), "*fp32"),
     **dict.fromkeys(("less", "weight", "total"), "*fp32"),
 }
 FLOATS = frozenset({"part", "smoothing", "z_loss"})
@@ -52,10 +53,12 @@ VARIANTS: list[tuple[Any, dict[str, Any], dict[str, str]]] = [
             numbers._losses,
             {
                 **{"TOP": top, "LARGEST": full, "WEIGHTED": full, "SMOOTHED": full, "Z_LOSS": full},
-                **{"NUMBERS": kept, "NUM_SUMS": 5 if full else 3, "BLOCK": 128},
+                **{"NUMBERS": kept, "NUM_SUMS": 5 if full else 3},
+                **({"ONE": True, "MEAN": full, "BLOCK": 2048} if one else {"ONE": False, "MEAN": False, "BLOCK": 128}),
             },
-            {},
+            {"value": "*bf16"},
         )
+        for one in (False, True)
         for full, kept, top in ((False, 0, True), (False, 3, False), (True, 5, True), (True, 5, False))
     ),
 ]

@@ -90,15 +90,21 @@ def _buckets(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _filled(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
+    """Buckets in the order in which they are full. What fills one alone stays alone, and is not copied."""
     found: list[list[fx.Node]] = []
-    room = 0
+    filling: list[fx.Node] = []
+    room = buckets.LARGEST
     for node in nodes:
+        size = _bytes(node)
+        if size >= buckets.LARGEST:
+            found.append([node])
+            continue
+        filling.append(node)
+        room -= size
         if room <= 0:
-            found.append([])
-            room = buckets.LARGEST
-        found[-1].append(node)
-        room -= _bytes(node)
-    return found
+            found.append(filling)
+            filling, room = [], buckets.LARGEST
+    return [*found, filling] if filling else found
 
 
 def _last_products(nodes: Sequence[fx.Node]) -> set[fx.Node]:

@@ -23,11 +23,11 @@ from shardwise.rules.losses.class_rows import (
     comparable,
     graph_is_kept,
     is_listened_to,
-    losses_of_rows,
+    numbers_of_rows,
     own_part,
     weights_of,
 )
-from shardwise.rules.rows.row_numbers import asserts_itself
+from shardwise.rules.rows.row_numbers import asserts_itself, row_losses
 from shardwise.rules.rows.row_passes import CACHED, row_sums, scale_by
 
 Axes = tuple[int, ...]
@@ -86,7 +86,7 @@ def losses_of_head(
             given = of_part["target"], start, loss.dim, of_part.get("class_weights"), bool(loss.smoothing)
             sums = shards.map(row_sums, logits, *given)
             of_chunk = sums, of_part["target"], weight, start, loss
-            each, numbers = losses_of_rows(shards, *of_chunk, together=together, for_gradient=has_gradient)
+            each, numbers = row_losses(*numbers_of_rows(shards, *of_chunk, together=together), has_gradient)
             losses.append(each)
             known.append(numbers)
             if made is not None:

@@ -19,7 +19,7 @@ from shardwise.rules.kit.registry import repeats
 from shardwise.rules.kit.types import Collectives, Saved
 from shardwise.rules.math.reductions import maximum, wide
 from shardwise.rules.nn.softmax import known_softmax
-from shardwise.rules.rows.row_numbers import loss_of_rows, mean_loss, row_losses, row_terms
+from shardwise.rules.rows.row_numbers import mean_loss, row_loss, row_losses, row_terms
 from shardwise.rules.rows.row_passes import (
     LARGEST,
     LOG_SUM,
@@ -86,9 +86,8 @@ def class_parallel_loss(shards: Collectives, x: Tensor, target: Tensor, weight: 
         else:
             sums, saved["kept"] = shards.map(row_exponentials, *given)
         if of_logits or weight is not None or loss.smoothing or loss.z_loss:
-            options = {"of_logits": of_logits, "for_gradient": has_gradient}
-            rows, saved["numbers"] = losses_of_rows(shards, sums, target, weight, start, loss, **options)
-            value, total = _reduced(shards, rows, loss)
+            numbers = numbers_of_rows(shards, sums, target, weight, start, loss, of_logits=of_logits)
+            rows, saved["numbers"], value, total = _reduced(shards, numbers, loss, has_gradient)
         else:
             value, total, saved["numbers"] = _of_plain_rows(shards, sums, target, loss)
         if not has_gradient:
@@ -105,18 +104,22 @@ def class_parallel_loss(shards: Collectives, x: Tensor, target: Tensor, weight: 
     return shards.with_gradient(value, gradient, [x if of_logits else shards.place(x)], saved)
 
 
-def _reduced(shards: Collectives, rows: Tensor, loss: Loss) -> tuple[Tensor, Tensor | None]:
-    """From the losses of rows and their weights: the loss, and for a mean the weight of all rows."""
+def _reduced(
+    shards: Collectives, numbers: Sequence[Any], loss: Loss, has_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The losses of rows and their weights, and what their gradients are made of; the loss; and for a mean the weight
+    of all rows."""
     is_mean = loss.reduction == "mean"
-    if loss.reduction == "none":
-        return rounded(rows[0], loss), None
-    if is_mean and loss.batch:
-        sums = rows.unsqueeze(-1).flatten(1).sum(1)
-        shards.along(loss.batch).reduce_in_place(sums, "sum")
-        value, total = sums.unbind()
-        return rounded(mean_loss(value, total, loss.smoothing > 0), loss), total
-    value, total = shards.map(loss_of_rows, rows, is_mean, loss.smoothing > 0, _dtype(rows, loss))
-    return value, total if is_mean else None
+    if loss.reduction != "none" and not (is_mean and loss.batch):
+        rows, known, value, total = row_loss(*numbers, has_gradient, is_mean, _dtype(numbers[0], loss))
+        return rows, known, value, total if is_mean else None
+    rows, known = row_losses(*numbers, has_gradient)
+    if not is_mean:
+        return rows, known, rounded(rows[0], loss), None
+    sums = rows.unsqueeze(-1).flatten(1).sum(1)
+    shards.along(loss.batch).reduce_in_place(sums, "sum")
+    value, total = sums.unbind()
+    return rows, known, rounded(mean_loss(value, total, loss.smoothing > 0), loss), total
 
 
 def rounded(value: Tensor, loss: Loss) -> Tensor:
@@ -137,7 +140,7 @@ def is_listened_to() -> bool:
 # Forward
 
 
-def losses_of_rows(
+def numbers_of_rows(
     shards: Collectives,
     sums: Tensor,
     target: Tensor,
@@ -147,11 +150,10 @@ def losses_of_rows(
     *,
     of_logits: bool = True,
     together: bool = False,
-    for_gradient: bool,
-) -> tuple[Tensor, Tensor]:
-    """The losses of rows and their weights, and what their gradients are made of, from the sums that each rank has
-    found: by two reductions; or `together`, by one exchange. Without gradients `of_logits`, they are of exponentials
-    relative to what is largest here."""
+) -> tuple[Any, ...]:
+    """What `row_losses` is given, but for whether gradients are wanted, from the sums that each rank has found: by two
+    reductions; or `together`, by one exchange. Without gradients `of_logits`, these are of exponentials relative to
+    what is largest here."""
     top = weights = of_classes = None
     if together:
         each = shards.stack(sums)
@@ -171,14 +173,14 @@ def losses_of_rows(
         weights, of_classes = weights_of(weight, target, 0, loss), wide(weight).sum()
     largest = None if of_logits else sums[MAXIMUM]
     given = each, top, largest, target, weights, of_classes if loss.smoothing else None
-    return row_losses(*given, loss.ignore, loss.smoothing, loss.num_classes, loss.z_loss, for_gradient)
+    return *given, loss.ignore, loss.smoothing, loss.num_classes, loss.z_loss
 
 
 def _of_plain_rows(
     shards: Collectives, sums: Tensor, target: Tensor, loss: Loss
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What `losses_of_rows` and `_reduced` give for a loss without options, from exponentials relative to what is
-    largest here: by two thirds of the calls, which are what a small loss takes its time for."""
+    """What `_reduced` gives for a loss without options, from exponentials relative to what is largest here: by two
+    thirds of the calls, which are what a small loss takes its time for."""
     largest, total, picked = sums.unbind()
     top = largest.clone()
     shards.reduce_in_place(top, "max")

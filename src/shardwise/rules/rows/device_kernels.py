@@ -15,7 +15,7 @@ OLDEST_TRITON = (3, 6)
 WRITTEN_IN_TRITON = {
     "triton_rows": (row_passes.row_sums, row_passes.row_gradient, row_passes.scale_by),
     "triton_softmax": (row_passes.row_softmax, row_passes.row_products, row_passes.row_softmax_gradient),
-    "triton_numbers": (row_numbers.row_terms, row_numbers.row_losses, row_numbers.loss_of_rows),
+    "triton_numbers": (row_numbers.row_terms, row_numbers.row_losses, row_numbers.row_loss),
 }
 """The steps that run as Triton programs on CUDA devices, by the module that has these."""
 

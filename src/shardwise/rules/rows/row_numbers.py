@@ -78,9 +78,34 @@ def row_losses(
     return found, torch.stack([top, norm, at_target, mass, log_sum])
 
 
-@one_pass("(Tensor rows, bool mean, bool smoothed, ScalarType dtype) -> (Tensor, Tensor)")
+@one_pass(
+    "(Tensor sums, Tensor? top, Tensor? largest, Tensor target, Tensor? weights, Tensor? of_classes, int ignore, "
+    "float smoothing, int num_classes, float z_loss, bool for_gradient, bool mean, ScalarType dtype) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+def row_loss(
+    sums: Tensor,
+    top: Tensor | None,
+    largest: Tensor | None,
+    target: Tensor,
+    weights: Tensor | None,
+    of_classes: Tensor | None,
+    ignore: int,
+    smoothing: float,
+    num_classes: int,
+    z_loss: float,
+    for_gradient: bool,
+    mean: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `row_losses` gives; and the loss of all rows, a sum or a mean, with the weight of all."""
+    options = ignore, smoothing, num_classes, z_loss, for_gradient
+    rows, numbers = row_losses.function(sums, top, largest, target, weights, of_classes, *options)
+    return rows, numbers, *loss_of_rows(rows, mean, smoothing > 0, dtype)
+
+
 def loss_of_rows(rows: Tensor, mean: bool, smoothed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The loss of all rows, a sum or a mean, from those of single rows and their weights; and the weight of all."""
+    """The loss of all rows from those of single rows and their weights; and the weight of all."""
     value, total = (rows if rows.ndim == 2 else rows.reshape(2, -1)).sum(1).unbind()
     return (mean_loss(value, total, smoothed) if mean else value).to(dtype), total.clone()
 

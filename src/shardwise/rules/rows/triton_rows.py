@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.rules.rows import row_passes
 from shardwise.rules.rows.row_passes import MASS
 from shardwise.rules.rows.triton_layout import THREADS, beginning, ceil_div, exponential, layout_of, places, read
-from shardwise.rules.rows.triton_program import kinds, program
+from shardwise.rules.rows.triton_program import program
 
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 
@@ -178,12 +178,12 @@ def row_sums(x: Tensor, target: Tensor | None, start: int, dim: int, weight: Ten
     given = x, x if target is None else target, x if weight is None else weight, found
     sizes = num_rows, layout.num_classes, start, layout.share, *layout.places
     which = has_target, smoothed, weight is not None, num_sums, parts > 1, layout.rows, layout.lanes
-    key = layout, start, smoothed, kinds(x, target, weight)
-    _sums(key, layout.shares, layout.num_warps, *given, *sizes, *which)
+    _sums((layout, start, which), layout.shares, layout.num_warps, given, (*sizes, *which))
     if parts == 1:
         return found
     sums, of_parts = found.new_empty(shape[1:]), (has_target, smoothed, num_sums, THREADS)
-    _joined((layout, *of_parts), (ceil_div(num_rows, THREADS), 1), 4, found, sums, num_rows, parts, *of_parts)
+    sizes = num_rows, parts, *of_parts
+    _joined((layout, *of_parts), (ceil_div(num_rows, THREADS), 1), 4, (found, sums), sizes)
     return sums
 
 
@@ -225,8 +225,8 @@ def _gradient(
     CLASSES: tl.constexpr,
 ):
     """Exponentials of logits, or what is kept of them, times their row's factor, less what smoothing takes; but the
-    target's."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    target's. The last rows first: those that were read last are still in the cache."""
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * CLASSES + tl.arange(0, CLASSES)
     exists = row < num_rows
     begin = kept + beginning(row, size_1, size_2, step_0, step_1, step_2)
@@ -283,9 +283,9 @@ def row_gradient(
     classes = kept if weight is None else weight, target
     sizes = layout.num_rows, layout.num_classes, start, ignore, share, int(not one_for_all), numbers.stride(0)
     which = of_logits, total is not None, numbers.size(0) > MASS, share != 0.0, weight is not None
-    key = layout, start, ignore, sizes[-2:], which, kinds(*rows, *classes)
+    key = layout, start, ignore, sizes[-2:], which
     tile = layout.rows, layout.classes
-    _gradient(key, layout.tiles, layout.tile_warps, *rows, *classes, *sizes, *layout.places, *which, *tile)
+    _gradient(key, layout.tiles, layout.tile_warps, (*rows, *classes), (*sizes, *layout.places, *which, *tile))
     return None
 
 
@@ -302,5 +302,5 @@ def scale_by(x: Tensor, factor: Tensor) -> None:
     if x.dtype == torch.float64 or not x.is_contiguous() or not x.numel():
         return row_passes.scale_by.function(x, factor)
     count = x.numel()
-    _scaled((count, kinds(x, factor)), (ceil_div(count, FLAT), 1), 8, x, factor, count, FLAT)
+    _scaled(count, (ceil_div(count, FLAT), 1), 8, (x, factor), (count, FLAT))
     return None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardwise.rules.rows import row_passes
 from shardwise.rules.rows.triton_layout import WORDS, beginning, exponential, layout_of, places, read
-from shardwise.rules.rows.triton_program import kinds, program
+from shardwise.rules.rows.triton_program import program
 
 
 @program()
@@ -56,7 +56,7 @@ def row_softmax(x: Tensor, out: Tensor, less: Tensor, total: Tensor, dim: int, l
     if layout.num_rows and layout.num_classes:
         given = x, out, less.contiguous(), total.contiguous()
         sizes, which = (layout.num_rows, layout.num_classes, *layout.places), (log, layout.rows, layout.classes)
-        _softmax((layout, log, kinds(*given)), layout.tiles, layout.tile_warps, *given, *sizes, *which)
+        _softmax((layout, log), layout.tiles, layout.tile_warps, given, (*sizes, *which))
     return None
 
 
@@ -104,9 +104,10 @@ def row_products(grad: Tensor, known: Tensor, dim: int, log: bool) -> Tensor:
         return row_passes.row_products.function(grad, known, dim, log)
     parts = layout.shares[1]
     sums = torch.empty((parts, *grad.shape[:dim], *grad.shape[dim + 1 :]), dtype=torch.float32, device=grad.device)
-    key, sizes = (layout, log, kinds(grad, known)), (layout.num_rows, layout.num_classes, layout.share)
+    key, sizes = (layout, log), (layout.num_rows, layout.num_classes, layout.share)
     tile = layout.rows, WORDS * layout.lanes
-    _products(key, layout.shares, layout.num_warps, grad, known, sums, *sizes, *layout.places, log, *tile)
+    others = *sizes, *layout.places, log, *tile
+    _products(key, layout.shares, layout.num_warps, (grad, known, sums), others)
     return sums[0] if parts == 1 else sums.sum(0)
 
 
@@ -160,5 +161,5 @@ def row_softmax_gradient(grad: Tensor, known: Tensor, out: Tensor, total: Tensor
     if layout.num_rows and layout.num_classes:
         given = grad, known, out, total.contiguous()
         sizes, which = (layout.num_rows, layout.num_classes, *layout.places), (log, layout.rows, layout.classes)
-        _softmax_gradient((layout, log, kinds(*given)), layout.tiles, layout.tile_warps, *given, *sizes, *which)
+        _softmax_gradient((layout, log), layout.tiles, layout.tile_warps, given, (*sizes, *which))
     return None

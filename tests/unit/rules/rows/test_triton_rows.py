@@ -143,7 +143,9 @@ def test_softmax_of_rows(log: bool, programs: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-def test_numbers_of_rows(programs: Any) -> None:
+def test_numbers_of_rows(programs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.rules.rows import triton_numbers
+
     torch.manual_seed(0)
     for smoothing, z_loss in itertools.product((0.0, 0.1), (0.0, 0.2)):
         for weighted, is_kept, for_gradient in itertools.product((False, True), repeat=3):
@@ -154,6 +156,12 @@ def test_numbers_of_rows(programs: Any) -> None:
                 given = sums, highest, largest, target, weights, of_classes, 3, smoothing, 9, z_loss, for_gradient
                 ours, theirs = programs.row_losses(*given), row_numbers.row_losses.function(*given)
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+                for mean, few in itertools.product((False, True), (0, 1 << 13)):
+                    monkeypatch.setattr(triton_numbers, "FEW_ROWS", few)
+                    monkeypatch.setattr(triton_numbers, "ROWS_OF_ONE", 64)
+                    of_all = *given, mean, torch.bfloat16
+                    ours, theirs = programs.row_loss(*of_all), row_numbers.row_loss.function(*of_all)
+                    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-5)
             both = each[0].clone(), each[0].clone()
             programs.row_terms(both[0], top)
             row_numbers.row_terms.function(both[1], top)
@@ -176,8 +184,10 @@ def test_too_many_rows_are_left_to_torch(programs: Any, monkeypatch: pytest.Monk
     assert triton_layout.layout_of(1, torch.empty((1 << 28) - 1, 3, device="meta")) is not None
     monkeypatch.setattr(triton_numbers, "MOST_OF_ONE", 6)
     monkeypatch.setattr(triton_numbers, "_loss", None)
-    found = programs.loss_of_rows(torch.ones(2, 7), True, False, torch.float32)
-    check(torch.stack(found), torch.tensor([1.0, 7.0]), torch.float32)
+    monkeypatch.setattr(triton_numbers, "_losses", None)
+    given = torch.ones(1, 3, 7), torch.ones(7), None, torch.arange(7), None, None, 3, 0.0, 9, 0.0, False
+    *_, value, whole = programs.row_loss(*given, True, torch.float32)
+    check(torch.stack([value, whole]), torch.tensor([0.0, 6.0]), torch.float32)
 
 
 @pytest.mark.slow
