@@ -58,6 +58,16 @@ def test_there_is_a_bucket_for_so_many_bytes(largest: int, monkeypatch: pytest.M
     assert 1 < len(gradients(program)) <= math.ceil(total / largest)
 
 
+def test_what_fills_a_bucket_alone_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "LARGEST", 400)
+    program = program_of(lambda: replicated(2), ("tidy", "bucket"))
+    cats = [node for node in program.ranks[0].graph.nodes if node.target is torch.ops.aten.cat.default]
+    parts: list[Any] = [part for node in cats for part in node.args[0]]
+    copied = [4 * math.prod(part.meta["facts"].shape) for part in parts]
+    large = [4 * p.numel() for p in nn.Sequential(Net(), Net()).parameters() if 4 * p.numel() >= 400]
+    assert large and copied and max(copied) < 400 and len(gradients(program)) == len(large) + len(cats)
+
+
 def gradients(program: sw.graph.Program) -> list[fx.Node]:
     nodes = program.ranks[0].graph.nodes
     return [node for node in nodes if in_backward(node) and collective_of(node) is not None]
