@@ -135,7 +135,7 @@ def path(hook: Replaced | ReplacedLater) -> str:
 
 
 def test_hooks_are_few_and_each_has_its_reason() -> None:
-    assert len(HOOKS) <= 13
+    assert len(HOOKS) <= 12
     assert all(len(hook.why) > 20 for hook in HOOKS)
     assert all(hasattr(home(hook), hook.name) for hook in HOOKS if not isinstance(hook, Registered))
 
