@@ -19,6 +19,8 @@ demo: $(STAMP)  ## run examples/demo.py
 # What memory holds before it is written to is not zero, as it often happens to be.
 test: export OMP_NUM_THREADS := 1
 test: export MALLOC_PERTURB_ := 165
+# Every rank is a process: each reads what the first has compiled.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 

@@ -151,11 +151,10 @@ HOOKS: tuple[Replaced | ReplacedLater | Registered, ...] = (
     Replaced(vmap, "_add_batch_dim", refusing("vmap"), "torch.vmap wraps tensors in C++, and would batch the shard"),
     Replaced(
         distributed_c10d,
-        "_check_single_tensor",
+        "_ensure_all_tensors_same_dtype",
         refusing_collectives,
-        "some of torch.distributed's functions ask nobody, and would change or send the shard",
+        "torch.distributed's functions ask their first tensor, and would send or write to shards among the others",
     ),
-    Replaced(distributed_c10d, "_check_tensor_list", refusing_collectives, "none of them asks for tensors in lists"),
     Replaced(
         torch.distributed,
         "_verify_params_across_processes",

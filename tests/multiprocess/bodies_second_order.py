@@ -201,3 +201,26 @@ def who_watches_a_softmax_in_a_second_pass(mesh: Any) -> None:
                 found.append((y.grad, x.grad))
             for expected, actual in zip(*found, strict=True):
                 assert_close(actual, expected)
+
+
+@body(2)
+def second_order_from_plain_tensors(mesh: Any) -> None:
+    """A pass that begins at what left by `to_local` begins without us: where it enters our graph, a reduction that
+    passed gradients on has to be told."""
+    table, matrix = doubles(4, 6), doubles(6, 5)
+    found = []
+    for x, w in (
+        (table.clone().requires_grad_(), matrix.clone().requires_grad_()),
+        (leaf(table, mesh, [S(1)]), leaf(matrix, mesh, [S(0)])),
+    ):
+        out = (x @ w).tanh()
+        plain = out.to_local() if isinstance(out, sw.DTensor) else out
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*create_graph=True")  # the cycle is cut below
+            plain.square().sum().backward(create_graph=True)
+        (once, other), x.grad, w.grad = (x.grad, w.grad), None, None
+        (once.square().sum() + other.square().sum()).backward()
+        found.append((once, other, x.grad, w.grad))
+        x.grad = w.grad = None
+    for expected, actual in zip(*found, strict=True):
+        assert_close(actual, expected, "from plain tensors")

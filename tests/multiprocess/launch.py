@@ -9,7 +9,9 @@
         run_ranks(body, 4)
 
 Starting processes is what costs: `run_cases` runs many functions in one launch, and `on_ranks` (conftest.py) all that a
-session of pytest has for one number of ranks.
+session of pytest has for one number of ranks. Only the first rank of a launch imports torch itself; the others are
+forked from a process that has. So there are two orders of sets, which hash strings anew in each new process: what
+depends on them differs between ranks.
 
 Rank and parent talk over one pipe: the rank says that it is ready, then how its body ended, and then keeps its
 connections open until it is let go. So a rank that is done early, or has failed, never looks to the others like a
@@ -151,10 +153,11 @@ class _Rank:
 @contextmanager
 def _started(job: _Job) -> Iterator[list[_Rank]]:
     """The processes, one per rank; none is left when the block ends."""
-    context = get_context("spawn")
     ranks: list[_Rank] = []
     try:
         for index in range(job.world_size):
+            context: Any = get_context("spawn" if index == 0 or torch.cuda.is_available() else "forkserver")
+            context.set_forkserver_preload(["torch._dynamo", "numpy", "pytest", "shardwise"])
             ours, theirs = context.Pipe()
             process = context.Process(target=_rank_main, args=(index, job, theirs), name=f"rank {index}", daemon=True)
             process.start()

@@ -85,8 +85,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "assigned": lambda d: PLAIN.clone().__setitem__((0, 0), d.sum()),
     "all_reduce": lambda d: dist.all_reduce(d),
     "all_gather": lambda d: dist.all_gather([torch.empty(2)], d),
-    "checked": lambda d: dist.distributed_c10d._check_single_tensor(d, "tensor"),
-    "checked in a list": lambda d: dist.distributed_c10d._check_tensor_list([d], "tensors"),
+    "checked": lambda d: dist.distributed_c10d._ensure_all_tensors_same_dtype(torch.empty(2), [d]),
     "DistributedDataParallel": lambda d: dist._verify_params_across_processes(None, [d], None),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,16 +47,21 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "shardwise"
 
 
+@functools.cache
+def ours() -> dict[str, Module]:
+    return read_modules(PACKAGE)
+
+
 def test_nothing_uses_the_distributed_tensors_of_torch() -> None:
-    check(forbidden_uses(read_modules(PACKAGE)), "torch's own distributed tensors are used")
+    check(forbidden_uses(ours()), "torch's own distributed tensors are used")
 
 
 def test_imports_follow_the_order() -> None:
-    check(order_violations(read_modules(PACKAGE)), "imports go against ORDER")
+    check(order_violations(ours()), "imports go against ORDER")
 
 
 def test_there_are_no_import_cycles() -> None:
-    check(cycles(read_modules(PACKAGE)), "modules import each other in a cycle")
+    check(cycles(ours()), "modules import each other in a cycle")
 
 
 def check(problems: list[str], summary: str) -> None:
@@ -104,8 +110,9 @@ class Module:
         base = parents[: len(parents) - level + 1]
         return ".".join([*base, name] if name else base)
 
-    def imports(self) -> Iterator[Import]:
-        return self._imports_in(self.tree, runs=True)
+    @functools.cached_property
+    def imports(self) -> list[Import]:
+        return list(self._imports_in(self.tree, runs=True))
 
     def _imports_in(self, node: ast.AST, runs: bool) -> Iterator[Import]:
         match node:
@@ -157,7 +164,7 @@ def resolve(target: str, modules: dict[str, Module]) -> Module | None:
 
 def edges(module: Module, modules: dict[str, Module]) -> Iterator[tuple[Module, int]]:
     """The modules of ours that `module` loads when it runs, each with the line that does it."""
-    for imported in module.imports():
+    for imported in module.imports:
         target = resolve(imported.target, modules)
         if imported.runs and target is not None:
             yield target, imported.line
@@ -209,7 +216,7 @@ def forbidden_uses(modules: dict[str, Module]) -> list[str]:
     """Imports of a forbidden module anywhere, and expressions such as `torch.distributed.tensor` that reach one."""
     problems = []
     for module in modules.values():
-        uses = [(imported.target, imported.line) for imported in module.imports()]
+        uses = [(imported.target, imported.line) for imported in module.imports]
         uses += attribute_chains(module.tree)
         for name in FORBIDDEN:
             lines = sorted({line for used, line in uses if f"{used}.".startswith(f"{name}.")})

@@ -7,15 +7,12 @@ import functools
 import importlib
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch_snapshot
+from fresh import run
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
@@ -63,18 +60,11 @@ print(json.dumps([quiet, imported, first_mesh, changes(before, snapshot())]))
 """
 
 
-def run(script: str, *args: str) -> str:
-    path = f"import sys; sys.path.insert(0, {str(Path(torch_snapshot.__file__).parent)!r})\n"
-    done = subprocess.run([sys.executable, "-c", path + script, *args], capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
-    return done.stdout
-
-
 @functools.cache
 def seen() -> tuple[list[str], ...]:
     """What changed in torch: by a plain program, by the import, by the first mesh, by a program on DTensors. Modules of
     torch's that the import loads, or that hooks wait for, are loaded before."""
-    loaded = "import torch; before = set(sys.modules); import shardwise; print(*sorted(set(sys.modules) - before))"
+    loaded = "import sys; before = set(sys.modules); import shardwise; print(*sorted(set(sys.modules) - before))"
     modules = [name for name in run(loaded).split() if name.startswith("torch.")]
     awaited = [hook.module for hook in HOOKS if isinstance(hook, ReplacedLater)]
     return tuple(json.loads(run(SCRIPT, *modules, *awaited)))
@@ -135,7 +125,7 @@ def path(hook: Replaced | ReplacedLater) -> str:
 
 
 def test_hooks_are_few_and_each_has_its_reason() -> None:
-    assert len(HOOKS) <= 13
+    assert len(HOOKS) <= 12
     assert all(len(hook.why) > 20 for hook in HOOKS)
     assert all(hasattr(home(hook), hook.name) for hook in HOOKS if not isinstance(hook, Registered))
 

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.comm.cause import name_of
 from shardwise.dispatch.call import dispatch
+from shardwise.dispatch.interop.mixing import COLLECTIVES, refuse_collective
 from shardwise.dispatch.planning.fallback import describe
 from shardwise.errors import ShardMemoryError
 from shardwise.tensor import DTensor
@@ -37,6 +38,8 @@ class watch_reads(TorchFunctionMode):
         kwargs = kwargs or {}
         asked = not torch._C._is_torch_function_enabled() or any(issubclass(cls, DTensor) for cls in types)
         if not asked and any(map(_is_part, (*args, *kwargs.values()))):
+            if getattr(func, "__module__", None) in COLLECTIVES:
+                refuse_collective()
             return _unasked(func, args, kwargs)
         return func(*args, **kwargs)
 

@@ -175,14 +175,31 @@ def test_numbers_that_no_compiled_op_takes() -> None:
     )
 
 
-def test_data_that_are_replaced() -> None:
-    kept = torch.zeros(3)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_data_that_are_replaced(sharded: bool) -> None:
+    mesh = sw.simulate((2,), ("tp",))
+    kept, given = (
+        sw.distribute_tensor(x, mesh, [sw.Shard(0)]) if sharded else x for x in (torch.zeros(6), torch.ones(6))
+    )
 
     def replaces(x: Tensor) -> None:
         kept.data = x * 2
 
-    assert refusal(replaces, torch.ones(3)) == (
-        "the program replaces the data of a tensor of shape [3] (LINE), which only Python would do in every run: write "
-        "to it in place (copy_)"
+    assert refusal(replaces, given) == (
+        "the program replaces the data of a tensor of shape [6] (LINE), which only Python would do in every run: "
+        "write to it in place (copy_)"
     )
-    assert kept.tolist() == [0] * 3
+    assert not (kept.full_tensor() if isinstance(kept, sw.DTensor) else kept).any()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_data_of_what_the_program_made_may_be_replaced(sharded: bool) -> None:
+    def replaces(x: Tensor) -> Tensor:
+        made = x + 1
+        made.data = x * 2
+        return made * 3
+
+    mesh = sw.simulate((2,), ("tp",))
+    given = sw.distribute_tensor(torch.ones(6), mesh, [sw.Shard(0)]) if sharded else torch.ones(6)
+    out = sw.compile(replaces, backend="fx")(given)
+    assert (out.full_tensor() if isinstance(out, sw.DTensor) else out).tolist() == [6.0] * 6

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
+from fresh import run
 from tasks import count_down
 from torch import Tensor
 
@@ -51,8 +50,7 @@ def judged(*parts: Leaf | str) -> Verdict:
 
 def test_a_program_is_the_same_in_every_process() -> None:
     code = "from shardwise.proof.fuzz.families import draw; print([draw(3, n).text for n in range(5)])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == str([draw(3, number).text for number in range(5)])
+    assert run(code).strip() == str([draw(3, number).text for number in range(5)])
 
 
 def test_programs_differ_by_seed_and_number() -> None:

@@ -336,11 +336,18 @@ def listening_to_shards(listen: Callable) -> Callable:
 
         unpack = as_now(unpack_hook)  # a checkpoint recomputes in it
 
+        def packed(x: Any) -> Any:
+            if x.__class__ is Tensor and _enabled():  # as all are in a plain program, which pays for every question
+                return pack_hook(x)
+            return pack_hook(_as_saved(x))
+
         def unpacked(x: Any) -> Any:
+            if _enabled():
+                return unpack(x)
             with _users_code():
                 return unpack(x)
 
-        listen(self, lambda x: pack_hook(_as_saved(x)), unpacked)
+        listen(self, packed, unpacked)
 
     return init
 
@@ -356,12 +363,18 @@ def keeping_shards(frame: Any) -> type:
         return frame
 
     def save_inputs(self: Any, *args: Any) -> None:
-        self.kept = _layouts(args), _strides(args)
-        frame.save_inputs(self, *flat_shards(args))
+        self.kept = None
+        if not _KINDS.isdisjoint(map(type, args)):
+            self.kept = _layouts(args), _strides(args)
+            args = tuple(flat_shards(args))
+        frame.save_inputs(self, *args)
 
     def get_inputs(self: Any) -> list[Any]:
+        flat = frame.get_inputs(self)
+        if self.kept is None:
+            return flat
         with torch.enable_grad():  # as above
-            return joined(frame.get_inputs(self), *self.kept)
+            return joined(flat, *self.kept)
 
     methods = {"save_inputs": save_inputs, "get_inputs": get_inputs, "__wrapped__": frame}
     return type(frame.__name__, (frame,), {**methods, "__module__": frame.__module__})

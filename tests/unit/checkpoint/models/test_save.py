@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,15 @@ def check_file(path: Path, expected: dict[str, Tensor]) -> None:
 
 def left_over(folder: Path) -> list[str]:
     return [path.name for path in folder.rglob("*") if UNFINISHED in path.name]
+
+
+def test_whoever_may_read_a_new_file_may_read_a_saved_one(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save(place(Net(), R, S(0)), tmp_path / "net.safetensors")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "net.safetensors").stat().st_mode) == 0o640
 
 
 @pytest.mark.parametrize("placements", LAYOUTS, ids=str)
