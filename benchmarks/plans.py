@@ -15,7 +15,7 @@ import argparse
 import copy
 import datetime
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,56 @@ OWN: dict[str, dict[str, Any]] = {  # what some families need besides
     },
     "glm4v_moe_text": {"rope_parameters": ROTATED | {"mrope_section": [1, 1, 0]}},
     "esmc": {"num_key_value_heads": 4},
-    "glm5_next_text": {"num_key_value_heads": 4},
+    "glm5_next_text": {
+        **{"num_key_value_heads": 4, "qk_rope_head_dim": 0, "linear_num_heads": 4, "linear_head_dim": 8},
+        **{"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "index_kpool": 2},
+        **{"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]},
+    },
     "neomme": {"head_dim": 16},
     "cosmos3_edge_text": IMAGES,
     **dict.fromkeys(("glm4v_text", "glm_image_text", "glm_ocr_text", "qwen2_vl_text", "qwen2_5_vl_text"), IMAGES),
 }
+_ENCODER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "patch_size": 2,
+}
+_MUSE = {"vision_config": _ENCODER, "out_hidden_size": 128, "projector_hidden_size": 32, "text_config": BASE}
+OWN |= {
+    "gemma4_vision": {
+        "num_key_value_heads": 4,
+        "patch_size": 2,
+        "position_embedding_size": 8,
+        "pooling_kernel_size": 2,
+    },
+    "muse_glimmer_vision": {"num_key_value_heads": 4, "patch_size": 2},
+    "muse_glimmer": _MUSE,
+    "muse_spark": {
+        **_MUSE,
+        **{"text_config": BASE | {"moe_hidden_size": 32}},
+        **{"audio_config": {"out_hidden_size": 32, "hidden_sizes": [8, 8, 16, 32], "depths": [1, 1, 1, 1]}},
+    },
+}
 IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def _drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+INPUTS: dict[str, Callable[[], dict[str, Tensor]]] = {  # of families that do not take tokens
+    "gemma4_vision": lambda: {
+        "pixel_values": _drawn(2, 16, 12),
+        "pixel_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(2, -1, -1),
+    },
+    "muse_glimmer_assistant": lambda: {
+        "noise_embeds": _drawn(2, 16, 32),
+        "context_hidden_states": _drawn(2, 5, 5 * 32),
+    },
+    "muse_glimmer_vision": lambda: {"pixel_values": _drawn(16, 24), "grid_thw": torch.tensor([[1, 4, 4]])},
+}
 
 
 def class_of(family: str) -> str:
@@ -128,7 +172,8 @@ def continues(model: nn.Module) -> bool:
 def loss_of(model: Any) -> Tensor:
     if continues(model):
         return model(IDS, labels=IDS).loss
-    output = model(IDS)[0]
+    made = INPUTS.get(model.config.model_type)
+    output = (model(**made()) if made else model(IDS))[0]
     return (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(1))).mean()
 
 

@@ -53,6 +53,28 @@ def equal_meshes_are_one(rank: int, world_size: int) -> None:
         x + sw.distribute_tensor(torch.ones(3), other_name, [R])
 
 
+def meshes_that_torch_calls_equal(rank: int, world_size: int) -> None:
+    """A part of a grid goes with its other parts, whichever mesh of these ranks was there first."""
+    alone = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    x = sw.distribute_tensor(torch.arange(4.0), alone, [S(0)])
+    grid = sw.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    assert grid["dp"] == alone
+    net = parallelize_module(torch.nn.Sequential(torch.nn.Linear(4, 2)), grid["tp"], {"0": ColwiseParallel()})
+    assert sw.fully_shard(net, mesh=grid["dp"])(torch.ones(1, 4)).shape == (1, 2)
+    words = (
+        r"mixes tensors on Mesh\(dp=2\) and on Mesh\(dp=2\), the one of Mesh\(dp=2\), the other of Mesh\(dp=2, tp=1\);"
+    )
+    with pytest.raises(MeshError, match=words):
+        x + sw.distribute_tensor(torch.arange(4.0), grid["dp"], [S(0)])
+
+
+def a_mesh_on_a_device_that_is_not_there(rank: int, world_size: int) -> None:
+    kind = "xpu" if torch.cuda.is_available() else "cuda"
+    words = f'^the mesh is on "{kind}", and torch finds none here; on Gloo, init_device_mesh\\("cpu", ...\\) runs$'
+    with pytest.raises(MeshError, match=words):
+        sw.distribute_tensor(torch.arange(4.0), sw.init_device_mesh(kind, (2,)), [S(0)])
+
+
 def a_mesh_without_this_rank(rank: int, world_size: int) -> None:
     mesh = DeviceMesh("cpu", [0], mesh_dim_names=("tp",))
     if rank == 0:
@@ -367,6 +389,7 @@ def one_rank_keeps_its_inputs(rank: int, world_size: int) -> None:
 BODIES: dict[int, list[Callable[[int, int], None]]] = {
     2: [
         *(results_die_with_their_last_reference, equal_meshes_are_one, a_mesh_without_this_rank),
+        *(meshes_that_torch_calls_equal, a_mesh_on_a_device_that_is_not_there),
         *(kernels_make_a_view_on_some_ranks, a_checkpoint_returns_a_copied_view),
         *(fallback_warns_everywhere, one_rank_keeps_its_loss, ranks_with_other_seeds, ranks_with_one_seed),
         *(ranks_with_different_modules, ranks_with_different_modules_to_distribute, ranks_that_make_different_modules),

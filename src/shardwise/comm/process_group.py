@@ -25,6 +25,7 @@ from shardwise.comm import record
 from shardwise.comm.group import ALL_REDUCE, Group, Result
 from shardwise.comm.new_groups import new_group
 from shardwise.comm.port import Axes, Chunks, Handle, Port, Shapes, Shards, communicating
+from shardwise.comm.told_later import carried, settle_all, windows
 from shardwise.comm.wire import KNOWN, Parts, adjacent, lent, padded, reducible, reducible_dtypes, restored
 from shardwise.errors import MeshError
 from shardwise.layout import Mesh
@@ -117,11 +118,15 @@ class GroupPort(Port):
         group = self.group(mesh, axes) if axes else None
         if group is None or group.order is not None:
             return super().stack(shards, mesh, axes)
+        if windows:
+            settle_all()
         if record.listeners:
             record.note("all_gather", mesh, axes, [x])
         return [group.all_gather(x.reshape(-1), True)().view(group.size, *x.shape)]
 
     def _begin(self, run: Callable[..., Any], *given: Any, awaited: bool = False, **options: bool) -> Handle[Any]:
+        if windows:
+            settle_all()
         handle = Handle(run(*given, awaited, **options))
         if not awaited:
             _in_flight.add(handle)
@@ -221,6 +226,8 @@ class ProcessGroupPort(GroupPort):
                 all_reduce = known[key] = self.group(mesh, axes).reducer(x.device)
             if record.listeners:
                 record.note("all_reduce", mesh, axes, x)
+            if windows and carried(x, mesh, axes, op):
+                return
             work = all_reduce([x], options)
             if work is not None:
                 work.wait()
@@ -231,12 +238,13 @@ class ProcessGroupPort(GroupPort):
         return mesh_of, (mesh.origin,)
 
 
-_meshes: dict[tuple[DeviceMesh, Any], Mesh] = {}
+_meshes: dict[tuple[DeviceMesh, DeviceMesh, Any], Mesh] = {}
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
-    """Our mesh for torch's. Device meshes that torch calls equal share one, as long as torch.distributed is up."""
-    key = device_mesh, dist.group.WORLD
+    """Our mesh for torch's. Device meshes that torch calls equal share one, as long as torch.distributed is up, if they
+    are parts of equal ones: torch calls a part of a grid equal to a mesh of the same ranks that is part of nothing."""
+    key = device_mesh, device_mesh._get_root_mesh(), dist.group.WORLD
     mesh = _meshes.get(key)
     if mesh is None:
         root = _root_of(device_mesh)
@@ -259,6 +267,7 @@ def _root_of(device_mesh: DeviceMesh) -> DeviceMesh | None:
 def mesh_over(port: GroupPort, origin: DeviceMesh | None) -> Mesh:
     """The mesh whose ranks communicate through a port."""
     theirs = port.device_mesh
+    _check_device(theirs.device_type)
     return Mesh(
         port,
         names=theirs.mesh_dim_names or tuple(f"axis{i}" for i in range(theirs.ndim)),
@@ -268,6 +277,15 @@ def mesh_over(port: GroupPort, origin: DeviceMesh | None) -> Mesh:
         device_type=theirs.device_type,
         origin=origin,
     )
+
+
+def _check_device(kind: str) -> None:
+    """Raise where torch would, at the first tensor, name only what it lacks."""
+    module = getattr(torch, kind, None)
+    if kind != "meta" and hasattr(module, "is_available") and not module.is_available():  # type: ignore[union-attr]
+        raise MeshError(
+            f'the mesh is on "{kind}", and torch finds none here; on Gloo, init_device_mesh("cpu", ...) runs'
+        )
 
 
 # Collectives of shards that are uneven, in any order of the members: started, and then waited for

@@ -151,6 +151,8 @@ def _entries(path: str, module: nn.Module, plan: Any, carried: frozenset[str] = 
                 yield from found_parameters
     else:
         where, home = f" for {path!r}" if path else "", type(plan).__module__
+        if isinstance(plan, type):
+            raise TypeError(f"a plan is made of styles, not of their classes: write {plan.__name__}(...){where}")
         remedy = " of torch's; import it from shardwise.parallel" if home.startswith("torch.") else ""
         raise TypeError(
             f"a plan is a ParallelStyle, or a dict of them by module name; got a {type(plan).__name__}{where}{remedy}"

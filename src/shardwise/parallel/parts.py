@@ -9,6 +9,7 @@ CPU only: an accelerator would first have to finish all that it was given.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm import as_mesh
+from shardwise.comm.agreement import digest
+from shardwise.comm.told_later import Window, close_window, open_window
 from shardwise.dispatch.interop.compiled import run_as_it_is
 from shardwise.errors import ShardShapeError
 from shardwise.from_local import check_alike
@@ -26,8 +29,23 @@ from shardwise.parallel.agreement import first_difference
 from shardwise.tensor import DTensor, from_parts
 from shardwise.words import short_dtype
 
-_running: WeakKeyDictionary[Mesh, tuple[nn.Module, bool]] = WeakKeyDictionary()
-"""On which meshes a parallelized module is running, which, and whether the ranks called it with different shapes."""
+
+@dataclass
+class _Running:
+    """A call of a parallelized module on a mesh: with which plain tensors, whether the ranks' have different shapes, if
+    they have compared them, and the window in which its checks wait."""
+
+    module: nn.Module
+    plain: list[tuple] = field(default_factory=list)
+    differ: bool | None = None
+    window: Window | None = None
+
+
+_running: WeakKeyDictionary[Mesh, _Running] = WeakKeyDictionary()
+"""On which meshes a parallelized module is running."""
+
+_agreed: WeakKeyDictionary[nn.Module, tuple[Mesh, list[tuple]]] = WeakKeyDictionary()
+"""With which DTensors all ranks of a mesh have called a module before."""
 
 _in_backward = torch._C._current_graph_task_id
 _EQUALLY_LONG = "Batches of a step are equally long on all of them"
@@ -47,9 +65,28 @@ def _is_compared(mesh: Mesh) -> bool:
 
 @run_as_it_is
 def _begin(mesh: Mesh, when_trained: bool, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    outer, _ = _running.get(mesh, (module, False))
-    if outer is module and not _recomputes() and (not when_trained or _is_batch(args, kwargs)):
-        _running[mesh] = module, _differ(type(module).__name__, mesh, args, kwargs)
+    if (mesh in _running and _running[mesh].module is not module) or _recomputes():
+        return
+    _end(mesh, module, args, None)  # it may call itself
+    if not when_trained:
+        _running[mesh] = _Running(module, differ=_differ(type(module).__name__, mesh, args, kwargs))
+    elif _is_batch(args, kwargs):
+        now = _running[mesh] = _Running(module, plain=_plain(_tensors(args, kwargs)))
+        _compare_parts(now, mesh, _tensors(args, kwargs))
+
+
+def _compare_parts(now: _Running, mesh: Mesh, tensors: Sequence[Tensor]) -> None:
+    """What is as it was when all ranks agreed on it is likely to be so again: that is told with what comes next."""
+    who, placed = type(now.module).__name__, _placed(tensors)
+    now.window = open_window(mesh, who)
+    if now.window is None:
+        if first_difference(mesh, [placed]) == 0:
+            raise _unlike(who, mesh, tensors)
+        return
+    now.window.have_alike(digest(placed), lambda: _unlike(who, mesh, tensors))
+    if _agreed.get(now.module) != (mesh, placed):
+        now.window.settle()
+        _agreed[now.module] = mesh, placed
 
 
 def _is_batch(args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -60,8 +97,11 @@ def _is_batch(args: tuple, kwargs: dict[str, Any]) -> bool:
 
 @run_as_it_is
 def _end(mesh: Mesh, module: nn.Module, args: Any, output: Any) -> None:
-    if mesh in _running and _running[mesh][0] is module:
+    now = _running.get(mesh)
+    if now is not None and now.module is module:
         del _running[mesh]
+        if now.window is not None:
+            close_window(now.window)
 
 
 def _recomputes() -> bool:
@@ -71,8 +111,8 @@ def _recomputes() -> bool:
 
 def _differ(who: str, mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether plain tensors have other shapes on other ranks."""
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    plain = [(tuple(x.shape), x.dtype) for x in tensors if not isinstance(x, DTensor)]
+    tensors = _tensors(args, kwargs)
+    plain = _plain(tensors)
     which = first_difference(mesh, [(_placed(tensors), len(plain)), plain])
     if which == 0:
         raise _unlike(who, mesh, tensors)
@@ -82,10 +122,18 @@ def _differ(who: str, mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> bool:
 def check_batches(who: str, mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise, on all ranks alike, unless they have the same DTensors. Each may have plain tensors of its own, though a
     first argument of another dtype would fail where it is alone."""
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = _tensors(args, kwargs)
     first = [x.dtype for x in args[:1] if isinstance(x, Tensor)]
     if _is_compared(mesh) and first_difference(mesh, [(_placed(tensors), first)]) == 0:
         raise _unlike(who, mesh, tensors)
+
+
+def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+
+
+def _plain(tensors: Sequence[Tensor]) -> list[tuple]:
+    return [(tuple(x.shape), x.dtype) for x in tensors if not isinstance(x, DTensor)]
 
 
 def _placed(tensors: Sequence[Tensor]) -> list[tuple]:
@@ -107,13 +155,22 @@ def plain_tensors(tree: Any) -> Iterator[Tensor]:
 
 def brought_in(who: str, part: Tensor, mesh: Mesh, placements: Placements, shape: Sequence[int] | None) -> DTensor:
     """The DTensor of the parts that ranks bring to a module. Those of a dim may be uneven."""
-    _, differ = _running.get(mesh, (None, not _recomputes()))
     try:
-        return from_parts(part, as_mesh(mesh), placements, shape, compare=differ)
+        return from_parts(part, as_mesh(mesh), placements, shape, compare=_may_differ(mesh))
     except ShardShapeError as error:
         raise ShardShapeError(
             f"{who}: what the ranks of {mesh} bring does not fit together: {error}. {_EQUALLY_LONG}"
         ) from None
+
+
+def _may_differ(mesh: Mesh) -> bool:
+    """Whether what comes in may have other shapes on other ranks."""
+    now = _running.get(mesh)
+    if now is None:
+        return not _recomputes()
+    if now.differ is None:
+        now.differ = first_difference(mesh, [now.plain]) == 0
+    return now.differ
 
 
 def check_replicated(who: str, mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> None:

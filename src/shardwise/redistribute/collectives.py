@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.captured import noters
+from shardwise.comm.cause import listeners
 from shardwise.comm.faked import plain_alias
 from shardwise.comm.ranked import PerRank, Ranked, join, per_rank, pick, shards_of
+from shardwise.comm.record import note
+from shardwise.comm.told_later import window_of, windows
 from shardwise.layout import SUM, Layout, Mesh
 from shardwise.redistribute import exchange
 from shardwise.redistribute.backward.double_backward import anchored, left_behind
@@ -94,6 +97,17 @@ class Group:
             noters[-1].check(shards_of(number)[0], check)
         else:
             check(number.item())
+
+    @property
+    def may_wait(self) -> bool:
+        return bool(windows) and window_of(self.mesh, self.axes) is not None
+
+    def tell(self, bad: int | None, refuse: Callable[[int], None]) -> None:
+        window = window_of(self.mesh, self.axes)
+        assert window is not None
+        if listeners:
+            note("all_reduce", self.mesh, self.axes, torch.tensor(0, device="cpu"))
+        window.tell(bad, refuse)
 
     @property
     def is_captured(self) -> bool:

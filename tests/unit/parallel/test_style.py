@@ -397,6 +397,11 @@ BAD_PLANS: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "a plan is a ParallelStyle, or a dict of them by module name; got a int for 'head'",
     ),
+    "no instance": (
+        {"head": ColwiseParallel},
+        TypeError,
+        "a plan is made of styles, not of their classes: write ColwiseParallel(...) for 'head'",
+    ),
     "torch's": (
         {"head": theirs.ColwiseParallel()},
         TypeError,

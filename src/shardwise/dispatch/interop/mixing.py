@@ -55,6 +55,8 @@ def apart(func: Callable, args: tuple, kwargs: dict[str, Any] | None, one: Mesh,
     """Names a call of tensors on two meshes, and what brings them to one."""
     call = f"{_call(func, _named(func, args, kwargs))} mixes tensors on {one} and on {other}"
     if one.root is not other.root:
+        if str(one) == str(other) and str(one.root) != str(other.root):
+            call += f", the one of {one.root}, the other of {other.root}"
         return MeshError(f"{call}; bring them to one mesh first (full_tensor() and distribute_tensor)")
     return MeshError(
         f"{call}, which are parts of one mesh. Put the whole module on {one.root}: distribute_module(model, mesh), "

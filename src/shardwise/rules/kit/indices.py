@@ -55,6 +55,18 @@ class Bound:
         elif not self.own:  # asynchronously, as torch does there
             torch._assert_async(((index >= self.allowed.start) & (index < self.allowed.stop)).all())
 
+    def check_later(self, group: Collectives, index: Tensor) -> Tensor:
+        """The same, where nothing is written meanwhile, so that ranks may tell each other later what they found. The
+        index that it gives is within bounds."""
+        if not (self.split and index.device.type == "cpu" and group.may_wait):
+            self.check(group, index)
+            return index
+        if is_within(index, self.allowed):
+            group.tell(None, self._refuse)
+            return index
+        group.tell(int(_first_outside(index, self.allowed)), self._refuse)
+        return index.clamp(self.allowed.start, self.allowed.stop - 1)
+
     def _refuse(self, found: Any) -> None:
         if int(found) != IN_RANGE:
             first, last = self.allowed.start, self.allowed.stop - 1
@@ -94,6 +106,11 @@ def checked_call(bound: Bound, index: Layout, local: Local, argument: int) -> Lo
     return Local(_checked, [[bound], argument, local.function, *local.args], local.kwargs, (axes_of([index]),))
 
 
+def checked_look_up(bound: Bound, index: Layout, local: Local, argument: int) -> Local:
+    """The same of a function that writes to nothing."""
+    return Local(_checked_later, [bound, argument, local.function, *local.args], local.kwargs, (axes_of([index]),))
+
+
 def guarded_call(
     call: Call, step: Callable[..., Any], bounds: Sequence[Bound | None], ins: Sequence[Layout], index: Sequence[Layout]
 ) -> Local:
@@ -112,6 +129,11 @@ def _checked(
         if bound is not None and index is not None:
             bound.check(group, index)
     return group.map(partial(function, **kwargs) if kwargs else function, *args)
+
+
+def _checked_later(group: Collectives, bound: Bound, argument: int, function: Any, *args: Any) -> Any:
+    index = bound.check_later(group, args[argument])
+    return group.map(function, *args[:argument], index, *args[argument + 1 :])
 
 
 def axes_of(layouts: Sequence[Layout]) -> tuple[int, ...]:

@@ -149,6 +149,13 @@ class Collectives(Protocol):
         captured, in every run of it."""
 
     @property
+    def may_wait(self) -> bool:
+        """Whether members may `tell` each other later what they found."""
+
+    def tell(self, bad: int | None, refuse: Callable[[int], None]) -> None:
+        """Have all members `refuse` the least of the bad numbers that they have found, when they communicate next."""
+
+    @property
     def is_captured(self) -> bool:
         """Whether this is a program that is captured: tensors have no data yet."""
 

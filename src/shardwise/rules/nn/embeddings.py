@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from shardwise.layout import Layout
 from shardwise.rules.kit.empty import connected_zeros, has_empty, remembered
-from shardwise.rules.kit.indices import Bound, checked_call, owned
+from shardwise.rules.kit.indices import Bound, checked_call, checked_look_up, owned
 from shardwise.rules.kit.notation import Factor, Factors, dims_of
 from shardwise.rules.kit.registry import register, register_function
 from shardwise.rules.kit.types import SUM, Call, Collectives, HeldValues, Local, Rule, Strategy, replicated
@@ -55,7 +55,7 @@ def _embedding_local(call: Call, ins: Sequence[Layout], outs: Sequence[Layout]) 
     if _must_check(table, index):
         bound = Bound(range(table.shape[0]), any(index.splits), own=not table.splits[0])
         options = [_row_starts(table), table.shape[0], call["padding_idx"], call["scale_grad_by_freq"]]
-        return checked_call(bound, index, Local(_rows, [call["weight"], call["indices"], *options]), argument=1)
+        return checked_look_up(bound, index, Local(_rows, [call["weight"], call["indices"], *options]), argument=1)
     if not call["sparse"]:
         return None
     args, kwargs = call.replace(sparse=False)
