@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.guards  # so that counts of writes are read, as they are with Inductor
 from captured import assert_same
 from torch import nn
 from torch.overrides import TorchFunctionMode
