@@ -19,6 +19,7 @@ from shardwise.graph.captured import Captured
 from shardwise.graph.guards.call import Call, flattened
 from shardwise.graph.guards.groups import gathered_anew, keep_gradients
 from shardwise.graph.guards.guards import FIRST, Guards
+from shardwise.graph.guards.iterators import Untaken
 from shardwise.graph.guards.reached import Reached
 from shardwise.graph.guards.side_effects import Before, MakesState
 from shardwise.graph.nodes import collective_of
@@ -188,7 +189,7 @@ class Compiled(Captured):
     def _find(self, call: Call) -> Program:
         before = Before(call.reached)
         try:
-            with call.lookups, gathered_anew(call.reached):
+            with call.lookups, gathered_anew(call.reached), Untaken(call.reached.iterators):
                 program = capture_varying(self._varying, call.function, *call.args, **call.kwargs)
         except BaseException:
             with suppress(CaptureError):

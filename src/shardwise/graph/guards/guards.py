@@ -15,6 +15,7 @@ from shardwise.graph.draft.storages import writes_to_arguments
 from shardwise.graph.guards.call import Call
 from shardwise.graph.guards.kinds import changed
 from shardwise.graph.guards.names import Names
+from shardwise.graph.guards.places import Class
 from shardwise.graph.guards.reached import Found, Reached, Sized
 from shardwise.graph.guards.unchanged import (
     Contents,
@@ -113,7 +114,7 @@ class Guards:
         self.lengths = [*reached.lengths, *_group_lengths(reached)]
         self.absent = [*_without_forward(reached), *reached.absent]
         self.facts = TensorFacts([x for x in self.found if isinstance(x.value, Tensor)])
-        self._others = [*reached.others, *_groups(reached)]
+        self._others = [*reached.others, *_groups(reached), *_classes(reached.iterators)]
         self.functions = [x for x in reached.others if callable(x.value) and is_library(x.value)]
         found = [*self.training, *self.found, *self.plain, *self._others]
         self.whereabouts = Whereabouts(reached, found, self.lengths, self.absent)
@@ -182,6 +183,11 @@ def _groups(reached: Reached) -> Iterator[Found]:
             for own, value in group.items():
                 if own == "params" or isinstance(value, Tensor):
                     yield Found((group, own), value, f"{here}[{own!r}]")
+
+
+def _classes(iterators: Sequence[Found]) -> Iterator[Found]:
+    """Of an iterator that the program does not look into it only matters that there is one."""
+    return (Found((Class(x.slot), 0), type(x.value), f"the class of {x.name}") for x in iterators)
 
 
 def _without_forward(reached: Reached) -> Iterator[Found]:

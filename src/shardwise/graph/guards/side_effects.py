@@ -7,11 +7,13 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from copy import copy
 from typing import Any
 
 from shardwise.errors import CaptureError
 from shardwise.graph.guards.groups import of_groups
+from shardwise.graph.guards.iterators import may_be_taken
 from shardwise.graph.guards.places import Attributes, Cell
 from shardwise.graph.guards.reached import Found, Reached
 from shardwise.graph.guards.values import is_same
@@ -25,11 +27,8 @@ class Before:
     """What a function reaches, as it was before it ran."""
 
     def __init__(self, reached: Reached) -> None:
-        if reached.iterators:
-            raise CaptureError(
-                f"the program may take the next item of {reached.iterators[0]}, which only Python would do in every "
-                f"run: take it outside, and hand it in"
-            )
+        for name in reached.taken:
+            raise may_be_taken(name)
         modules = [(module, reached.names[key]) for key, module in reached.modules.items()]
         self._holders = [(kept, dict(kept), name) for kept, name in reached.holders]
         self._holders += [
@@ -38,7 +37,9 @@ class Before:
             for kept in (module._modules, module._parameters, module._buffers)
         ]
         self._holders += [(kept, dict(kept), name) for kept, name in of_groups(reached)]
-        self._slots = [x for x in (*reached.values, *reached.others, *reached.objects) if _is_settable(x)]
+        self._slots = [
+            x for x in (*reached.values, *reached.others, *reached.objects, *reached.iterators) if _is_settable(x)
+        ]
         self._containers = [(x.kept, copy(x.kept), x.name) for x in reached.lengths if _is_plain(x.kept)]
         self._streams = [(stream, _state_of(stream), name) for stream, name in (*_global_streams(), *reached.streams)]
         self._states = [
@@ -66,8 +67,9 @@ class Before:
                 yield f"the state of {name}, which it draws from"
         for found in self._slots:
             (kept, key), before, name = found
-            if not is_same(before, kept[key]):
-                kept[key] = before
+            if not is_same(before, _now(kept, key)):
+                with suppress(IndexError):  # of a list that is shorter now, and filled again below
+                    kept[key] = before
                 yield name
         for kept, items, name in self._containers:
             if len(kept) != len(items):
@@ -106,6 +108,14 @@ def _differing(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> list[Any]:
 
 
 _NONE = object()
+
+
+def _now(kept: Any, key: Any) -> Any:
+    """What is in a place, if anything is."""
+    try:
+        return kept[key]
+    except (LookupError, AttributeError, ValueError):
+        return _NONE
 
 
 def _set(kept: dict[Any, Any], before: Mapping[Any, Any], key: Any) -> None:

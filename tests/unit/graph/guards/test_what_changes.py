@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +66,15 @@ def items_of_lists_and_dicts(made: Any) -> Iterator[Any]:
     settings["more"][0]["shift"] = 5.0
     yield scaled(x)
     settings["more"] = [{"shift": 7.0}]
+    yield scaled(x)
+
+
+def methods_that_have_their_object(made: Any) -> Iterator[Any]:
+    table = {"scale": 2.0}
+    scale_of = table.get
+    scaled, x = made(lambda x: x * scale_of("scale")), torch.ones(3)
+    yield scaled(x)
+    table["scale"] = 3.0
     yield scaled(x)
 
 
@@ -394,6 +404,7 @@ STORIES: dict[str, Story] = {
     for story in (
         *(arguments_that_are_one, arguments_that_become_one, an_argument_that_is_reached_too),
         *(functions_that_are_kept, what_is_in_a_set, a_forward_of_its_own, hooks_of_all_modules, modes_of_functions),
+        methods_that_have_their_object,
         *(items_of_lists_and_dicts, lengths_of_lists_and_dicts, attributes_of_objects, values_of_any_kind),
         *(defaults_and_helpers, settings_of_torchs_modules, buffers_that_were_none, modules_of_another_dtype),
         *(
@@ -499,6 +510,10 @@ class Counting(nn.Module):
             self.last = x * 2
         elif what == "appends":
             self.seen.append(2)
+        elif what == "takes away":
+            self.seen.pop()
+        elif what == "deletes":
+            del self.seen
         elif what == "replaces":
             self.average = self.average * 0.9 + x
         elif what == "draws":
@@ -512,6 +527,8 @@ class Counting(nn.Module):
         ("counts", "calls"),
         ("keeps", "Counting.last"),
         ("appends", "seen"),
+        ("takes away", "seen[0]"),
+        ("deletes", "seen"),
         ("replaces", "average"),
         ("draws", "the state of Python's random, which it draws from"),
     ],
@@ -528,9 +545,18 @@ def test_what_only_python_would_do_in_every_run(what: str, name: str) -> None:
         f"before without shardwise.compile"
     )
     assert (net.calls, net.last, net.seen, random.getstate()) == (0, None, [1], state) and net.average is average
-    with pytest.warns(CaptureWarning, match=f"Counting runs as it is: the program changes {name}"):
+    with pytest.warns(CaptureWarning, match=re.escape(f"Counting runs as it is: the program changes {name}")):
         sw.compile(net, backend="fx", fullgraph=False)(torch.ones(3), what)
-    assert net.calls == (what == "counts") and len(net.seen) == 1 + (what == "appends")
+    added = {"appends": 1, "takes away": -1, "deletes": -1}.get(what, 0)
+    assert net.calls == (what == "counts") and len(getattr(net, "seen", ())) == 1 + added
+
+
+def test_what_a_method_does_to_its_object() -> None:
+    seen = [1]
+    add = seen.append
+    with pytest.raises(CaptureError, match="the program changes add, which only Python would do in every run"):
+        sw.compile(lambda x: (add(2), x), backend="fx")(torch.ones(3))
+    assert seen == [1]
 
 
 @pytest.mark.parametrize("stream", [random.Random(0), np.random.default_rng(0), np.random], ids=["own", "rng", "numpy"])
@@ -555,7 +581,9 @@ def test_iterators(kind: Callable[[Any], Any]) -> None:
     def takes(x: Any) -> Any:
         return x, next(batches)
 
-    said = "the program may take the next item of batches, which only Python would do in every run: take it outside"
+    said = (
+        "the program takes the next item of batches in .*, which only Python would do in every run: take items outside"
+    )
     with pytest.raises(CaptureError, match=said):
         sw.compile(takes, backend="fx")(torch.ones(3))
     with pytest.warns(CaptureWarning, match=said):
