@@ -267,7 +267,10 @@ def compile(
     `programs` of what this returns have `reports` that say what each has done.
     """
     if dynamic:
-        raise ValueError("dynamic=True is not available: layouts, and so programs, are made for sizes")
+        raise ValueError(
+            f"dynamic=True is not available: layouts, and so programs, are made for sizes. Without it each shape has a "
+            f"program of its own, up to {MAX_PROGRAMS}: pad batches to a few lengths"
+        )
     if not callable(target):
         raise TypeError(f"a function or a module is compiled, not a {type(target).__name__}")
     make = make_of(backend, cuda_graph)
