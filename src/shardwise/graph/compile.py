@@ -97,7 +97,8 @@ class Compiled(Captured):
         if len(self.runs) >= MAX_PROGRAMS:
             why = (
                 f"was captured {len(self.runs)} times, and again something differs ({missed}): from now on it runs as "
-                f"it is. Hand in numbers that change as tensors, and batches in few shapes"
+                f"it is. Hand in numbers that change as tensors, batches in few shapes, and objects that are made "
+                f"anew as dicts or tuples (or call torch.export.register_dataclass with their class)"
             )
             return self._give_up(why, call)
         try:

@@ -51,13 +51,16 @@ class Before:
         """Undo what was changed, and raise what is to be said of it."""
         restored = [_restored(kept, before, own) for kept, before, own in self._states]
         changed = [*self._changed()]
+        is_made = any(made for made, _ in restored)
+        if not is_made:
+            changed += [f"{key!r} in the state of an optimizer" for _, replaced in restored for key in replaced]
         if changed:
             raise CaptureError(
                 f"the program changes {changed[0]}, which only Python would do in every run: return it, keep it in a "
                 f"tensor that is written to in place, or change it outside; what is made once, a cache say, is there "
                 f"if the function ran before without shardwise.compile"
             )
-        if any(restored):
+        if is_made:
             raise MakesState("the program makes state of an optimizer")
 
     def _changed(self) -> Iterator[str]:
@@ -125,17 +128,20 @@ def _set(kept: dict[Any, Any], before: Mapping[Any, Any], key: Any) -> None:
         del kept[key]
 
 
-def _restored(state: Any, before: dict[Any, Any], own: dict[Any, dict[str, Any]]) -> bool:
-    """Whether the state of an optimizer had to be put back."""
-    changed = False
+def _restored(state: Any, before: dict[Any, Any], own: dict[Any, dict[str, Any]]) -> tuple[bool, list[str]]:
+    """Put back the state of an optimizer: whether some of it was made, and names of what was replaced."""
+    made, replaced = False, []
     for param in [param for param in state if param not in before]:
-        changed |= bool(state[param])
+        made |= bool(state[param])
         del state[param]
     for param, kept in before.items():
         for key in _differing(kept, own[param]):
+            if own[param].get(key) is None:
+                made = True
+            else:
+                replaced.append(key)
             _set(kept, own[param], key)
-            changed = True
-    return changed
+    return made, replaced
 
 
 def _is_settable(found: Found) -> bool:

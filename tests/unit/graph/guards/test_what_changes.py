@@ -551,6 +551,31 @@ def test_what_only_python_would_do_in_every_run(what: str, name: str) -> None:
     assert net.calls == (what == "counts") and len(getattr(net, "seen", ())) == 1 + added
 
 
+class Replacing(torch.optim.SGD):
+    """Which keeps something new in every step."""
+
+    def __init__(self, params: Any, kept: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.kept = kept
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["last"] = self.state[p].get("last", 0) + self.kept
+
+
+@pytest.mark.parametrize("kept", [1, torch.ones(())])
+def test_state_of_an_optimizer_that_is_replaced(kept: Any) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = Replacing([weight], kept)
+    step = sw.compile(lambda: optimizer.step(), backend="fx")
+    step()  # which makes it
+    with pytest.raises(CaptureError, match="the program changes 'last' in the state of an optimizer, which only"):
+        step()
+    assert optimizer.state[weight]["last"] == 1 and weight.tolist() == [torch.tensor(1.0).sub(0.1).item()] * 3
+
+
 def test_what_a_method_does_to_its_object() -> None:
     seen = [1]
     add = seen.append
