@@ -576,6 +576,27 @@ def test_state_of_an_optimizer_that_is_replaced(kept: Any) -> None:
     assert optimizer.state[weight]["last"] == 1 and weight.tolist() == [torch.tensor(1.0).sub(0.1).item()] * 3
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda batch: batch.pop("y"),
+        lambda batch: batch.update(loss=batch["x"] * 2),
+        lambda batch: batch.update(x=batch["x"] * 2),
+        lambda batch: batch["more"].append(batch["x"]),
+        lambda batch: batch["more"].clear(),
+    ],
+)
+def test_lists_and_dicts_that_it_is_handed(change: Callable[[Any], Any]) -> None:
+    batch = {"x": torch.ones(3), "y": torch.ones(3), "more": [torch.ones(3)]}
+    before = {**batch, "more": [*batch["more"]]}
+    with pytest.raises(CaptureError, match=r"changes a list or a dict that it is handed, .* change a copy of it, dict"):
+        sw.compile(lambda batch: (change(batch), batch["x"] + 1), backend="fx")(batch)
+    assert batch.keys() == before.keys() and all(batch[key] is before[key] for key in "xy")
+    assert [*map(id, batch["more"])] == [*map(id, before["more"])]
+    step = sw.compile(lambda batch: change({**batch, "more": [*batch["more"]]}) is None, backend="fx")
+    assert step(batch) == (change(before) is None)
+
+
 def test_what_a_method_does_to_its_object() -> None:
     seen = [1]
     add = seen.append
