@@ -19,6 +19,7 @@ from shardwise.graph.captured import Captured
 from shardwise.graph.guards.call import Call, flattened
 from shardwise.graph.guards.groups import gathered_anew, keep_gradients
 from shardwise.graph.guards.guards import FIRST, Guards
+from shardwise.graph.guards.iterators import Untaken
 from shardwise.graph.guards.reached import Reached
 from shardwise.graph.guards.side_effects import Before, MakesState
 from shardwise.graph.nodes import collective_of
@@ -96,7 +97,8 @@ class Compiled(Captured):
         if len(self.runs) >= MAX_PROGRAMS:
             why = (
                 f"was captured {len(self.runs)} times, and again something differs ({missed}): from now on it runs as "
-                f"it is. Hand in numbers that change as tensors, and batches in few shapes"
+                f"it is. Hand in numbers that change as tensors, batches in few shapes, and objects that are made "
+                f"anew as dicts or tuples (or call torch.export.register_dataclass with their class)"
             )
             return self._give_up(why, call)
         try:
@@ -188,7 +190,7 @@ class Compiled(Captured):
     def _find(self, call: Call) -> Program:
         before = Before(call.reached)
         try:
-            with call.lookups, gathered_anew(call.reached):
+            with call.lookups, gathered_anew(call.reached), Untaken(call.reached.iterators):
                 program = capture_varying(self._varying, call.function, *call.args, **call.kwargs)
         except BaseException:
             with suppress(CaptureError):
@@ -266,7 +268,10 @@ def compile(
     `programs` of what this returns have `reports` that say what each has done.
     """
     if dynamic:
-        raise ValueError("dynamic=True is not available: layouts, and so programs, are made for sizes")
+        raise ValueError(
+            f"dynamic=True is not available: layouts, and so programs, are made for sizes. Without it each shape has a "
+            f"program of its own, up to {MAX_PROGRAMS}: pad batches to a few lengths"
+        )
     if not callable(target):
         raise TypeError(f"a function or a module is compiled, not a {type(target).__name__}")
     make = make_of(backend, cuda_graph)

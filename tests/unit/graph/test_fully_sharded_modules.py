@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from captured import WIDTH, assert_same
+from captured import WIDTH, assert_same, compare
 from torch import nn
 
 import shardwise as sw
@@ -136,3 +136,47 @@ def test_hooks_of_gradients_compute_with_dtensors() -> None:
         return x.grad, gradients(net)
 
     assert_same(told(lambda net: sw.compile(net, backend="fx")), told(lambda net: net), "hooks")
+
+
+class Scaled(nn.Module):
+    """With buffers of all kinds: read, and written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("scale", torch.arange(WIDTH) / WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Any) -> Any:
+        self.seen.add_(1)
+        return self.down(self.up(x * self.scale).relu()) * self.seen
+
+
+@pytest.mark.parametrize("is_plan", [True, False])
+def test_buffers_of_a_module_on_one_axis_with_a_batch_on_both(is_plan: bool) -> None:
+    mesh = sw.simulate((2, 2), ("dp", "tp"))
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        net = Scaled()
+        if is_plan:
+            sw.parallel.parallelize_module(net, mesh["tp"], {"up": "colwise", "down": "rowwise"})
+        sw.fully_shard(net, mesh=mesh["dp"])
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+        def step(x: Any) -> Any:
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def arguments(call: int) -> Any:
+            torch.manual_seed(call)
+            x = torch.randn(8, WIDTH)
+            where = (mesh, [sw.Shard(0), sw.Replicate()]) if is_plan else (mesh["dp"], [sw.Shard(0)])
+            return (sw.distribute_tensor(x, *where),)
+
+        return (net, optimizer), step, arguments
+
+    compare(make, 5)

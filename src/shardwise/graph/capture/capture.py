@@ -62,7 +62,14 @@ def capture_varying(varying: Collection[str], function: Callable[..., Any], *arg
 
 def _called(function: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
     args, kwargs = tree_unflatten(leaves, spec)
-    return function(*args, **kwargs)
+    returned = function(*args, **kwargs)
+    now, how = tree_flatten((args, kwargs))
+    if how != spec or any(x is not before for x, before in zip(now, leaves, strict=True)):
+        raise CaptureError(
+            "the program changes a list or a dict that it is handed, which only Python would do in every run: change a "
+            "copy of it, dict(batch) say, and return what is new"
+        )
+    return returned
 
 
 @contextmanager

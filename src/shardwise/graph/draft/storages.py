@@ -111,6 +111,10 @@ class Storages:
             found += tuple(self.outside) if _ARGUMENTS in found else (_ARGUMENTS,)
         return (*found, _GENERATOR) if isinstance(node.target, Draw) or draws(node) else found
 
+    def writes_to_arguments(self) -> bool:
+        """Whether any node may write to an argument, or to its gradient."""
+        return any(_ARGUMENTS in self._memory_of(overwritten(node)) for node in self.position)
+
     def read_by(self, node: fx.Node) -> tuple[Storage, ...]:
         """The memory that a node reads."""
         return self._memory_of(node.all_input_nodes)
@@ -187,6 +191,11 @@ def replaces_memory(graph: fx.Graph) -> bool:
     """Whether some node has a tensor lie elsewhere: then nothing here holds."""
     ops = (op_of(node) for node in graph.nodes if node.op == "call_function")
     return any(is_op(op) and op._schema.name.split("::")[-1] in _REPLACES_MEMORY for op in ops)
+
+
+def writes_to_arguments(part: Part) -> bool:
+    """Whether a part may write to one of its arguments."""
+    return replaces_memory(part.graph) or Storages(part).writes_to_arguments()
 
 
 def _is_argument(place: Place) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_is_leaf
 
 from shardwise.comm.recording import RecordingPort
+from shardwise.graph.guards.iterators import may_be_taken
 from shardwise.graph.guards.lookups import Lookups
 from shardwise.graph.guards.reached import Reached
 from shardwise.layout import Mesh
@@ -58,6 +59,9 @@ class Call:
         reached = self.reached
         if not self.lookups.names <= reached.read:
             reached = Reached.by(self.function, self.leaves, self.names, self.lookups.names)
+            known = {id(x.value) for x in self.reached.iterators}
+            for name in (*reached.taken, *(x.name for x in reached.iterators if id(x.value) not in known)):
+                raise may_be_taken(name)
         reached.lacks(self.lookups.absent)
         return replace(self, reached=reached)
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from shardwise.comm import shards_of
 from shardwise.dispatch.modes import is_strict, limits, replicates_implicitly
 from shardwise.graph.capture.optimizers import are_floats
-from shardwise.graph.draft.storages import overwritten
+from shardwise.graph.draft.storages import writes_to_arguments
 from shardwise.graph.guards.call import Call
 from shardwise.graph.guards.kinds import changed
 from shardwise.graph.guards.names import Names
+from shardwise.graph.guards.places import Class
 from shardwise.graph.guards.reached import Found, Reached, Sized
 from shardwise.graph.guards.unchanged import (
     Contents,
@@ -22,12 +23,10 @@ from shardwise.graph.guards.unchanged import (
     Hooks,
     Identities,
     Kinds,
-    States,
-    Structure,
     TensorFacts,
-    unchanged,
 )
-from shardwise.graph.guards.values import is_library, is_same, is_value
+from shardwise.graph.guards.values import is_library, is_value
+from shardwise.graph.guards.whereabouts import Whereabouts
 from shardwise.graph.program import FromArgument, FromGradient, FromObject, Place, Program
 from shardwise.layout import Layout
 from shardwise.redistribute import is_keeping
@@ -100,34 +99,25 @@ class Guards:
         self.settings = [*_group_values(program, reached)]
         self.plain, self.codes = [*reached.values, *self.settings], reached.codes
         self.training = [
-            (reached.names[id(module)], module, module.training)
-            for module in reached.modules.values()
+            Found((module.__dict__, "training"), module.training, f"{name or type(module).__name__}.training")
+            for name, module in ((reached.names[key], module) for key, module in reached.modules.items())
             if "training" in reached.read or not is_library(module)
         ]
-        self.states = States(reached)
         self.optimizers = list(reached.optimizers.values())
         self.given = program.given
         self.makes_gradients = program.differentiable is None and bool(program.gradients)
         self.grads = _grads(program, leaves)
         matter = self.makes_gradients or not reached.read.isdisjoint({"is_leaf", "grad_fn"})
         self.histories = Histories(leaves if matter else ())
-        self.identities = Identities(leaves, reached, is_written=_is_argument_written(program))
-        self.structure = Structure(reached)
+        self.identities = Identities(leaves, reached, is_written=any(map(writes_to_arguments, program.ranks)))
         self.hooks = Hooks(reached)
         self.lengths = [*reached.lengths, *_group_lengths(reached)]
         self.absent = [*_without_forward(reached), *reached.absent]
         self.facts = TensorFacts([x for x in self.found if isinstance(x.value, Tensor)])
-        self._others = [*reached.others, *_groups(reached)]
+        self._others = [*reached.others, *_groups(reached), *_classes(reached.iterators)]
         self.functions = [x for x in reached.others if callable(x.value) and is_library(x.value)]
-        in_modules = {id(kept) for module in reached.modules.values() for kept in (module._parameters, module._buffers)}
-        slots = [x for x in (*self.found, *self._others, *self.plain) if id(x.slot[0]) not in in_modules]
-        training = [(module.__dict__, "training") for _, module, _ in self.training]
-        self._look = unchanged(
-            [*(x.slot for x in slots), *training],
-            [*(x.value for x in slots), *(was for *_, was in self.training)],
-            [(x.kept, x.length) for x in self.lengths],
-            [x.slot for x in self.absent],
-        )
+        found = [*self.training, *self.found, *self.plain, *self._others]
+        self.whereabouts = Whereabouts(reached, found, self.lengths, self.absent)
 
     def layout_at(self, place: Place) -> Layout | None:
         """The layout of a tensor that the program is given, if it is a DTensor."""
@@ -147,8 +137,8 @@ class Guards:
         with _disabled():
             return (
                 self.kinds.miss(leaves, self.names)
-                or self._restored()
-                or self._moved()
+                or self.whereabouts.miss()
+                or self._no_number()
                 or self.contents.miss()
                 or self.histories.miss(leaves, self.names)
                 or self.identities.miss(leaves, self.names)
@@ -157,10 +147,8 @@ class Guards:
                 or self._other_gradients(leaves)
             )
 
-    def _restored(self) -> str | None:
-        """Which optimizer has other state, or a learning rate that is no number any more."""
-        if (said := self.states.miss()) is not None:
-            return said
+    def _no_number(self) -> str | None:
+        """A learning rate that is no number any more."""
         for given in self.given:
             if not isinstance(now := given.read(), float):
                 return f"{self.names.of(given)} is now a {type(now).__name__}"
@@ -183,35 +171,6 @@ class Guards:
             if are_floats(x.value) and are_floats(now := x.slot[0].get(x.slot[1])) and now != x.value
         }
 
-    def _moved(self) -> str | None:
-        """What is not where it was, or has another value."""
-        try:
-            if self._look() and self.structure.is_unchanged():
-                return None
-        except (LookupError, AttributeError, ValueError):
-            pass
-        for name, module, before in self.training:
-            if module.training != before:
-                return changed(f"{name or type(module).__name__}.training", before, module.training)
-        return (
-            next((said for x in (*self.found, *self.plain, *self._others) if (said := _difference(x))), None)
-            or self.structure.miss()
-            or next((f"{x.name} is longer or shorter" for x in self.lengths if len(x.kept) != x.length), None)
-            or next((f"{x.name} is new" for x in self.absent if x.slot[1] in x.slot[0]), None)
-        )
-
-
-def _difference(found: Found) -> str | None:
-    """How a slot differs from what it held."""
-    (kept, key), before, name = found
-    try:
-        now = kept[key]
-    except (LookupError, AttributeError, ValueError):
-        return f"{name} is not there any more"
-    if is_same(before, now):
-        return None
-    return changed(name, before, now) if is_value(before) else f"{name} is another {type(before).__name__}"
-
 
 def _groups(reached: Reached) -> Iterator[Found]:
     """The groups of optimizers, their lists of parameters, and tensors that they are set to."""
@@ -224,6 +183,11 @@ def _groups(reached: Reached) -> Iterator[Found]:
             for own, value in group.items():
                 if own == "params" or isinstance(value, Tensor):
                     yield Found((group, own), value, f"{here}[{own!r}]")
+
+
+def _classes(iterators: Sequence[Found]) -> Iterator[Found]:
+    """Of an iterator that the program does not look into it only matters that there is one."""
+    return (Found((Class(x.slot), 0), type(x.value), f"the class of {x.name}") for x in iterators)
 
 
 def _without_forward(reached: Reached) -> Iterator[Found]:
@@ -260,18 +224,6 @@ def _grads(program: Program, leaves: Sequence[Any]) -> list[tuple[Place, Callabl
 
 def _grad_kind(grad: Any) -> Any:
     return None if grad is None else (grad.dtype, _stride(grad))
-
-
-def _is_argument_written(program: Program) -> bool:
-    """Whether a program may write to one of its arguments."""
-    for part in program.ranks:
-        inputs = dict(zip(part.graph.find_nodes(op="placeholder"), part.sources, strict=True))
-        for base in [written for node in part.graph.nodes for written in overwritten(node)]:
-            while base.op != "placeholder" and base.all_input_nodes:
-                base = base.all_input_nodes[0]
-            if isinstance(inputs.get(base), FromArgument):
-                return True
-    return False
 
 
 def _grad_reader(of: Place) -> Callable[[Sequence[Any]], Any]:

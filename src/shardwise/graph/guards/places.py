@@ -70,6 +70,18 @@ def is_asked(x: Any) -> bool:
     return isinstance(x, (ContextVar, weakref.ref))
 
 
+class Class:
+    """The class of what is in a place."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: tuple[Any, Any]) -> None:
+        self.of = of
+
+    def __getitem__(self, _: Any) -> type:
+        return type(self.of[0][self.of[1]])
+
+
 class Attributes:
     """Attributes of an object, as a dict, where they are not in one."""
 

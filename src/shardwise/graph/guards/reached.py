@@ -10,10 +10,9 @@ from __future__ import annotations
 import argparse
 import enum
 import functools
-import io
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from torch import Tensor, nn, optim
 
 from shardwise.graph.guards.code import globals_of, imported_by, names_in, read_by, read_by_class
 from shardwise.graph.guards.hooks import given_to, hooks_of
+from shardwise.graph.guards.iterators import METHODS, is_iterator, is_replaceable
 from shardwise.graph.guards.places import Asked, Attributes, Cell, contents_of, environment, is_asked, slots_of
 from shardwise.graph.guards.values import MAX_ITEMS, OURS, VALUES, is_library, is_value
 
@@ -93,8 +93,10 @@ class Reached:
     """Attributes of objects and modules, by their names."""
     names: dict[int, str] = field(default_factory=dict)
     """Of modules and optimizers."""
-    iterators: list[str] = field(default_factory=list)
-    """Names of iterators of Python's and of libraries', which cannot be asked how far they are."""
+    iterators: list[Found] = field(default_factory=list)
+    """Those of Python's and of libraries', where something else can be put in their place."""
+    taken: list[str] = field(default_factory=list)
+    """Names of other iterators."""
     streams: list[tuple[Any, str]] = field(default_factory=list)
     """Streams of random numbers that are not torch's."""
     codes: list[CodeType] = field(default_factory=list)
@@ -212,6 +214,8 @@ class Reached:
             self.objects.append(Found(slot, value, name))
             self._object(value, name)
             self._hooks(value)
+        elif is_iterator(value) and is_replaceable(slot):
+            self.iterators.append(Found(slot, value, name))
         else:
             self.others.append(Found(slot, value, name))
             is_called = callable(value) and not isinstance(value, type) and not is_library(value)
@@ -249,8 +253,8 @@ class Reached:
         elif isinstance(value, Tensor):
             for key in self._marks(value):
                 self._slot((value.__dict__, key), _joined(name, key))
-        elif isinstance(value, Iterator) and is_library(value) and not isinstance(value, io.IOBase):
-            self.iterators.append(name)
+        elif is_iterator(value):
+            self.taken.append(name)
         elif hasattr(type(value), "bit_generator") or isinstance(value, random.Random):
             self.streams.append((value, name))
         elif isinstance(value, nn.Module):
@@ -269,6 +273,8 @@ class Reached:
         elif isinstance(value, ModuleType):
             if not is_library(value):
                 self._attributes(value.__dict__, name)
+        elif isinstance(value, METHODS):
+            self._object(value.__self__, name)
         elif is_asked(value):
             self._slot((Asked(value), 0), name)
         elif (contents := contents_of(value)) is not None:

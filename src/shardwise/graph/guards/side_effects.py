@@ -7,11 +7,13 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from copy import copy
 from typing import Any
 
 from shardwise.errors import CaptureError
 from shardwise.graph.guards.groups import of_groups
+from shardwise.graph.guards.iterators import may_be_taken
 from shardwise.graph.guards.places import Attributes, Cell
 from shardwise.graph.guards.reached import Found, Reached
 from shardwise.graph.guards.values import is_same
@@ -25,11 +27,8 @@ class Before:
     """What a function reaches, as it was before it ran."""
 
     def __init__(self, reached: Reached) -> None:
-        if reached.iterators:
-            raise CaptureError(
-                f"the program may take the next item of {reached.iterators[0]}, which only Python would do in every "
-                f"run: take it outside, and hand it in"
-            )
+        for name in reached.taken:
+            raise may_be_taken(name)
         modules = [(module, reached.names[key]) for key, module in reached.modules.items()]
         self._holders = [(kept, dict(kept), name) for kept, name in reached.holders]
         self._holders += [
@@ -38,7 +37,9 @@ class Before:
             for kept in (module._modules, module._parameters, module._buffers)
         ]
         self._holders += [(kept, dict(kept), name) for kept, name in of_groups(reached)]
-        self._slots = [x for x in (*reached.values, *reached.others, *reached.objects) if _is_settable(x)]
+        self._slots = [
+            x for x in (*reached.values, *reached.others, *reached.objects, *reached.iterators) if _is_settable(x)
+        ]
         self._containers = [(x.kept, copy(x.kept), x.name) for x in reached.lengths if _is_plain(x.kept)]
         self._streams = [(stream, _state_of(stream), name) for stream, name in (*_global_streams(), *reached.streams)]
         self._states = [
@@ -50,13 +51,16 @@ class Before:
         """Undo what was changed, and raise what is to be said of it."""
         restored = [_restored(kept, before, own) for kept, before, own in self._states]
         changed = [*self._changed()]
+        is_made = any(made for made, _ in restored)
+        if not is_made:
+            changed += [f"{key!r} in the state of an optimizer" for _, replaced in restored for key in replaced]
         if changed:
             raise CaptureError(
                 f"the program changes {changed[0]}, which only Python would do in every run: return it, keep it in a "
                 f"tensor that is written to in place, or change it outside; what is made once, a cache say, is there "
                 f"if the function ran before without shardwise.compile"
             )
-        if any(restored):
+        if is_made:
             raise MakesState("the program makes state of an optimizer")
 
     def _changed(self) -> Iterator[str]:
@@ -66,8 +70,9 @@ class Before:
                 yield f"the state of {name}, which it draws from"
         for found in self._slots:
             (kept, key), before, name = found
-            if not is_same(before, kept[key]):
-                kept[key] = before
+            if not is_same(before, _now(kept, key)):
+                with suppress(IndexError):  # of a list that is shorter now, and filled again below
+                    kept[key] = before
                 yield name
         for kept, items, name in self._containers:
             if len(kept) != len(items):
@@ -108,6 +113,14 @@ def _differing(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> list[Any]:
 _NONE = object()
 
 
+def _now(kept: Any, key: Any) -> Any:
+    """What is in a place, if anything is."""
+    try:
+        return kept[key]
+    except (LookupError, AttributeError, ValueError):
+        return _NONE
+
+
 def _set(kept: dict[Any, Any], before: Mapping[Any, Any], key: Any) -> None:
     if key in before:
         kept[key] = before[key]
@@ -115,17 +128,20 @@ def _set(kept: dict[Any, Any], before: Mapping[Any, Any], key: Any) -> None:
         del kept[key]
 
 
-def _restored(state: Any, before: dict[Any, Any], own: dict[Any, dict[str, Any]]) -> bool:
-    """Whether the state of an optimizer had to be put back."""
-    changed = False
+def _restored(state: Any, before: dict[Any, Any], own: dict[Any, dict[str, Any]]) -> tuple[bool, list[str]]:
+    """Put back the state of an optimizer: whether some of it was made, and names of what was replaced."""
+    made, replaced = False, []
     for param in [param for param in state if param not in before]:
-        changed |= bool(state[param])
+        made |= bool(state[param])
         del state[param]
     for param, kept in before.items():
         for key in _differing(kept, own[param]):
+            if own[param].get(key) is None:
+                made = True
+            else:
+                replaced.append(key)
             _set(kept, own[param], key)
-            changed = True
-    return changed
+    return made, replaced
 
 
 def _is_settable(found: Found) -> bool:

@@ -1,130 +1,30 @@
-"""Whether what a program relies on is still what it was, in forms that are quick to look at: a model of 24 layers has
-some 700 places that may change, and they are looked at before every step."""
+"""Whether what a program relies on is still what it was, in forms that are quick to look at."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm import shards_of
 from shardwise.dispatch.refits import refits
-from shardwise.graph.guards.groups import of_groups
 from shardwise.graph.guards.hooks import OF_ALL, hooks_of
 from shardwise.graph.guards.kinds import differs, kind_of
 from shardwise.graph.guards.names import Names
-from shardwise.graph.guards.places import Attributes
 from shardwise.graph.guards.reached import MAX_COMPARED, Found, Reached
-from shardwise.graph.guards.values import MAX_ITEMS, VALUES, is_library, is_same
+from shardwise.graph.guards.values import MAX_ITEMS, VALUES, is_same
+from shardwise.graph.guards.whereabouts import equal
 from shardwise.tensor import DTensor
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
-
-
-def unchanged(
-    slots: Sequence[tuple[Any, Any]],
-    values: Sequence[Any],
-    lengths: Sequence[tuple[Any, int]] = (),
-    absent: Sequence[tuple[Any, Any]] = (),
-) -> Callable[[], bool]:
-    """A function that says whether every `container[key]` is still the very object that it was, every list as long, and
-    whether what was absent still is: one generated expression, which the interpreter specialises. A place that is gone
-    raises what it raises.
-
-    >>> x, kept = [1], {"x": None}
-    >>> kept["x"] = x
-    >>> look = unchanged([(kept, "x")], [x], [(x, 1)], [(kept, "y")])
-    >>> look()
-    True
-    >>> x.append(2)
-    >>> look()
-    False
-    """
-    names: dict[int, str] = {}
-    namespace: dict[str, Any] = {"len": len, "type": type}
-
-    def name_of(x: Any) -> str:
-        name = names.setdefault(id(x), f"x{len(names)}")
-        namespace[name] = x
-        return name
-
-    def now(container: Any, key: Any) -> str:
-        if isinstance(container, Attributes):
-            return f"type({name_of(container.of)})" if key == "__class__" else f"{name_of(container.of)}.{key}"
-        return f"{name_of(container)}[{name_of(key)}]"
-
-    terms = [f"{now(*slot)} is {name_of(value)}" for slot, value in zip(slots, values, strict=True)]
-    terms += [f"len({name_of(kept)}) == {length}" for kept, length in lengths]
-    terms += [f"{name_of(key)} not in {name_of(container)}" for container, key in absent]
-    if not terms:
-        return lambda: True
-    locals_ = ", ".join(f"{name}={name}" for name in namespace)
-    exec(f"def look({locals_}):\n    return {' and '.join(terms)}", namespace)
-    look: Callable[[], bool] = namespace["look"]
-    return look
-
-
-class _ByIdentity(TorchFunctionMode):
-    """Tensors are equal if they are the same object."""
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        return False
-
-
-_by_identity = _ByIdentity()
-
-
-def _equal(dicts: Sequence[Any], kept: Sequence[Any]) -> bool:
-    """Whether dicts and lists hold the same modules and tensors: C compares them, by identity first."""
-    _push(_by_identity)
-    try:
-        return dicts == kept
-    finally:
-        _pop()
-
-
-class Structure:
-    """Which parameters, buffers and inner modules modules have, and how they are fully sharded. What torch's modules
-    have none of, they get none of."""
-
-    def __init__(self, reached: Reached) -> None:
-        found = [
-            (kept, f"{reached.names[key]}." if reached.names[key] else "")
-            for key, module in reached.modules.items()
-            for kept in (module._modules, module._parameters, module._buffers)
-            if kept or not is_library(module)
-        ]
-        found += [(kept, f"{name}: ") for kept, name in of_groups(reached)]
-        some = [(kept, name) for kept, name in found if kept]
-        self.now: list[dict] = [kept for kept, _ in some]
-        self.before = [dict(kept) for kept in self.now]
-        self.empty = [kept for kept, _ in found if not kept]
-        self.names = [*(name for _, name in some), *(name for kept, name in found if not kept)]
-
-    def is_unchanged(self) -> bool:
-        return not any(self.empty) and _equal(self.now, self.before)
-
-    def miss(self) -> str | None:
-        before_: list[dict] = [*self.before, *({} for _ in self.empty)]
-        for now, before, name in zip([*self.now, *self.empty], before_, self.names, strict=True):
-            for key in dict.fromkeys((*before, *now)):
-                if not isinstance(key, str):
-                    return f"{name}gradients are kept, or were before"
-                if key not in now or key not in before:
-                    return f"{name}{key} is {'not there any more' if key in before else 'new'}"
-                if now[key] is not before[key]:
-                    return (
-                        f"{name}{key} is {'another' if before[key] is not None else 'now a'} {type(now[key]).__name__}"
-                    )
-        return None
 
 
 class Contents:
@@ -147,13 +47,13 @@ class Contents:
         self._keys = [*chain.from_iterable(self._dicts)]
 
     def miss(self) -> str | None:
-        if _equal([self._now, [*chain.from_iterable(self._dicts)]], [self._before, self._keys]):
+        if equal([self._now, [*chain.from_iterable(self._dicts)]], [self._before, self._keys]):
             return None
         for kept, before, name in self.held:
-            if not _equal([kept], [before]):
+            if not equal([kept], [before]):
                 return f"{name} is another one"
         for kept, keys, name in self.ordered:
-            if not _equal([[*kept]], [keys]):
+            if not equal([[*kept]], [keys]):
                 return f"{name or 'the module'} has another order"
         return None
 
@@ -163,22 +63,6 @@ _IN_ORDER = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 def _copied(kept: Any) -> Any:
     return next(kind(kept) for kind in (dict, deque, list) if isinstance(kept, kind))
-
-
-class States:
-    """What optimizers keep for each parameter: the dicts, since tensors are read out of these when a program runs."""
-
-    def __init__(self, reached: Reached) -> None:
-        self.kept = [
-            (reached.names[key], optimizer, optimizer.state, [*optimizer.state.values()])
-            for key, optimizer in reached.optimizers.items()
-        ]
-
-    def miss(self) -> str | None:
-        for name, optimizer, state, before in self.kept:
-            if optimizer.state is not state or not _equal([*state.values()], before):
-                return f"the state of {name or 'the optimizer'} is another one"
-        return None
 
 
 class Hooks:
@@ -296,6 +180,7 @@ class Identities:
         }
         self.reached = [(number, known[id(leaves[number])]) for number in tensors if id(leaves[number]) in known]
         self.count = len(first)
+        self._tensors = itemgetter(*tensors) if self.count > 1 else tuple
         self.shared = self._shared(leaves) if is_written and self.count > 1 else None
 
     def _shared(self, leaves: Sequence[Any]) -> list[int]:
@@ -311,7 +196,7 @@ class Identities:
         for number, other in self.equal:
             if leaves[number] is not leaves[other]:
                 return f"{names.leaf(number)} and {names.leaf(other)} are not the same tensor"
-        if len({id(leaves[number]) for number in self.tensors}) != self.count:
+        if self.count > 1 and len({*map(id, self._tensors(leaves))}) != self.count:
             return "two arguments are now the same tensor"
         if self.shared is not None and self._shared(leaves) != self.shared:
             return "other arguments than before share memory"

@@ -31,8 +31,7 @@ def needs_of(guards: Guards, objects: Mapping[str, Tensor]) -> Needs:
     for number, kind in enumerate(guards.kinds.of):
         found[guards.names.leaf(number)] = argument_said(kind)
     found |= {name: repr(value) for name, value in zip(MODES, guards.modes, strict=True)}
-    found |= {x.name: repr(x.value) for x in guards.plain}
-    found |= {f"{name or 'the module'}.training": repr(training) for name, _, training in guards.training}
+    found |= {x.name: repr(x.value) for x in (*guards.plain, *guards.training)}
     found |= {x.name: function_said(x.value) for x in guards.functions}
     found["the functions"] = code_digest(guards.codes)
     return found

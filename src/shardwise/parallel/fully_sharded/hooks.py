@@ -134,9 +134,11 @@ class Hooks:
         if mesh is None:
             return shown
         for module, name in self.buffers:
-            buffer = module._buffers.get(name)
-            made = None if buffer is None else _on(mesh, buffer)
-            if buffer is not None and made is not None:
+            if (buffer := module._buffers.get(name)) is None:
+                continue
+            if noters:  # it goes over to the mesh of the program
+                noters[-1].meet(buffer)
+            if (made := _on(mesh, buffer)) is not None:
                 module._buffers[name] = made
                 shown.append((module, name, buffer, made))
         return shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -227,6 +228,19 @@ def test_too_many_programs() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compiled(x, 9)[0] == 9
+
+
+@dataclass
+class Batch:
+    x: Any
+
+
+def test_objects_that_are_made_anew() -> None:
+    compiled = sw.compile(lambda batch: batch.x * 2, backend="fx")
+    for _ in range(8):
+        compiled(Batch(torch.ones(2)))
+    with pytest.warns(CaptureWarning, match=r"that are made anew as dicts .* torch\.export\.register_dataclass"):
+        assert compiled(Batch(torch.ones(2)))[0] == 2
 
 
 def branching(x: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.guards  # so that counts of writes are read, as they are with Inductor
 from captured import assert_same
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -64,6 +66,15 @@ def items_of_lists_and_dicts(made: Any) -> Iterator[Any]:
     settings["more"][0]["shift"] = 5.0
     yield scaled(x)
     settings["more"] = [{"shift": 7.0}]
+    yield scaled(x)
+
+
+def methods_that_have_their_object(made: Any) -> Iterator[Any]:
+    table = {"scale": 2.0}
+    scale_of = table.get
+    scaled, x = made(lambda x: x * scale_of("scale")), torch.ones(3)
+    yield scaled(x)
+    table["scale"] = 3.0
     yield scaled(x)
 
 
@@ -393,6 +404,7 @@ STORIES: dict[str, Story] = {
     for story in (
         *(arguments_that_are_one, arguments_that_become_one, an_argument_that_is_reached_too),
         *(functions_that_are_kept, what_is_in_a_set, a_forward_of_its_own, hooks_of_all_modules, modes_of_functions),
+        methods_that_have_their_object,
         *(items_of_lists_and_dicts, lengths_of_lists_and_dicts, attributes_of_objects, values_of_any_kind),
         *(defaults_and_helpers, settings_of_torchs_modules, buffers_that_were_none, modules_of_another_dtype),
         *(
@@ -498,6 +510,10 @@ class Counting(nn.Module):
             self.last = x * 2
         elif what == "appends":
             self.seen.append(2)
+        elif what == "takes away":
+            self.seen.pop()
+        elif what == "deletes":
+            del self.seen
         elif what == "replaces":
             self.average = self.average * 0.9 + x
         elif what == "draws":
@@ -511,6 +527,8 @@ class Counting(nn.Module):
         ("counts", "calls"),
         ("keeps", "Counting.last"),
         ("appends", "seen"),
+        ("takes away", "seen[0]"),
+        ("deletes", "seen"),
         ("replaces", "average"),
         ("draws", "the state of Python's random, which it draws from"),
     ],
@@ -527,9 +545,64 @@ def test_what_only_python_would_do_in_every_run(what: str, name: str) -> None:
         f"before without shardwise.compile"
     )
     assert (net.calls, net.last, net.seen, random.getstate()) == (0, None, [1], state) and net.average is average
-    with pytest.warns(CaptureWarning, match=f"Counting runs as it is: the program changes {name}"):
+    with pytest.warns(CaptureWarning, match=re.escape(f"Counting runs as it is: the program changes {name}")):
         sw.compile(net, backend="fx", fullgraph=False)(torch.ones(3), what)
-    assert net.calls == (what == "counts") and len(net.seen) == 1 + (what == "appends")
+    added = {"appends": 1, "takes away": -1, "deletes": -1}.get(what, 0)
+    assert net.calls == (what == "counts") and len(getattr(net, "seen", ())) == 1 + added
+
+
+class Replacing(torch.optim.SGD):
+    """Which keeps something new in every step."""
+
+    def __init__(self, params: Any, kept: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.kept = kept
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["last"] = self.state[p].get("last", 0) + self.kept
+
+
+@pytest.mark.parametrize("kept", [1, torch.ones(())])
+def test_state_of_an_optimizer_that_is_replaced(kept: Any) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = Replacing([weight], kept)
+    step = sw.compile(lambda: optimizer.step(), backend="fx")
+    step()  # which makes it
+    with pytest.raises(CaptureError, match="the program changes 'last' in the state of an optimizer, which only"):
+        step()
+    assert optimizer.state[weight]["last"] == 1 and weight.tolist() == [torch.tensor(1.0).sub(0.1).item()] * 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda batch: batch.pop("y"),
+        lambda batch: batch.update(loss=batch["x"] * 2),
+        lambda batch: batch.update(x=batch["x"] * 2),
+        lambda batch: batch["more"].append(batch["x"]),
+        lambda batch: batch["more"].clear(),
+    ],
+)
+def test_lists_and_dicts_that_it_is_handed(change: Callable[[Any], Any]) -> None:
+    batch = {"x": torch.ones(3), "y": torch.ones(3), "more": [torch.ones(3)]}
+    before = {**batch, "more": [*batch["more"]]}
+    with pytest.raises(CaptureError, match=r"changes a list or a dict that it is handed, .* change a copy of it, dict"):
+        sw.compile(lambda batch: (change(batch), batch["x"] + 1), backend="fx")(batch)
+    assert batch.keys() == before.keys() and all(batch[key] is before[key] for key in "xy")
+    assert [*map(id, batch["more"])] == [*map(id, before["more"])]
+    step = sw.compile(lambda batch: change({**batch, "more": [*batch["more"]]}) is None, backend="fx")
+    assert step(batch) == (change(before) is None)
+
+
+def test_what_a_method_does_to_its_object() -> None:
+    seen = [1]
+    add = seen.append
+    with pytest.raises(CaptureError, match="the program changes add, which only Python would do in every run"):
+        sw.compile(lambda x: (add(2), x), backend="fx")(torch.ones(3))
+    assert seen == [1]
 
 
 @pytest.mark.parametrize("stream", [random.Random(0), np.random.default_rng(0), np.random], ids=["own", "rng", "numpy"])
@@ -554,7 +627,9 @@ def test_iterators(kind: Callable[[Any], Any]) -> None:
     def takes(x: Any) -> Any:
         return x, next(batches)
 
-    said = "the program may take the next item of batches, which only Python would do in every run: take it outside"
+    said = (
+        "the program takes the next item of batches in .*, which only Python would do in every run: take items outside"
+    )
     with pytest.raises(CaptureError, match=said):
         sw.compile(takes, backend="fx")(torch.ones(3))
     with pytest.warns(CaptureWarning, match=said):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.graph.guards.unchanged import unchanged
+from shardwise.graph.guards.whereabouts import unchanged
 
 
 def test_each_place_counts() -> None:
