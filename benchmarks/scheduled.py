@@ -101,8 +101,6 @@ class Program:
     """A package that it needs, beyond torch."""
     tolerance: float = 1e-6
     """How far, relative to its norm, a gradient may be from plain torch's: rounding, no more."""
-    missed: str = ""
-    """Why it communicates more than a person would, as long as it does."""
 
     def split_of(self, name: str) -> Split:
         found = [split for pattern, split in self.parameters.items() if fnmatchcase(name, pattern)]

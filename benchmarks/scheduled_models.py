@@ -262,7 +262,6 @@ def hugging_face(
     input_splits: tuple[Split, ...] = (),
     trains: bool = True,
     tolerance: float = 1e-5,
-    missed: str = "",
 ) -> Program:
     return Program(
         f"Hugging Face {name}",
@@ -276,7 +275,6 @@ def hugging_face(
         inside=implicit_replication,
         needs="transformers",
         tolerance=tolerance,
-        missed=missed,
     )
 
 
@@ -301,12 +299,6 @@ PROGRAMS = (
         expert_parallel,
         MIXTRAL,
         tolerance=3e-2,
-        missed="each row of a grouped product is computed by the rank that has its expert, and is zero elsewhere; "
-        "which rows those are is in the data, and layouts are known before. So a pending sum cannot say it, and "
-        "is reduced for the activation and again for the second product: 2 all_reduces more in each layer and "
-        "pass, of tokens × top-k × intermediate numbers, 3.8 to 6.9 times the bytes. It would take a placement "
-        "for sums whose terms share no rows, which names the tensor that divides them, as only factors divided "
-        "alike have such a product. Written with to_local() it takes none",
     ),
     hugging_face("T5", t5, encoder_and_decoder, T5),
     hugging_face(

@@ -147,9 +147,7 @@ def rows_of(outcome: Outcome) -> list[Row]:
 
 def summary(outcomes: list[Outcome]) -> str:
     met = sum(outcome.is_met for outcome in outcomes)
-    missed = {outcome.program.name: outcome.program.missed for outcome in outcomes if not outcome.is_met}
-    known = "".join(f"\n{name}: {why}." for name, why in missed.items() if why)
-    return f"{met} of {len(outcomes)} programs and sizes communicate at most what the person would.{known}"
+    return f"{met} of {len(outcomes)} programs and sizes communicate at most what the person would."
 
 
 def missing(needs: str) -> bool:

@@ -224,3 +224,26 @@ def second_order_from_plain_tensors(mesh: Any) -> None:
         x.grad = w.grad = None
     for expected, actual in zip(*found, strict=True):
         assert_close(actual, expected, "from plain tensors")
+
+
+@body(2)
+def experts_by_layout(mesh: Any) -> None:
+    """Terms that share no rows: gradients, those that are kept, and gradients of gradients."""
+    tokens, rows, ends = doubles(5, 8).float(), torch.tensor([4, 0, 3, 1, 1, 2, 3, 0]), torch.tensor([1, 6, 8]).int()
+    up, down = doubles(3, 8, 16).float() / 4, doubles(3, 8, 8).float() / 4
+
+    def program(x: Tensor, up: Tensor, down: Tensor, rows: Tensor, ends: Tensor) -> list[Tensor]:
+        gate, value = F.grouped_mm((x * 1)[rows], up, offs=ends).chunk(2, -1)
+        hidden = F.silu(gate)
+        out = F.grouped_mm(hidden * value, down, offs=ends)
+        hidden.retain_grad()
+        (first,) = torch.autograd.grad(out.sin().sum(), [x], create_graph=True)
+        (first.square().sum() + out.cos().sum()).backward()
+        return [out, first, x.grad, up.grad, down.grad, hidden.grad]
+
+    leaves = [x.clone().requires_grad_() for x in (tokens, up, down)]
+    expected = program(*leaves, rows, ends)
+    laid = [leaf(x, mesh, [where]) for x, where in ((tokens, R), (up, S(0)), (down, S(0)))]
+    got = program(*laid, *(sw.distribute_tensor(x, mesh, [R]) for x in (rows, ends)))
+    for ours, plain in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours.detach().full_tensor(), plain.detach(), atol=1e-4, rtol=1e-4)

@@ -55,6 +55,24 @@ def test_hooks_on_what_is_then_written_to(name: str, use_before: bool) -> None:
         same(watched(CHANGES[name], use_before), normal(4, 4), placement)
 
 
+def test_a_gradient_that_a_hook_gave_is_its_own_when_it_is_written_to() -> None:
+    """It retains the gradient of what was computed from it before, as it does on one device."""
+
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y = x * x
+        y.register_hook(lambda grad: grad * 2)
+        (grad,) = torch.autograd.grad((y * y).sum(), [y], create_graph=True)
+        grad.retain_grad()
+        used = (grad * 3).sum()
+        with torch.no_grad():
+            grad[-1, 1:] = 1.25
+        (used + grad.mean()).backward()
+        return grad, grad.grad, x.grad
+
+    for placement in (S(0), S(1), P(), R):
+        same(program, normal(4, 4), placement)
+
+
 @pytest.mark.parametrize("passes", [0, 1])
 def test_a_hook_keeps_nothing_alive(passes: int) -> None:
     class Hook:

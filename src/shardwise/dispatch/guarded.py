@@ -12,6 +12,8 @@ from torch._C._autograd import CreationMeta, _get_creation_meta, _set_creation_m
 from shardwise.comm import shards_of
 from shardwise.dispatch.plan import Plan
 from shardwise.dispatch.planning.trace import flat_tensors, map_tensors
+from shardwise.local import is_leaf
+from shardwise.redistribute import LookedUp
 from shardwise.tensor import DTensor, settled
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -90,6 +92,21 @@ def retain_anew(tensors: Iterable[Tensor]) -> None:
             if x.retains_grad:
                 for shard in (x, *x.__dict__.get("_peers", ())):
                     shard.grad_fn  # noqa: B018
+
+
+class OfSource(Guard):
+    """Rows that are found by an index remember of what, as long as that is no leaf, whose gradient is reduced with
+    others."""
+
+    __slots__ = ()
+
+    def after(self, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        x, index = args
+        if out.requires_grad and not is_leaf(x):
+            with _disabled():
+                sources, indices, rows = map(shards_of, (x, index, out))
+                out.__dict__["_gathered"] = LookedUp(x._layout, sources, indices, rows[0])
+        return out
 
 
 class Settles(Guard):

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import noters, ranked, shards_of
-from shardwise.comm.cause import handed_on, is_moving, listeners
+from shardwise.comm.cause import is_moving, listeners
 from shardwise.comm.cause import moved as observed
 from shardwise.dispatch.planning.trace import flat_tensors
 from shardwise.layout import Layout, Mesh
 from shardwise.local import is_leaf, spread
 from shardwise.redistribute import (
     Gathered,
+    LookedUp,
     Move,
     differentiable,
     forget,
@@ -95,13 +96,13 @@ class Mover:
         """What runs, looked up once: a call of an object that is not a function takes a detour."""
         return self.__call__
 
-    def _regathered(self, x: Tensor, gathered: Gathered) -> Tensor:
+    def _regathered(self, x: Tensor, gathered: Gathered | LookedUp) -> Tensor:
         local = localise(x)  # type: ignore[arg-type]
         shards = gathered.as_varying((local, *local.__dict__.get("_peers", ())), self.moves[0])
         for move in self.moves[1:]:
             shards = transition(move, shards)
         if listeners:
-            handed_on(x, shards, (gathered.move,))
+            gathered.tell(x, shards)
         return shards[0] if len(shards) == 1 else ranked(shards)
 
     def _moved(self, x: Tensor, facts: dict[str, Any]) -> Tensor:

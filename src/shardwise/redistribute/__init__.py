@@ -16,6 +16,7 @@ from shardwise.redistribute.backward.ownership import own_node
 from shardwise.redistribute.backward.reach import below, handed_out, is_ours
 from shardwise.redistribute.collectives import Group
 from shardwise.redistribute.cost import LATENCY, LOCAL, group_size, transition_cost, wire_bytes
+from shardwise.redistribute.disjoint import DISJOINT, Disjoint, Rows, as_sum
 from shardwise.redistribute.execute import (
     differentiable,
     in_place,
@@ -24,7 +25,7 @@ from shardwise.redistribute.execute import (
     second_order,
     transition,
 )
-from shardwise.redistribute.gathered import Gathered
+from shardwise.redistribute.gathered import Gathered, LookedUp
 from shardwise.redistribute.in_flight import start_path
 from shardwise.redistribute.joint_exchange import can_join, run_together
 from shardwise.redistribute.masks import joined
@@ -33,18 +34,23 @@ from shardwise.redistribute.planner import parameter_moves, path_bytes, path_cos
 from shardwise.redistribute.transitions import DUAL, TABLE, Move, Typed
 
 __all__ = [
+    "DISJOINT",
     "DUAL",
     "LATENCY",
     "LOCAL",
     "TABLE",
     "CastBackward",
+    "Disjoint",
     "Gathered",
     "Group",
+    "LookedUp",
     "Move",
     "MoveGradient",
+    "Rows",
     "Typed",
     "alone",
     "anchors",
+    "as_sum",
     "below",
     "can_join",
     "check_reduced",

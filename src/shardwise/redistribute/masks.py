@@ -18,6 +18,7 @@ from shardwise.redistribute.dim_order import copy_format
 from shardwise.redistribute.transitions import Move
 
 _grad_enabled = torch._C.is_grad_enabled
+_set_grad_enabled = torch._C._set_grad_enabled
 _numel = torch._C.TensorBase.numel
 _size = torch._C.TensorBase.size
 
@@ -26,11 +27,15 @@ def masking(move: Move) -> Callable[[Tensor], Tensor]:
     """R → P on one rank: the value, or nothing. A node on every rank, so that gradients add up in the same order."""
     dual, counts, thin = move.dual, move.keeps_value, move.source.layout.thinness > 0
     mask = _kept if counts else _silenced
+    is_vector = len(move.source.layout.shape) == 1  # a bias, most often
 
     def run(x: Tensor) -> Tensor:
         if not (_grad_enabled() and x.requires_grad):
             return x if counts else _zeros(x)
-        out = mask(x, thin)
+        if is_vector:
+            out = x.clone() if counts else _zeroed(x.clone())
+        else:
+            out = mask(x, thin)
         out.grad_fn.metadata[SECOND_ORDER] = dual  # type: ignore[union-attr, index]
         return out
 
@@ -64,9 +69,16 @@ def _silenced(x: Tensor, thin: bool = False) -> Tensor:
         out = own_node(x)
         out.data = zeros_without_memory(out)
         return out
-    out = x.clone(memory_format=copy_format(x, thin))
-    out.data.zero_()
-    return out
+    return _zeroed(x.clone(memory_format=copy_format(x, thin)))
+
+
+def _zeroed(copied: Tensor) -> Tensor:
+    """Zeros in the place of a copy in the graph."""
+    _set_grad_enabled(False)  # which costs less than an alias outside of the graph
+    try:
+        return copied.zero_()
+    finally:
+        _set_grad_enabled(True)
 
 
 def _zeros_in_place_of(ctx: Any, x: Tensor) -> Tensor:
@@ -95,5 +107,8 @@ def joined(whole: Tensor, term: Tensor) -> Tensor:
             return _joined(whole, term)
     # Of few elements, to add them and write the term over it costs less than a node in Python.
     out = torch.add(whole, term)
-    out.data.copy_(term)
-    return out
+    _set_grad_enabled(False)
+    try:
+        return out.copy_(term)
+    finally:
+        _set_grad_enabled(True)

@@ -25,6 +25,7 @@ from shardwise.local import (
 from shardwise.redistribute import (
     CastBackward,
     Gathered,
+    LookedUp,
     Move,
     MoveGradient,
     plan_moves,
@@ -63,8 +64,8 @@ class DTensor(Tensor):
     _layout: Layout
     _peers: tuple[Tensor, ...]  # in the simulator, the shards of the other ranks
     _is_param: bool  # as torch marks parameters that are no instances of Parameter
-    _moved: dict[int, Any]  # what it was moved to, for further uses (`dispatch.plan.Mover`)
-    _gathered: Gathered  # where it was gathered from, if it was asked to be
+    _moved: dict[Any, Any]  # what it was moved to, for further uses (`dispatch.plan.Mover`); terms that are `Disjoint`
+    _gathered: Gathered | LookedUp  # where it was gathered from, if it was asked to be, or of what it has rows
     _grad_set: tuple[Tensor, Tensor]  # a gradient as kernels see it, and as it was set
     _kept: dict[int, Any]  # terms of the gradient that `no_sync` keeps
     _watched: bool  # there are hooks on its node in the graph

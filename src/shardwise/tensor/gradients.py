@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.comm import local_tensor
 from shardwise.layout import Layout
 from shardwise.local import empty_gradient, give_strides
-from shardwise.redistribute import Move, Typed, drop, group_size, transition, unreduced
+from shardwise.redistribute import DISJOINT, Move, Typed, drop, group_size, transition, unreduced
 from shardwise.tensor.dtensor import DTensor, as_layout, kernels_see, localise, wrap
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -125,6 +125,8 @@ def observe(x: DTensor) -> None:
     """Somebody looks at the gradient of this tensor itself."""
     if "_gathered" in x.__dict__:
         x._gathered.observe()
+    if (kept := x.__dict__.get("_moved")) and DISJOINT in kept:
+        kept[DISJOINT][0].observe()
 
 
 def gradient_shards(gradient: Tensor, layout: Layout, name: str) -> tuple[Tensor, ...]:

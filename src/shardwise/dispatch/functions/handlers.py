@@ -320,6 +320,7 @@ def _keep_no_moves(x: DTensor) -> None:
         base = x._base
     for y in (x, base):
         if isinstance(y, DTensor) and not (y.requires_grad and y.is_leaf):
+            observe(y)  # which will not find what is forgotten
             y.__dict__["_moved"], y._layout = _Unshared(), y._layout.unreduced
 
 

@@ -21,7 +21,18 @@ from shardwise.dispatch.interop.anomalies import anywhere, dispatch_modes, run_b
 from shardwise.dispatch.interop.autograd_function import joined_gradients
 from shardwise.dispatch.interop.nodes import Handles, nodes_of
 from shardwise.layout import Layout, Mesh
-from shardwise.redistribute import alone, anchors, flush, forget, handed_out, let_go, second_order, trail, unreduced
+from shardwise.redistribute import (
+    alone,
+    anchors,
+    flush,
+    forget,
+    handed_out,
+    let_go,
+    own_node,
+    second_order,
+    trail,
+    unreduced,
+)
 from shardwise.tensor import DTensor, as_layout, gradient_shards, gradient_tensor, kernels_see, localise, observe
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -342,5 +353,12 @@ def _run_hooks(layout: Layout, hooks: Iterable[Callable], grads: Sequence[Tensor
         with _users_code():
             result = hook(*joined_gradients(grads, [layout]))
         if result is not None:
-            grads = replaced = gradient_shards(result, layout, "the hook's result")
+            grads = replaced = [_no_view(x) for x in gradient_shards(result, layout, "the hook's result")]
     return replaced
+
+
+def _no_view(grad: Tensor) -> Tensor:
+    """What may be differentiated in turn is no view of the hook's result: torch would give it another history once that
+    is written to."""
+    with _disabled():
+        return own_node(grad) if grad.requires_grad else grad

@@ -25,8 +25,9 @@ from shardwise.dispatch.aliasing.views import (
     WritesToPlain,
     only_views,
 )
+from shardwise.dispatch.disjoint import may_be_disjoint
 from shardwise.dispatch.functions.foreach import plan_list_call
-from shardwise.dispatch.guarded import Changes, Guard, Guarded, Retains, Settles, Unrecorded
+from shardwise.dispatch.guarded import Changes, Guard, Guarded, OfSource, Retains, Settles, Unrecorded
 from shardwise.dispatch.interop.mixing import COLLECTIVES, apart, refuse_collective
 from shardwise.dispatch.key import variant_key
 from shardwise.dispatch.modes import unseen
@@ -90,7 +91,8 @@ def _plan_for(func: Callable, args: tuple, kwargs: dict[str, Any], tensors: list
             raise
         # It may do with the dtypes that it will be given. Outside autocast it is planned, and refused, as usual.
         return Autocast(lambda args, kwargs: make_plan(func, args, kwargs or {})(args, kwargs), func)
-    return plan if invariant else Variants(func, layouts, variant_key_now(args, kwargs), plan)
+    plan = plan if invariant else Variants(func, layouts, variant_key_now(args, kwargs), plan)
+    return may_be_disjoint(func, plan, layouts)
 
 
 NUMBERS = ("alpha", "beta", "value")
@@ -298,7 +300,17 @@ def _returning(plan: Plan, guards: list[Guard], lowered: Lowered, call: Asked) -
         guards.append(GivesCopiedViews(call.func, copies))  # of what is reduced by then, to which writes are watched
     if isinstance(plan, (Autocast, KeepsCopies, Steps, Whole)) and not lowered.trace.seen_arguments:
         guards.append(Unrecorded())
+    if call.asked is Tensor.__getitem__ and _finds_more_rows(call, layouts):
+        guards.append(OfSource())
     return _with_strides(Guarded(plan, guards) if guards else plan, lowered, call)
+
+
+def _finds_more_rows(call: Asked, layouts: Sequence[Layout]) -> bool:
+    """Whether a call is `x[index]`, all replicated, and finds more than there is."""
+    index = call.args[1]
+    if not isinstance(index, DTensor) or index.dtype in (torch.bool, torch.uint8):
+        return False
+    return all(layout.replicated for layout in (*call.layouts, *layouts)) and layouts[0].numel > call.layouts[0].numel
 
 
 def _with_strides(plan: Plan, lowered: Lowered, call: Asked) -> Plan:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import as_mesh, noters, ranked
+from shardwise.comm.cause import handed_on
 from shardwise.errors import HookError, InPlaceError, TransformError
 from shardwise.layout import Layout, Mesh
 from shardwise.parallel.fully_sharded import reduction
@@ -98,6 +99,9 @@ class _Varying:
         if not others:
             return self.held
         return transition(Move(Typed(move.source.layout, self.axes), move.target, others), self.held)
+
+    def tell(self, whole: Tensor, varying: Held) -> None:
+        handed_on(whole, varying, (self.move,))
 
 
 class _Unshard(torch.autograd.Function):

@@ -17,6 +17,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from shardwise.comm.captured import noters
 from shardwise.comm.rendezvous import PLACES
@@ -156,9 +157,13 @@ def leaf_of(node: Any) -> Tensor | None:
     """The leaf that a node's gradient is for, as it is. Moves whose backward does nothing may lie between: some ranks
     do without them, and all must find the same leaf. So may what the simulator puts there: an alias, as rank 0's shard
     is one, and the own nodes of what was moved."""
-    while node is not None and _passes_on(node):
+    while node is not None and node.__class__ not in _computing and _passes_on(node):
         node = node.next_functions[0][0]
     return getattr(node, "variable", None)
+
+
+_computing: set[type] = set()
+"""Classes of nodes of torch's own, met before, that compute something: all results used as varying are asked about."""
 
 
 def _passes_on(node: Any) -> bool:
@@ -166,6 +171,9 @@ def _passes_on(node: Any) -> bool:
     if isinstance(move, Move):
         return move.dual.kind == "nothing"
     name = node.name()
+    if not isinstance(node, BackwardCFunction) and name not in (*_COPIES, "AliasBackward0"):
+        _computing.add(node.__class__)
+        return False
     if name == "OwnNodeBackward" and isinstance(getattr(node.next_functions[0][0], "move", None), Move):
         return True
     return name == "AliasBackward0" or (name in _COPIES and SECOND_ORDER in node.metadata)

@@ -79,6 +79,13 @@ def _own_product(own: Any, a: Tensor, b: Tensor, offs: Tensor | None, dtype: Any
     return _product_of_some(a, b, ends, groups, dtype)
 
 
+def product_of_own_groups(groups: Piece, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """On one rank: its groups of rows, each times a matrix, and zeros in the rows of others."""
+    if 0 in (*x.shape, *w.shape):
+        return connected_zeros(x, (x.shape[0], w.shape[2]), w)
+    return _product_of_some(x, w, ends, groups, None)
+
+
 def _product_of_some(x: Tensor, w: Tensor, ends: Tensor, groups: Piece, dtype: Any) -> Tensor:
     """The product of some groups of rows, and zeros in the rows of others. Where ours begin and end only the device
     knows, and nobody waits for it: all rows are rolled until ours come first. Torch does not define the rows behind

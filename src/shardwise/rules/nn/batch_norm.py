@@ -113,9 +113,11 @@ def _update(running: Tensor, new: Tensor, momentum: float) -> None:
 
 
 def _evaluate(op: Any, num_channels: int, dtype: torch.dtype, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Element by element, without statistics (of which not all ops return the same number)."""
+    """Element by element, without statistics (of which not all ops return the same number). Where channels have one
+    element for each row, as they may on a shard, the gradient in torch's kernel takes parameters for contiguous."""
     if x.numel():
-        out, _, _, *rest = op(x, *args, **kwargs)
+        params = [param if param is None else param.contiguous() for param in args[:4]]
+        out, _, _, *rest = op(x, *params, *args[4:], **kwargs)
     else:
         out, rest = connected_zeros(x, x.shape, args[0], unsaved=[args[1]]), [x.new_empty(0, dtype=torch.uint8)]
     stats = x.new_zeros(num_channels, dtype=stats_dtype(dtype, x, *args[:4]))

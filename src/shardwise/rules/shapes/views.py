@@ -170,7 +170,20 @@ def _select_or_zero(x: Tensor, dim: int, start: int, index: int) -> Tensor:
     on every rank: what is written to it must not reach the owner's shard alone."""
     if start <= index < start + x.shape[dim]:
         return x.select(dim, index - start).clone()
-    return x.narrow(dim, 0, 0).sum(dim).to(x.dtype)
+    return _in_order_of(x, dim, x.narrow(dim, 0, 0).sum(dim).to(x.dtype))
+
+
+def _in_order_of(x: Tensor, dim: int, zeros: Tensor) -> Tensor:
+    """Zeros with their dims in the order in which the owner's copy has them: ranks must agree on what is contiguous."""
+    steps = [step for d, step in enumerate(x.stride()) if d != dim]
+    if steps == sorted(steps, reverse=True):
+        return zeros
+    copied = torch.empty_like(torch.empty_strided(zeros.shape, steps, device="meta")).stride()
+    order = sorted(range(zeros.dim()), key=lambda d: -copied[d])
+    if order == sorted(order):
+        return zeros
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return zeros.permute(order).contiguous().permute(back).clone()
 
 
 def _unbind_or_zero(x: Tensor, dim: int, start: int, count: int) -> list[Tensor]:

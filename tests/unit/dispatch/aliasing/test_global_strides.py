@@ -12,6 +12,7 @@ from sweep import place
 from torch import Tensor
 
 import shardwise as sw
+from shardwise.comm import shards_of
 from shardwise.dispatch.aliasing import global_strides as memory
 from shardwise.dispatch.aliasing import views
 
@@ -128,6 +129,19 @@ def test_strides_of_what_is_computed_from_thin_shards() -> None:
     ):
         dist = [place(given[0], S(dim), mesh=(3,)), place(given[1], R, mesh=(3,))]
         assert_strides(take(*dist), take(*given))
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0)], ids=str)
+def test_strides_of_what_is_computed_from_one_index_of_a_sharded_dim(order: tuple[int, ...]) -> None:
+    """Ranks that do not have it, or nothing at all, contribute zeros that are strided as it is."""
+    for dim, ranks in product(range(3), (2, 4)):
+        at, plain = order.index(dim), whole().permute(order)
+        turned = place(whole(), S(dim), mesh=(ranks,)).permute(order)
+        for index in (0, -1):
+            made = [1.5 - x.select(at, index) for x in (turned, plain)]
+            with torch._C.DisableTorchFunctionSubclass():
+                strides = {shard.stride() for shard in shards_of(made[0])}
+            assert strides == {made[1].stride()}
 
 
 @pytest.mark.parametrize("create_graph", [True, False])

@@ -51,6 +51,17 @@ def test_batch_norm_with_running_statistics(op, x):
         compare(op, inputs, mesh_of((2, 2)), [where, [R, R], [R, R], running])
 
 
+def test_parameters_that_are_strided_where_shards_have_one_element_of_each_row_and_channel():
+    """There torch's own gradient takes them for contiguous."""
+    film = normal(2, 2).t()
+
+    def op(x, film, var):
+        return F.batch_norm(x, var.detach(), var.detach() ** 2 + 1, film[:, 0], film[:, 1], eps=0.1)
+
+    for where in (R, S(0), S(1), S(2)):
+        compare(op, (normal(5, 2, 3), film, normal(2)), mesh_of((4,)), [[where], [R], [R]])
+
+
 WITHOUT_RUNNING = {
     "affine": lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
     "native": lambda x, w, b: aten.native_batch_norm(x, w, b, None, None, True, 0.1, 1e-5),
