@@ -166,6 +166,16 @@ def test_data_can_be_read_and_set() -> None:
         p.data = y
 
 
+def test_data_of_another_layout_keep_the_gradient_if_it_fits() -> None:
+    p = nn.Parameter(sw.distribute_tensor(data(4, 6), MESH, [S0, R]))
+    (p * 2).sum().backward()
+    p.data = sw.distribute_tensor(data(4, 6), MESH, [R, S1])
+    assert p.grad is not None and p.grad.placements == (R, S1)
+    assert torch.equal(p.grad.full_tensor(), torch.full((4, 6), 2.0, dtype=torch.float64))
+    p.data = sw.distribute_tensor(data(2, 3), MESH, [R, S1])
+    assert p.grad is None
+
+
 def test_a_gradient_can_be_set_and_takes_its_tensors_layout() -> None:
     g = data(4, 4)
     p = nn.Parameter(sw.distribute_tensor(data(4, 4), MESH, [S0, R]))
