@@ -14,7 +14,7 @@ from shardwise.comm.cause import is_moving, listeners, moved
 from shardwise.comm.rendezvous import expect
 from shardwise.errors import MixedTensorError, PlacementError
 from shardwise.layout import Layout, Mesh, Replicate
-from shardwise.redistribute import Move
+from shardwise.redistribute import Move, own_node
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 _get_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
@@ -138,7 +138,7 @@ class _OneOfAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         expect([ctx])
-        return _AllOfOne.apply(ctx.num_ranks, grad)
+        return tuple(map(own_node, _AllOfOne.apply(ctx.num_ranks, grad)))  # those it keeps may be written to
 
 
 class _AllOfOne(torch.autograd.Function):

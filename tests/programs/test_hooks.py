@@ -73,6 +73,22 @@ def test_a_gradient_that_a_hook_gave_is_its_own_when_it_is_written_to() -> None:
         same(program, normal(4, 4), placement)
 
 
+def test_a_hook_on_a_gradient_that_all_ranks_have_and_that_was_written_to() -> None:
+    def program(x: Tensor) -> tuple[Any, ...]:
+        y, mask = x.flatten(0, 1), torch.arange(16).reshape(8, 2) % 3 == 0
+        if isinstance(x, sw.DTensor):
+            mask = sw.distribute_tensor(mask, x.device_mesh)
+        (grad,) = torch.autograd.grad((y[mask].sum() ** 2), [y], create_graph=True)
+        with torch.no_grad():
+            grad.select(0, 3).contiguous().div_(2)
+        grad.register_hook(lambda g: g * 2)
+        grad.sum().backward()
+        return grad, x.grad
+
+    for placement in (R, S(0)):
+        same(program, normal(4, 2, 2), placement)
+
+
 @pytest.mark.parametrize("passes", [0, 1])
 def test_a_hook_keeps_nothing_alive(passes: int) -> None:
     class Hook:
