@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import shardwise as sw
 from launch import Case
@@ -124,7 +125,36 @@ def fails_alone(net: Any, mesh: Any, rank: int) -> None:
     net.fails = False
 
 
-CASES = [Case(f"told-{size}-{run.__name__}", size, run) for size in (2, 4) for run in (few_messages, all_raise)]
+class Sliced(Model):
+    """`is_recomputed`: all of it, but for slices, which are kept."""
+
+    is_recomputed = False
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        if not self.is_recomputed:
+            return self.of_some(words)
+        keeps = partial(create_selective_checkpoint_contexts, [torch.ops.aten.slice.Tensor])
+        return checkpoint(self.of_some, words, use_reentrant=False, context_fn=keeps)  # type: ignore[no-any-return]
+
+    def of_some(self, words: Tensor) -> Tensor:
+        return self.head(self.words(words))[:, 1:].square().sum()
+
+
+def in_a_selective_checkpoint(rank: int, size: int) -> None:
+    """What is told is not among what the checkpoint keeps."""
+    mesh, found = line(size), []
+    for is_recomputed in (False, True):
+        torch.manual_seed(0)
+        net: Any = sw.distribute_module(Sliced(has_loss=True), mesh)
+        net.is_recomputed = is_recomputed
+        for step in range(3):
+            net(*batch_of(mesh, step)).backward()
+        found.append([x.grad.full_tensor() for x in net.parameters()])
+    torch.testing.assert_close(*found)
+
+
+BODIES = few_messages, all_raise, in_a_selective_checkpoint
+CASES = [Case(f"told-{size}-{run.__name__}", size, run) for size in (2, 4) for run in BODIES]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

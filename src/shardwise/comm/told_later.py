@@ -9,10 +9,12 @@ alike go with their squares: they are if the squares' sum times the ranks is the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from threading import get_ident
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.comm.captured import noters
 from shardwise.comm.port import communicating
@@ -82,7 +84,8 @@ class Window:
         numel = 0 if carried is None else _numel(carried)
         pieces = [*number.to_bytes(PIECES - 1, "big"), 16 * (len(found) % 16) + numel]
         bad = any(worst is not None for worst, _ in found)
-        with off_the_record(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        unseen = _disable_current_modes if torch._C._len_torch_dispatch_stack() else nullcontext
+        with off_the_record(), unseen(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             own = [*pieces, *(piece * piece for piece in pieces), 1, bad, *(0,) * ROOM]
             message = torch.tensor(own, dtype=torch.float32, device="cpu")
             part = message[_CARRIED : _CARRIED + numel]

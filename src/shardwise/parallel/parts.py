@@ -44,8 +44,8 @@ class _Running:
 _running: WeakKeyDictionary[Mesh, _Running] = WeakKeyDictionary()
 """On which meshes a parallelized module is running."""
 
-_agreed: WeakKeyDictionary[nn.Module, tuple[Mesh, list[tuple]]] = WeakKeyDictionary()
-"""With which DTensors all ranks of a mesh have called a module before."""
+_agreed: WeakKeyDictionary[nn.Module, tuple[Mesh, list[tuple], int]] = WeakKeyDictionary()
+"""With which DTensors all ranks of a mesh have called a module before, and their digest."""
 
 _in_backward = torch._C._current_graph_task_id
 _EQUALLY_LONG = "Batches of a step are equally long on all of them"
@@ -83,10 +83,13 @@ def _compare_parts(now: _Running, mesh: Mesh, tensors: Sequence[Tensor]) -> None
         if first_difference(mesh, [placed]) == 0:
             raise _unlike(who, mesh, tensors)
         return
-    now.window.have_alike(digest(placed), lambda: _unlike(who, mesh, tensors))
-    if _agreed.get(now.module) != (mesh, placed):
+    known = _agreed.get(now.module)
+    is_known = known is not None and known[:2] == (mesh, placed)
+    number = known[2] if known is not None and is_known else digest(placed)
+    now.window.have_alike(number, lambda: _unlike(who, mesh, tensors))
+    if not is_known:
         now.window.settle()
-        _agreed[now.module] = mesh, placed
+        _agreed[now.module] = mesh, placed, number
 
 
 def _is_batch(args: tuple, kwargs: dict[str, Any]) -> bool:
