@@ -103,6 +103,8 @@ class OwnGroups:
             return _sum_of(out, x._layout.with_(shape=(x.shape[0], matrices.shape[2])), found.rows)
         out = self.plan(args, kwargs)
         layout = out._layout
+        if x._layout.has_pending:  # along an axis of the groups, where these may have been gathered
+            return out
         if any(layout.splits) or tuple(axis for axis, p in enumerate(layout.pending) if p == SUM) != axes:
             return out
         rows = Rows(axes, groups, ends, shards_of(localise(ends)), x.shape[0])

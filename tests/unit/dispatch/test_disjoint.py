@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import full
+from compare import compare, full
 from sweep import mesh_of, normal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -34,6 +34,22 @@ def products(x: Tensor, up: Tensor, down: Tensor, ends: Tensor, rows: Tensor, in
 def gated(hidden: Tensor) -> Tensor:
     gate, value = hidden.chunk(2, dim=-1)
     return F.silu(gate) * value
+
+
+WAYS = [[R, R], [S(0), R], [R, S(0)], [S(1), S(0)], [R, S(1)], [S(0), S(1)], [S(0), S(0)], [P(), R], [P(), P()]]
+
+
+@pytest.mark.parametrize("rows", WAYS, ids=str)
+def test_products_of_rows_and_matrices_however_they_lie(rows: list[Any]) -> None:
+    ends, mesh = torch.tensor([7, 7, 50], dtype=torch.int32), sw.simulate((2, 3), ("dp", "tp"))
+    tensors = [torch.randint(-3, 4, shape).float() for shape in ((50, 32), (3, 32, 48))]
+
+    def product(x: Tensor, matrices: Tensor) -> Tensor:
+        offs = sw.distribute_tensor(ends, mesh, [R, R]) if isinstance(x, sw.DTensor) else ends
+        return F.grouped_mm(x, matrices, offs=offs) * 1
+
+    for matrices in (*WAYS, [S(2), S(0)]):
+        compare(product, tensors, mesh, [rows, matrices], atol=1e-3, rtol=1e-5)
 
 
 def of_each(experts: int) -> list[Tensor]:

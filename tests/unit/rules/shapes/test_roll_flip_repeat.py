@@ -113,6 +113,7 @@ def test_any_reduction_passes_through(pending):
 
 
 @pytest.mark.parametrize("op", [lambda a: a.roll(0, 0), lambda a: a.roll(0), lambda a: a.repeat(1, 1)])
+@pytest.mark.filterwarnings("ignore::shardwise.errors.FallbackWarning")
 def test_the_result_has_its_own_memory(op):
     x = place(normal(8, 6), S(0))
     op(x).zero_()
