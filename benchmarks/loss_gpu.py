@@ -447,7 +447,7 @@ def main() -> None:
         once = argparse.Namespace(**{**vars(options), "rounds": 1})
         with ProcessPoolExecutor(len(jobs), multiprocessing.get_context("spawn")) as pool:
             list(pool.map(measured, [replace(job, options=once) for job in jobs]))
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             for found, failed in pool.map(measured, jobs):
                 tables, failures = joined([*tables, *found]), [*failures, *failed]
                 for table in found:
